@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.attention import BOUND, exact, normal
+from tests.support.attention import BOUND, exact, normal, with_waiting_weights
 from tests.support.compare import error
 from tests.support.devices import on_meshes
 from wanjax.kernels.attention import VideoTextPair, flash_tpu, joint, joint_attention
@@ -46,18 +46,23 @@ def whole(q, k, v, window=None, texts=TEXTS):
     return exact(q, k, v, key_mask=mask, bias=np.where(np.isinf(hidden), -1e30, 0)[None, None])
 
 
-def run(q, k, v, window=None, texts=TEXTS, partitioner=None, name="chunked", config=None):
-    def attend(q, k, v, texts):
-        with use_partitioner(partitioner or ONE_DEVICE_PARTITIONER):
-            q, k, v = (
-                VideoTextPair(*(shard_tokens(x, ("batch", "length", None, None)) for x in pair)) for pair in (q, k, v)
-            )
-            kernel = partial(_attend_on_one_device, name=name, key_mask=None, scale=q.video.shape[3] ** -0.5)
-            kernel = partial(kernel, bias=None, config=config)
-            return joint.attention(kernel, q, k, v, length=VIDEO, text_lengths=texts, window=window)
+def attend(q, k, v, texts, *, window=None, partitioner=None, name="chunked", config=None):
+    with use_partitioner(partitioner or ONE_DEVICE_PARTITIONER):
+        q, k, v = (
+            VideoTextPair(*(shard_tokens(x, ("batch", "length", None, None)) for x in pair)) for pair in (q, k, v)
+        )
+        kernel = partial(_attend_on_one_device, name=name, key_mask=None, scale=q.video.shape[3] ** -0.5)
+        kernel = partial(kernel, bias=None, config=config)
+        return joint.attention(kernel, q, k, v, length=VIDEO, text_lengths=texts, window=window)
 
-    out = jax.jit(attend)(q, k, v, jnp.asarray(texts, jnp.int32))
-    return np.concatenate([out.video[:, :VIDEO], out.text[:, : q.text.shape[1]]], axis=1)
+
+def joined(out, text_length):
+    return np.concatenate([out.video[:, :VIDEO], out.text[:, :text_length]], axis=1)
+
+
+def run(q, k, v, window=None, texts=TEXTS, **options):
+    out = jax.jit(partial(attend, window=window, **options))(q, k, v, jnp.asarray(texts, jnp.int32))
+    return joined(out, q.text.shape[1])
 
 
 def test_the_mask_of_the_tests_hides_something():
@@ -126,8 +131,16 @@ def test_several_devices(axes, rules, window):
     if axes[0] > 1:
         q, k, v = (jax.tree.map(lambda x: np.resize(x, (axes[0], *x.shape[1:])), pair) for pair in (q, k, v))
     texts = np.resize(TEXTS, len(q.video))
-    out = run(q, k, v, window, texts, Partitioner(make_mesh(*axes), SHARDING_RULES[rules]))
+    out = run(q, k, v, window, texts, partitioner=Partitioner(make_mesh(*axes), SHARDING_RULES[rules]))
     assert error(out, whole(q, k, v, window, texts)) <= BOUND["float32"]
+
+
+@pytest.mark.parametrize("axes", [(1, 1, 8), (1, 8, 1)])
+def test_joint_attention_gathers_weights(axes):
+    q, k, v = operands(heads=4, size=8)
+    used = Partitioner(make_mesh(*axes), SHARDING_RULES["fsdp"])
+    out = with_waiting_weights(used, partial(attend, partitioner=used), q, k, v, jnp.asarray(TEXTS, jnp.int32))
+    assert error(joined(out, TEXT), whole(q, k, v)) <= BOUND["float32"]
 
 
 def test_a_named_implementation():

@@ -10,15 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.support.attention import SMALL_TILES, exact, exact_gradients, normal, operands
+from tests.support.attention import SMALL_TILES, exact, exact_gradients, normal, operands, with_waiting_weights
 from tests.support.compare import error
 from tests.support.devices import MESHES, SPREADING
 from tests.support.quick import quick
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import attention
-from wanjax.kernels.attention.ring_weights import RingWeights, gather_during_attention, take_waiting
 from wanjax.sharding import ONE_DEVICE_PARTITIONER, SHARDING_RULES, Partitioner, constrain, make_mesh, use_partitioner
 
 BOUND = 1e-6  # the error of float32 attention, as on one device
@@ -184,24 +182,12 @@ def test_the_ring_sends_keys_and_values_round_once():
 def test_attention_gathers_weights(name, axes):
     """The weights of the next block are complete on every device, and attention is what it is without them."""
     q, k, v = operands(2, 37, 37, 4, 4, 64)
-    weights = [normal(6, 32, 16), normal(7, 16, 24)]
     config = SMALL_TILES if name == "flash_tpu" else None
-    mesh_axis = "sp" if axes[1] > 1 else "tp"
-    specs = PartitionSpec(None, mesh_axis), PartitionSpec(mesh_axis, None)
-    used = partitioner(axes)
-    placed = [jax.device_put(x, NamedSharding(used.mesh, spec)) for x, spec in zip(weights, specs, strict=True)]
 
-    def attend(q, k, v, weights):
-        with use_partitioner(used), gather_during_attention(waiting := RingWeights(weights, (1, 0), mesh_axis)):
-            out = attention(constrain(q, TOKENS), k, v, implementation=name, config=config)
-            assert take_waiting() is None
-            return out, waiting.gathered()
+    def attend(q, k, v):
+        return attention(constrain(q, TOKENS), k, v, implementation=name, config=config)
 
-    out, gathered = jax.jit(attend)(q, k, v, placed)
-    assert error(out, exact(q, k, v)) <= BOUND
-    for got, right in zip(gathered, weights, strict=True):
-        assert got.sharding.is_fully_replicated
-        np.testing.assert_array_equal(got, right)
+    assert error(with_waiting_weights(partitioner(axes), attend, q, k, v), exact(q, k, v)) <= BOUND
 
 
 @pytest.mark.parametrize(("axes", "keys"), [((1, 1, 1), 0), ((1, 1, 1), 6)])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import wanjax
+from tests.support.attention import with_waiting_weights
 from tests.support.devices import on_eight_devices
 from tests.support.small_wan import animate_conditioning, animate_pipeline
 from tests.support.tiny import tiny_animate_checkpoint
@@ -23,6 +24,7 @@ from wanjax.pipelines.wan.animate import CHARACTER, DRIVING_VIDEO, compute_clip_
 from wanjax.pipelines.wan.letterbox import BILINEAR, content_box, letterbox, video_size, visible_box
 from wanjax.pipelines.wan.segments import ClipSegments, segments
 from wanjax.registry import presets
+from wanjax.sharding import SHARDING_RULES, Partitioner, make_mesh
 
 SETTINGS = presets()["wan2.2-animate-2-14b"].defaults
 WINDOWING = ClipSegments(16)
@@ -160,6 +162,17 @@ def test_attention_by_frames_is_one_softmax(bias):
         bias=None if bias is None else jnp.float32(bias),
     )  # fmt: skip
     np.testing.assert_allclose(result, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("axes", [(1, 1, 8), (1, 8, 1)])
+def test_attention_by_frames_gathers_weights(axes):
+    used = Partitioner(make_mesh(*axes), SHARDING_RULES["fsdp"])
+
+    def attend(q, k, v, clip_k, clip_v):
+        clip = store_clip_kv(clip_k, clip_v, 15, in_int8=False)
+        return attention_with_frames(kernel_with_lse(q, k, v), q, k, v, clip, length=20, frame_tokens=5)
+
+    np.testing.assert_allclose(with_waiting_weights(used, attend, *operands()), attend(*operands()), atol=2e-6)
 
 
 def test_keys_and_values_in_int8_have_a_scale_for_each_token_and_head():

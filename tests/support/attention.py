@@ -10,8 +10,11 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from wanjax.kernels.attention import attention, flash_kernel, flash_tpu
+from wanjax.kernels.attention.ring_weights import RingWeights, gather_during_attention, take_waiting
+from wanjax.sharding import use_partitioner
 
 BOUND = {"float32": 1e-6, "bfloat16": 3e-3}
 SMALL_TILES = flash_tpu.Config(128, 64, 32, interpret=True)
@@ -90,3 +93,23 @@ def count_calls(name: str, module: ModuleType = flash_kernel) -> Iterator[list[i
     with mock.patch.object(module, name, counted):
         yield result
     jax.clear_caches()
+
+
+def with_waiting_weights(used, attend, *operands):
+    """Run attention on several devices while two matrices wait for it. Afterwards every device has both."""
+    mesh_axis = "sp" if used.axis_size("sp") > 1 else "tp"
+    weights = [normal(6, 32, 16), normal(7, 16, 24)]
+    specs = PartitionSpec(None, mesh_axis), PartitionSpec(mesh_axis, None)
+    placed = [jax.device_put(x, NamedSharding(used.mesh, spec)) for x, spec in zip(weights, specs, strict=True)]
+
+    def run(weights, *operands):
+        with use_partitioner(used), gather_during_attention(waiting := RingWeights(weights, (1, 0), mesh_axis)):
+            out = attend(*operands)
+            assert take_waiting() is None
+            return out, waiting.gathered()
+
+    out, gathered = jax.jit(run)(placed, *operands)
+    for got, right in zip(gathered, weights, strict=True):
+        assert got.sharding.is_fully_replicated
+        np.testing.assert_array_equal(got, right)
+    return out

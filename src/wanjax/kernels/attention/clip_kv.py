@@ -10,6 +10,7 @@ by heads in the same way, so they are never sent.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int8
 
+from wanjax.kernels.attention.ring_weights import RingWeights, gather_beside, shard_map_with_weights
 from wanjax.kernels.attention.sharded import (
     AttentionResult,
     QueryPlacement,
@@ -130,29 +132,32 @@ def attention_with_frames(
         frame_tokens: The number of tokens of a frame.
         bias: A number that is added to the scores of the keys of frame 1; None for none.
     """
-    queries = q.shape[1]
-    q, k, v = (pad_to(x, 1, current_partitioner().axis_size(TOKEN_AXES)) for x in (q, k, v))
+    queries, partitioner = q.shape[1], current_partitioner()
+    q, k, v = (pad_to(x, 1, partitioner.axis_size(TOKEN_AXES)) for x in (q, k, v))
     exchange, padded_length = Exchange.of(q.shape), q.shape[1]
 
-    def attend(q: Array, k: Array, v: Array, clip: ClipKV, bias: Array | None) -> Array:
-        heads = q.shape[2]
-        q, k, v = (exchange.tokens_to_heads(x)[:, :length] for x in (q, k, v))
-        out = _attend_by_frames(kernel, q, k, v, clip, frame_tokens, bias)
-        return exchange.heads_to_tokens(pad_to(out, 1, padded_length), heads)
+    def attend(
+        waiting: RingWeights | None, weights: Sequence[Array], q: Array, k: Array, v: Array, clip: ClipKV,
+        bias: Array | None,
+    ) -> tuple[Array, Sequence[Array]]:  # fmt: skip
+        heads, attend_by_frames = q.shape[2], partial(_attend_by_frames, kernel, frame_tokens)
+        qkv = (exchange.tokens_to_heads(x)[:, :length] for x in (q, k, v))
+        out, weights = gather_beside(waiting, weights, partitioner, attend_by_frames, *qkv, clip, bias)
+        return exchange.heads_to_tokens(pad_to(out, 1, padded_length), heads), weights
 
     clip_specs = jax.tree.map(lambda _: exchange.heads, clip)
     specs = (*(exchange.tokens,) * 3, clip_specs, None if bias is None else PartitionSpec())
-    out = current_partitioner().shard_map(attend, specs, exchange.tokens)(q, k, v, clip, bias)
+    out = shard_map_with_weights(partitioner, attend, specs, exchange.tokens)(q, k, v, clip, bias)
     return out[:, :queries]
 
 
 def _attend_by_frames(
     kernel: Callable[..., Any],
+    frame_tokens: int,
     q: Float[Array, "B L N D"],
     k: Float[Array, "B L N D"],
     v: Float[Array, "B L N D"],
     clip: ClipKV,
-    frame_tokens: int,
     bias: Float[Array, ""] | None,
 ) -> Float[Array, "B L N D"]:
     """Compute attention on one device, for some heads and all of their tokens."""

@@ -10,7 +10,8 @@ On several devices, each device exchanges its tokens of video and text for heads
 order, so with a window queries are exchanged too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
+from wanjax.kernels.attention.ring_weights import RingWeights, gather_beside, shard_map_with_weights
 from wanjax.kernels.attention.sharded import QueryPlacement, heads_to_tokens, tokens_to_heads
 from wanjax.sharding import current_partitioner, pad_to
 
@@ -51,27 +53,25 @@ def attention(
     gather_axes = tuple(axis for axis in axes if axis == "sp" and window is None)
     exchange_axes = tuple(axis for axis in axes if axis not in gather_axes)
 
-    def attend(q: VideoTextPair, k: VideoTextPair, v: VideoTextPair, text_lengths: Array) -> VideoTextPair:
+    def attend(
+        waiting: RingWeights | None, weights: Sequence[Array], q: VideoTextPair, k: VideoTextPair, v: VideoTextPair,
+        text_lengths: Array,
+    ) -> tuple[VideoTextPair, Sequence[Array]]:  # fmt: skip
         heads, num_devices, video_queries = q.video.shape[2], partitioner.axis_size(exchange_axes), length
         q, k, v = jax.tree.map(lambda x: tokens_to_heads(x, num_devices, exchange_axes), (q, k, v))
         if gather_axes:
             video_queries = q.video.shape[1]
             k, v = jax.tree.map(lambda x: jax.lax.all_gather(x, gather_axes, axis=1, tiled=True), (k, v))
-        out = kernel(
-            _concatenate_video_and_text(q, video_queries),
-            _concatenate_video_and_text(k, length),
-            _concatenate_video_and_text(v, length),
-            kv_length=length + text_lengths,
-            window=window,
-        )
+        attend_jointly = partial(kernel, kv_length=length + text_lengths, window=window)
+        joint_qkv = (_concatenate_video_and_text(x, n) for x, n in ((q, video_queries), (k, length), (v, length)))
+        out, weights = gather_beside(waiting, weights, partitioner, attend_jointly, *joint_qkv)
         video = pad_to(out[:, :video_queries], 1, q.video.shape[1])  # later queries are padding
         out = VideoTextPair(video, out[:, video_queries:])
-        return jax.tree.map(lambda x: heads_to_tokens(x, heads, num_devices, exchange_axes), out)
+        return jax.tree.map(lambda x: heads_to_tokens(x, heads, num_devices, exchange_axes), out), weights
 
     pair_spec = VideoTextPair(PartitionSpec(*placement), PartitionSpec(*placement))
-    return partitioner.shard_map(attend, (pair_spec, pair_spec, pair_spec, PartitionSpec(placement.batch)), pair_spec)(
-        q, k, v, text_lengths
-    )
+    specs = (pair_spec, pair_spec, pair_spec, PartitionSpec(placement.batch))
+    return shard_map_with_weights(partitioner, attend, specs, pair_spec)(q, k, v, text_lengths)
 
 
 def _concatenate_video_and_text(x: VideoTextPair, length: int) -> Float[Array, "B _L N D"]:

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import accumulate, count, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from jaxtyping import Array, Int32
 
 from wanjax.kernels.alignment import LANES
 from wanjax.sharding import Partitioner, replicate
+
+Result = TypeVar("Result")  # an array, or a tree of arrays
 
 TILE_BYTES = 32  # bytes of a column of a tile: 8 rows of float32, 16 of bfloat16, 32 of int8
 
@@ -130,14 +132,50 @@ def shards_to_join(
     return tuple(ShardsToJoin(shards, axis, jax.lax.axis_index(mesh_axis)) for shards, axis in by_weight)
 
 
+def shard_map_with_weights(
+    partitioner: Partitioner, attend: Callable[..., tuple[Result, Sequence[Array]]], specs: tuple, out_specs: Any
+) -> Callable[..., Result]:
+    """Shard a function over the devices, and let it gather the weights that wait.
+
+    Args:
+        partitioner: The devices.
+        attend: Called on each device with `RingWeights` or None, the device's shards of the weights, and its shards of
+            the operands. Returns the result and the gathered weights, none if no weights wait.
+        specs: The shardings of the operands.
+        out_specs: The sharding of the result.
+    """
+    waiting = take_waiting() if ring_mesh_axis(partitioner) else None
+    weights, weight_specs = ((), ()) if waiting is None else (waiting.weights, waiting.specs)
+
+    def run(weights: Sequence[Array], *operands: Any) -> tuple[Result, tuple[Array, ...]]:
+        result, gathered = attend(waiting, weights, *operands)
+        return result, tuple(gathered)
+
+    def call(*operands: Any) -> Result:
+        all_out_specs = out_specs, (PartitionSpec(),) * len(weights)
+        result, gathered = partitioner.shard_map(run, (weight_specs, *specs), all_out_specs)(weights, *operands)
+        if waiting is not None:
+            waiting.set_gathered(gathered)
+        return result
+
+    return call
+
+
 def gather_beside(
-    attend: Callable[..., Array], operands: tuple[Array, ...], weights: Sequence[Array], waiting: RingWeights, size: int
-) -> tuple[Array, list[Array]]:
-    """Compute `attend(*operands)` while each of `size` devices sends its shards to all others.
+    waiting: RingWeights | None,
+    weights: Sequence[Array],
+    partitioner: Partitioner,
+    attend: Callable[..., Result],
+    *operands: Any,
+) -> tuple[Result, Sequence[Array]]:
+    """Compute `attend(*operands)` on a device while each device sends its shards of the weights to all others.
 
     Returns:
-        The result, and the gathered weights.
+        The result, and the gathered weights, none if no weights wait.
     """
+    if waiting is None:
+        return attend(*operands), ()
+    size = partitioner.axis_size(waiting.mesh_axis)
     operands, weights = jax.lax.optimization_barrier((operands, tuple(weights)))
     arrivals = [weights, *(send(weights, waiting.mesh_axis, size, distance) for distance in range(1, size))]
     out, arrivals = jax.lax.optimization_barrier((attend(*operands), arrivals))

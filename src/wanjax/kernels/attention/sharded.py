@@ -21,11 +21,11 @@ from wanjax.kernels.attention.gradient import from_result
 from wanjax.kernels.attention.masks import divide_or_zero, finite_max, log_sum_exp
 from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.attention.ring_weights import (
+    RingWeights,
     gather_beside,
-    ring_mesh_axis,
     send,
+    shard_map_with_weights,
     shards_to_join,
-    take_waiting,
 )
 from wanjax.kernels.rotary_heads import join_parts
 from wanjax.sharding import Partitioner, pad_to
@@ -144,17 +144,13 @@ def _attend_ulysses_and_ring(
     if key_mask is not None:
         key_mask = pad_to(key_mask[:, :kv_length], 1, k.shape[1])
     ulysses_size = partitioner.axis_size("tp") if placement.heads is None else 1
-    waiting = take_waiting() if ring_mesh_axis(partitioner) else None
 
-    def attend(q, k, v, key_mask, weights):
+    def attend(waiting: RingWeights | None, weights: Sequence[Array], q, k, v, key_mask):
         heads = q.shape[2]
         q, k, v = (tokens_to_heads(x, ulysses_size) for x in (q, k, v))
         if ring_size == 1:
             attend_to_all = partial(kernels.attend, key_mask=key_mask, kv_length=kv_length)
-            if waiting is None:
-                out = attend_to_all(q, k, v)
-            else:
-                out, weights = gather_beside(attend_to_all, (q, k, v), weights, waiting, ulysses_size)
+            out, weights = gather_beside(waiting, weights, partitioner, attend_to_all, q, k, v)
         else:
             masks = {"key_mask": key_mask}
             # With a number of valid keys in place of a mask, a kernel need not reorder keys
@@ -168,15 +164,10 @@ def _attend_ulysses_and_ring(
                 )
             else:
                 out, _, *weights = ring(q, k, v, masks, weights=weights, weight_axes=waiting.axes)
-        return heads_to_tokens(out, heads, ulysses_size), tuple(weights)
+        return heads_to_tokens(out, heads, ulysses_size), weights
 
-    weights, weight_specs = ((), ()) if waiting is None else (waiting.weights, waiting.specs)
-    specs = (spec, spec, spec, PartitionSpec(placement.batch, "sp"), weight_specs)
-    out_specs = spec, (PartitionSpec(),) * len(weights)
-    out, gathered = partitioner.shard_map(attend, specs, out_specs)(q, k, v, key_mask, weights)
-    if waiting is not None:
-        waiting.set_gathered(gathered)
-    return out
+    specs = (spec, spec, spec, PartitionSpec(placement.batch, "sp"))
+    return shard_map_with_weights(partitioner, attend, specs, spec)(q, k, v, key_mask)
 
 
 def attention_by_heads(

@@ -157,6 +157,12 @@ class Block(nnx.Module):
         self.text_mlp = MLP(mlp, ("embed", "mlp", "embed"), gelu_tanh, **kw)
         self.dtype = kw["dtype"]
 
+    def projections(self) -> list[nnx.Module]:
+        """Return the projections of both streams."""
+        attn, mlps = self.attn, (self.mlp, self.text_mlp)
+        video, text = (attn.q, attn.k, attn.v, attn.out), (attn.text_q, attn.text_k, attn.text_v, attn.text_out)
+        return [*video, *text, *(projection for mlp in mlps for projection in (mlp.up, mlp.down))]
+
     def __call__(
         self, streams: Streams, time: Time, rope: Rope, context: Context, mask: Radial | None = None
     ) -> Streams:
@@ -326,7 +332,7 @@ class HunyuanVideoTransformer(nnx.Module):
             if part.start == last:
                 streams = apply(self.last_block, streams)
             else:
-                streams = scan_blocks(self.blocks, apply, streams, part=part)
+                streams = scan_blocks(self.blocks, apply, streams, part=part, projections=Block.projections)
         return self.head(cache.after(streams).video, time, self.grid(latents))
 
 

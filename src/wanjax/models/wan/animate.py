@@ -171,7 +171,7 @@ class WanAnimateTransformer(WanImageTransformer):
         for part in cache.parts(config.layers, *({skipped.start, skipped.stop} if skipped else ())):
             x = cache.before(part, x)
             if part != skipped or negatives < len(x):
-                y = scan_blocks(self.blocks, run, x, context.keys, clip, part=part)
+                y = scan_blocks(self.blocks, run, x, context.keys, clip, part=part, projections=self.block.projections)
                 x = y if part != skipped else jnp.where(_is_negative(len(x), negatives), x, y)
         x = cache.after(x)
 
