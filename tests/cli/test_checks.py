@@ -21,6 +21,11 @@ MISTAKES = {
     "a --noise nope.safetensors": "nope.safetensors --noise",
     "a --noise here.txt": "here.txt safetensors 'noise' floats",
     "a --strength 0.5": "strength 0.5 --video",
+    "a --then b --then c --windows 2": "3 prompts 2 windows",
+    "a --then b --then c --windows 2 --print-command": "3 prompts 2 windows",
+    "batch here.txt --overlap 3": "--overlap --windows",
+    "--prompts here.txt --match colour": "--match --windows",
+    "batch here.txt --strength 0.5": "strength 0.5 --video",
     "a --size 100000x100000": "100000 16384",
     "train nano here.png --out x": "here.png picture here.txt",
     "a --lora high=nope.safetensors:0.5": "nope.safetensors OWNER/NAME/FILE",
@@ -141,8 +146,8 @@ TRIED = """if True:
 def answers(tmp_path_factory):
     """What a fresh process answers to each mistake: the status, the message, and whether JAX was imported by then."""
     here = tmp_path_factory.mktemp("here")
-    for name in ("here.png", "here.txt"):
-        (here / name).touch()
+    (here / "here.png").touch()
+    (here / "here.txt").write_text("a red circle\n")
     for name in ("encoded", "nnano"):
         (here / name).mkdir()
     (here / "encoded/generation_config.json").write_text('{"model": "nano", "prompt": "a red circle"}')

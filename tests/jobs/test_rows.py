@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.words import has_line_with, line_with_words
 from wanjax.errors import WanjaxError
-from wanjax.jobs.rows import read_requests, with_seeds
+from wanjax.jobs.rows import read_requests, with_seeds, with_shared
 from wanjax.pipelines.request import VideoRequest
 
 ROWS = [
@@ -245,6 +245,21 @@ def test_a_request_counts_more_than_the_options():
         "prompt": "a", "steps": 2, "height": 16, "width": 64, "seed": 1,
     }  # fmt: skip
     assert VideoRequest({"prompt": "a"}, row=1).with_defaults(options).fields == {"prompt": "a", **options.fields}
+
+
+def test_shared_settings_of_no_effect_on_a_row_are_left_out():
+    """A strength is for rows with a video, and settings of seams for rows of several windows."""
+    shared = VideoRequest({"strength": 0.5, "overlap": 3, "match": "colour", "steps": 2})
+    texts = {"prompt": "a"}
+    seams = {"overlap": 3, "match": "colour", "steps": 2}
+    for row, right in [
+        (VideoRequest(texts), {"steps": 2}),
+        (VideoRequest(texts | {"windows": 2}), seams),
+        (VideoRequest(texts | {"then": "b"}), seams),
+        (VideoRequest(texts, {"video": "b.mp4"}), seams | {"strength": 0.5}),
+        (VideoRequest(texts | {"overlap": 2}), {"overlap": 2, "steps": 2}),
+    ]:
+        assert with_shared(row, shared).settings == {**right, **row.settings}
 
 
 def test_seeds_are_for_requests_without_one_of_their_own():

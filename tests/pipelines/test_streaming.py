@@ -189,6 +189,8 @@ REFUSED = {
     "cache": ("easycache", "too few steps for a step cache"),
     "windows": (2, "cannot continue a video in several windows"),
     "then": ("b", "cannot continue a video in several windows"),
+    "overlap": (3, "joins the windows of a long video"),
+    "match": ("colour", "joins the windows of a long video"),
     "guidance_rule": ("apg", "no effect without guidance"),
 }
 OBEYED = {
@@ -207,8 +209,6 @@ OBEYED = {
 }
 WITHOUT_EFFECT = {  # on latents: nothing is guided, no other network takes over, and nothing is continued
     "fps": 5,
-    "overlap": 3,
-    "match": "colour",
     "batch_guidance": True,
     "switched": lambda switch: pytest.fail("one network makes all"),
     "continued": lambda done, total: pytest.fail("nothing was made before"),

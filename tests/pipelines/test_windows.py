@@ -131,6 +131,9 @@ def test_hunyuanvideo_goes_on_from_its_picture(tmp_path):
         ({"windows": 0}, line_with_words("windows 0")),
         ({"windows": 2, "frames": 1}, line_with_words("frame overlap 1")),
         ({"then": [1]}, line_with_words("prompts text")),
+        ({"then": '["a", "b"]', "windows": 2}, line_with_words("3 prompts 2 windows")),
+        ({"overlap": 3}, line_with_words("overlap windows 2")),
+        ({"match": "colour", "windows": 1}, line_with_words("match windows 2")),
     ],
 )
 def test_what_makes_no_windows_is_refused(pipe, options, message):

@@ -26,8 +26,10 @@ from tests.support.quick import quick
 from tests.support.served import PROMPT, SMALL, serving, wait_until_finished
 from tests.support.words import has_line_with
 from wanjax.cli.report import Report
+from wanjax.jobs.store import JobStore
 from wanjax.media.pictures import read_clip
 from wanjax.media.video import read_metadata
+from wanjax.signals import INTERRUPTED
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,21 @@ def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     with serving(folder / "videos", "--no-rehearse", JAX_COMPILATION_CACHE_DIR=str(folder / "xla")) as (client, _):
         yield client
+
+
+def test_a_second_signal_ends_a_server_during_a_long_step(tmp_path):
+    """The first signal leaves the worker a minute for its step."""
+    with serving(tmp_path, "--no-rehearse", "--max-pixels", "99999999") as (client, process):
+        id = client.post("/v1/videos", json=SMALL | {"size": "256x256", "frames": 161}).json()["id"]
+        while client.get(f"/v1/videos/{id}").json()["stage"] != "denoise":
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)  # the server has ended its connections and waits for its worker
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == INTERRUPTED
+    with closing(JobStore(str(tmp_path / "jobs.sqlite"))) as store:
+        assert store.get(id).status != "completed"
 
 
 @pytest.mark.slow

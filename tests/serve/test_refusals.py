@@ -370,6 +370,7 @@ FIELDS = {  # fields beside the prompt, as JSON; the wrong one; what the sentenc
     '"size": {"a": null}': ("size", '64x64 {"a": null}'),
     '"seed": false': ("seed", "seed false"),
     '"then": [true]': ("then", "[true]"),
+    '"overlap": 3': ("overlap", "overlap windows 2"),
     '"cache": true': ("cache", "cache true magcache"),
     '"lora": {"x": true}': ("lora", "no LoRA wanjax serve --lora"),
     '"lora": "x.safetensors"': ("lora", "'x.safetensors' no LoRA wanjax serve --lora"),

@@ -16,12 +16,12 @@ from click.core import ParameterSource
 
 from wanjax.cli import listing
 from wanjax.cli.names import TOKEN_VARIABLE
-from wanjax.cli.options import SEAM_PARAMETERS, check_file, is_given, on_command_line, option_of
+from wanjax.cli.options import check_file, is_given, on_command_line, option_of
 from wanjax.cli.workflow_options import ROWS
 from wanjax.errors import WanjaxError
 from wanjax.media.inputs import CLIP_SUFFIXES, INPUT_SPECS
 from wanjax.pipelines.mesh_sizes import MeshSizes
-from wanjax.pipelines.settings import read_seeds
+from wanjax.pipelines.settings import SEAM_SETTINGS, read_seeds, seams_without_windows, strength_without_video
 from wanjax.pipelines.text.prompt_extension import check_url
 from wanjax.stores.paths import is_url
 
@@ -192,16 +192,14 @@ def _check_seeds(ctx: click.Context, seeds: str | None) -> None:
 
 
 def _check_seams(ctx: click.Context) -> None:
-    """Raise UsageError if an option for the seams of windows is given for a video that has one window. With --from,
-    the number of windows may come from the metadata."""
-    if ctx.info_name == "batch" or ctx.params.get("original_metadata") is not None:
+    """Raise SettingError if an option for the seams of windows is given for a video that has one window. With --from,
+    the number of windows may come from the metadata, and with a list of requests from its lines."""
+    if ctx.info_name == "batch" or any(ctx.params.get(name) is not None for name in ("original_metadata", "prompts")):
         return
-    has_windows = (ctx.params.get("windows") or 1) > 1 or ctx.params.get("video")  # a driving clip has several
-    for name in SEAM_PARAMETERS:
-        if name in ctx.params and on_command_line(name, ctx) and not has_windows:
-            raise click.UsageError(
-                f"--{name} joins the windows of a long video: give --windows 2 or more, or leave --{name} out"
-            )
+    has_windows = (ctx.params.get("windows") or 1) > 1 or ctx.params.get("then") or ctx.params.get("video")
+    for name in SEAM_SETTINGS:
+        if name in ctx.params and on_command_line(name, ctx) and not has_windows:  # a driving clip has several windows
+            raise seams_without_windows(f"--{name}", "--windows", name)
 
 
 def _check_prompts(file: str | None) -> None:
@@ -223,10 +221,11 @@ def _check_rows(
     of the command. Standard input can be read only once, so it is checked later. `rows` are those of a folder."""
     if file is None or file == "-" or request is None or "prompt" in request.settings:
         return
-    from wanjax.jobs.rows import RowErrors, read_requests, shared_by_all  # imported late for a quick --help
+    from wanjax.jobs.rows import RowErrors, has_effect, read_requests, shared_by_all  # imported late for a quick --help
 
     row_errors, options = RowErrors(), shared_by_all(request)
-    for row in read_requests(file, row_errors) if rows is None else rows:
+    rows = read_requests(file, row_errors) if rows is None else rows
+    for row in rows:
         try:
             if model is not None:
                 listing.check(model, row.with_defaults(options), is_complete=True)
@@ -236,6 +235,12 @@ def _check_rows(
         except WanjaxError as error:
             row_errors.add(row.row, error, row.row_noun)
     row_errors.raise_if_any()
+    whole_requests = [row.with_defaults(options) for row in rows]
+    for name in ("strength", *SEAM_SETTINGS):
+        if name in options.settings and on_command_line(name) and not any(has_effect(name, x) for x in whole_requests):
+            if name == "strength":
+                raise strength_without_video(options.settings[name])
+            raise seams_without_windows(f"--{name}", "--windows", name)
 
 
 def _check_chip(name: str) -> None:

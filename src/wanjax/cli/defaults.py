@@ -26,7 +26,6 @@ from wanjax.cli.arguments import (
     with_offload_values,
 )
 from wanjax.cli.options import (
-    SEAM_PARAMETERS,
     SETTINGS,
     check_file,
     combine_options,
@@ -37,7 +36,7 @@ from wanjax.cli.options import (
 from wanjax.errors import WanjaxError, reason
 from wanjax.media.inputs import IMAGE, INPUT_SPECS, REFERENCES
 from wanjax.media.text_files import read_text
-from wanjax.pipelines.settings import NO_MARGINS, read_size
+from wanjax.pipelines.settings import NO_MARGINS, SEAM_SETTINGS, read_size
 from wanjax.stores.paths import full_name
 
 REPLACED_BY = {
@@ -172,7 +171,7 @@ def find_metadata(ctx: click.Context, parameter: click.Parameter, file: str | No
     parameters = [x for x in ctx.command.params if x.name in names and metadata.get(x.name) is not None]
     values = {x.name: _checked_value(file, x.name, metadata[x.name], x) for x in parameters}
     if metadata.get("windows", 1) == 1 and not metadata.get("video"):
-        values = {name: value for name, value in values.items() if name not in SEAM_PARAMETERS}
+        values = {name: value for name, value in values.items() if name not in SEAM_SETTINGS}
     if values.get("outpaint") == NO_MARGINS:
         del values["outpaint"]  # another model may lack the setting
     if is_run_folder(Path(file)):  # the run resumes there

@@ -17,6 +17,7 @@ from wanjax.errors import WanjaxError, no_checkpoint, unknown_model
 from wanjax.media.inputs import INPUT_SPECS, VIDEO, check_inputs
 from wanjax.pipelines.settings import (
     Settings,
+    check_prompt_count,
     check_shape,
     missing_setting,
     parse_size,
@@ -126,6 +127,8 @@ def check(model: str, request: "VideoRequest", *, is_complete: bool = False) -> 
         shape |= parse_size(size, {name: (int(h), int(w)) for name, text in texts for w, h in [text.split("x")]})
     for side in ("height", "width"):
         schema(Settings)[side].read(shape[side])
+    if settings.get("windows") is not None:
+        check_prompt_count(schema(Settings)["then"].read(settings.get("then") or ""), settings["windows"])
     check_shape(**shape, spatial=listed_model["grid"], temporal=listed_model["frames_step"])
     specs = [
         INPUT_SPECS[name]._replace(required=is_complete and name in listed_model["needs"])

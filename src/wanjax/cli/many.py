@@ -36,7 +36,7 @@ from wanjax.jobs.multihost import is_first
 from wanjax.jobs.pool import POLL_INTERVAL, Autoscaler, LocalWorker, Pool
 from wanjax.jobs.ray_placement import FIRST_HOST, placement_bundles, start_group, start_single
 from wanjax.jobs.ray_workers import RayWorker, RemoteStore
-from wanjax.jobs.rows import PROMPT_SETTINGS, RowErrors, read_requests, shared_by_all, with_seeds
+from wanjax.jobs.rows import PROMPT_SETTINGS, RowErrors, read_requests, shared_by_all, with_seeds, with_shared
 from wanjax.jobs.sharing import BATCH_FILE, check_namespace, join_namespace
 from wanjax.jobs.store import JobStore, Unavailable
 from wanjax.jobs.worker import work
@@ -101,7 +101,7 @@ def generate(
             ]
         no_seed = (command.seeds, command.count) == (None, None) and "seed" not in request.settings
         requests = [
-            each_request.with_defaults(shared_settings)
+            with_shared(each_request, shared_settings)
             for each_request in with_seeds(requests, None if no_seed else seeds)
         ]
         with created_output_folder(arguments["folder"]), _open_store(database, arguments["folder"]) as store:

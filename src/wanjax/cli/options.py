@@ -42,7 +42,6 @@ def option_of(name: str) -> str:
     )
 
 
-SEAM_PARAMETERS = ("overlap", "match")  # of no effect for a video of one window
 SETTINGS = schema(Settings)
 COMPILE_CACHE = "wanjax.compile_cache"  # key of the `meta` of a command's context, for the shared compile cache
 CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": our_name, "max_content_width": 100}

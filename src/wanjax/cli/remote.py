@@ -172,12 +172,12 @@ def _check_existing(existing_file: ExistingFile, request: VideoRequest, model_in
 def _requests(request: VideoRequest, command: CommandOptions) -> list[VideoRequest]:
     """Build the requests for several videos. Each request has its own prompt, seed and settings."""
     from wanjax.cli.many import requests_of, seeds_of  # imported late, because these need JAX
-    from wanjax.jobs.rows import shared_by_all, with_seeds
+    from wanjax.jobs.rows import shared_by_all, with_seeds, with_shared
     from wanjax.pipelines.seeds import checked_seed
 
     requests, shared_settings = requests_of(request, command.prompts), shared_by_all(request)
     seeds = seeds_of(requests, command, request.settings["seed"])
-    seeded_requests = [one.with_defaults(shared_settings) for one in with_seeds(requests, seeds)]
+    seeded_requests = [with_shared(one, shared_settings) for one in with_seeds(requests, seeds)]
     return [one.updated({"seed": checked_seed(one.settings["seed"], alone=True)}) for one in seeded_requests]
 
 

@@ -299,6 +299,8 @@ class _ServeCommand:
 
         signal.set_wakeup_fd(-1)  # from here on the server handles Ctrl-C
         asyncio.run(serve())
+        for number in (signal.SIGINT, signal.SIGTERM):  # the server has stopped, and its worker may be computing
+            signal.signal(number, lambda *_: os._exit(INTERRUPTED))
         server.end()
         service.close()
 

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.errors import SettingError, WanjaxError, install_extra, json_values, reason, repr_short
+from wanjax.media.inputs import VIDEO
 from wanjax.media.text_files import decode_text, read_text, strip_text
 from wanjax.pipelines.other_names import RENAMED, unknown_keyword
 from wanjax.pipelines.request import LORA_STRENGTH, ROW, VideoRequest, field_names, row_text, unique_fields
+from wanjax.pipelines.settings import SEAM_SETTINGS
 from wanjax.stores.paths import parse_path
 
 LINE, ITEM, CSV_ROW = "line", "item", "row below the header"  # nouns for rows in messages; `ROW` for .parquet
@@ -290,6 +292,31 @@ def shared_by_all(request: VideoRequest) -> VideoRequest:
     return replace(
         request, settings={name: value for name, value in request.settings.items() if name not in PROMPT_SETTINGS}
     )
+
+
+def with_shared(request: VideoRequest, shared: VideoRequest) -> VideoRequest:
+    """Complete the request of a row by the settings that all rows share, except those that have no effect on it.
+
+    Args:
+        request: The request of the row.
+        shared: The request of the command, from `shared_by_all`.
+    """
+    whole = request.with_defaults(shared)
+    absent = {name for name in shared.settings if name not in request.settings and not has_effect(name, whole)}
+    return replace(whole, settings={name: value for name, value in whole.settings.items() if name not in absent})
+
+
+def has_effect(name: str, request: VideoRequest) -> bool:
+    """Return False for a strength without a video, and for a setting of the seams of a video of one window.
+
+    Args:
+        name: The setting.
+        request: The whole request.
+    """
+    if name not in ("strength", *SEAM_SETTINGS) or VIDEO.name in request.inputs:  # a driving clip has several windows
+        return True
+    has_windows = (request.settings.get("windows") or 1) > 1 or bool(request.settings.get("then"))
+    return has_windows and name in SEAM_SETTINGS
 
 
 def with_seeds(requests: Iterable[VideoRequest], seeds: Iterable[int] | None) -> list[VideoRequest]:

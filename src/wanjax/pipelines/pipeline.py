@@ -71,7 +71,16 @@ from wanjax.pipelines.resume import ResumeObserver
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.runtime import Runtime
 from wanjax.pipelines.seeds import check_count, check_seeds, checked_seed, resolve_seeds, seed_to_key_data
-from wanjax.pipelines.settings import LOAD_SETTINGS, TORCH, Settings, missing_setting, parse_size, schema
+from wanjax.pipelines.settings import (
+    LOAD_SETTINGS,
+    SEAM_SETTINGS,
+    TORCH,
+    Settings,
+    missing_setting,
+    parse_size,
+    schema,
+    seams_without_windows,
+)
 from wanjax.pipelines.text.tokenizer import Truncation
 from wanjax.pipelines.tiny_decoder import read_tiny_decoder
 from wanjax.pipelines.torch_noise import TorchNoise
@@ -479,6 +488,10 @@ class Pipeline(metaclass=OtherNamesMeta):
             settings |= {"seed": checked_seed(settings["seed"])}
         video_settings = self.defaults.updated(settings)
         self.model.spec.check_settings(video_settings)
+        if not self.model.spec.in_windows(video_settings):
+            for name in SEAM_SETTINGS:
+                if settings.get(name) is not None and getattr(video_settings, name) != getattr(self.defaults, name):
+                    raise seams_without_windows(name, "windows", name)
         check_separate_forwards(video_settings.cache, self.partitioner.axis_size("dp") > 1)
         return replace(video_settings, cache=self.model.spec.cache_rule(video_settings))
 

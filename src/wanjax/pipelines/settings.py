@@ -6,10 +6,12 @@ video's metadata and the library's keywords. This module does not import JAX, so
 """
 
 import dataclasses
+import json
 import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from numbers import Real
@@ -55,6 +57,7 @@ COMFY_SCHEDULES = {
 SIGMA_SCHEDULES = (*REFERENCE_IMPLEMENTATIONS, *COMFY_SCHEDULES.values())
 RNGS = ("jax", TORCH := "torch")  # generators of noise
 NO_MARGINS = "0,0,0,0"  # of `outpaint`
+SEAM_SETTINGS = ("overlap", "match")  # of no effect for a video of one window
 MATCHES = ("none", MATCH_COLOUR := "colour")  # what a window matches to the previous one
 RANDOM_SEED = -1  # a seed of -1 means: draw a seed at random
 MAX_VIDEOS = 100_000  # the maximum number of videos of one call or command
@@ -179,8 +182,13 @@ def _parse_cache_rule(value: Any) -> "CacheRule":
 
 
 def read_lines(value: Any) -> str:
-    """Join a list of texts to one text, one line each; leave a text as it is; raise WanjaxError for other values."""
+    """Join a list of texts, or a JSON text of one, to one text, one line each; leave another text as it is; raise
+    WanjaxError for other values."""
     texts = value if isinstance(value, list | tuple) else [value]
+    if len(texts) == 1 and isinstance(texts[0], str) and texts[0].lstrip().startswith("["):  # as a form's field
+        with suppress(ValueError, RecursionError):
+            if isinstance(listed := json.loads(texts[0]), list) and all(map(is_text, listed)):
+                texts = listed
     if not all(map(is_text, texts)):
         raise WanjaxError(f"the prompts of later windows must be a text or a list of texts, got {repr_short(value)}")
     lines = texts[0].splitlines() if len(texts) == 1 else [" ".join(text.splitlines()) for text in texts]
@@ -456,6 +464,18 @@ class Settings:
         return steps
 
 
+def check_prompt_count(then: str, windows: int) -> None:
+    """Raise SettingError if a video has more prompts than windows.
+
+    Args:
+        then: The prompts of the windows after the first, `Settings.then`.
+        windows: The number of windows.
+    """
+    if (count := 1 + len(then.splitlines())) > windows:
+        problem = f"{pluralize(count, 'prompt')} are given for {pluralize(windows, 'window')}"
+        raise SettingError(f"{problem}: give at least {count} windows", "windows")
+
+
 def total_frames(frames: int, windows: int = 1, overlap: int = 1) -> int:
     """Count the frames of a whole video. Each window after the first adds its frames minus the overlap."""
     return frames + (windows - 1) * (frames - overlap)
@@ -528,6 +548,18 @@ def read_size(text: str) -> tuple[int, int] | str:
         forms = "WIDTHxHEIGHT, such as 832x480, or the name of a size, such as square"
         raise SettingError(f"size must be {forms}, got {repr_short(text)}", "size")
     return size or text
+
+
+def seams_without_windows(option: str, windows: str, name: str) -> SettingError:
+    """Create the error for a setting of the seams between windows, for a video that has one window.
+
+    Args:
+        option: The setting as the user writes it.
+        windows: The setting `windows` as the user writes it.
+        name: The setting.
+    """
+    message = f"{option} joins the windows of a long video: give {windows} 2 or more, or leave {option} out"
+    return SettingError(message, name)
 
 
 def strength_without_video(strength: float) -> SettingError:

@@ -25,7 +25,7 @@ from wanjax.errors import SettingError
 from wanjax.figures import pluralize
 from wanjax.media.pictures import Clip, Pictures, fit_to_size
 from wanjax.pipelines.colour_match import Drift, fit_colours, match_colours, measure_drift
-from wanjax.pipelines.settings import MATCH_COLOUR, SEED_BITS, Settings
+from wanjax.pipelines.settings import MATCH_COLOUR, SEED_BITS, Settings, check_prompt_count
 
 PICTURE, CONTROL = "image", "video"  # the input that receives the last frames of the previous window
 GREY = 127  # the colour of unknown frames
@@ -126,9 +126,7 @@ def windows_of(settings: Settings) -> list[Window]:
 
 def check_windows(settings: Settings, continuation_input: str | None) -> None:
     """Raise WanjaxError if a model cannot make these windows, given its `ModelSpec.continuation_input`."""
-    if (count := 1 + len(settings.then.splitlines())) > settings.windows:
-        problem = f"{pluralize(count, 'prompt')} are given for {pluralize(settings.windows, 'window')}"
-        raise SettingError(f"{problem}: give at least {count} windows", "windows")
+    check_prompt_count(settings.then, settings.windows)
     if settings.windows == 1:
         return
     if continuation_input is None:
