@@ -46,8 +46,9 @@ def test_a_second_signal_ends_a_server_during_a_long_step(tmp_path):
         id = client.post("/v1/videos", json=SMALL | {"size": "256x256", "frames": 161}).json()["id"]
         while client.get(f"/v1/videos/{id}").json()["stage"] != "denoise":
             time.sleep(0.01)
+        time.sleep(0.5)  # a step takes seconds
         process.send_signal(signal.SIGINT)
-        time.sleep(1)  # the server has ended its connections and waits for its worker
+        time.sleep(0.5)  # the server has ended its connections and waits for its worker
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == INTERRUPTED
