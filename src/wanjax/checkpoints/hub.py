@@ -76,7 +76,7 @@ def parse_hub_file(source: str | Path) -> re.Match[str] | None:
         raise WanjaxError(missing_file(file))
     match = HUB_FILE.fullmatch(str(source))
     if match is None or os.path.exists(file) or ".." in Path(match["file"]).parts:
-        raise WanjaxError(f"there is no file {file}, and it is not a file on the hub (OWNER/NAME/FILE)")
+        raise WanjaxError(f"there is no file {file}: give an existing file, or OWNER/NAME/FILE for a file on the hub")
     return match
 
 

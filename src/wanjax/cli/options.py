@@ -19,6 +19,7 @@ from wanjax.media.bounds import MEDIA_LIMITS
 from wanjax.media.inputs import IMAGE, INPUT_SPECS, InputSpec
 from wanjax.pipelines.mesh_sizes import parse_mesh
 from wanjax.pipelines.settings import MAX_VIDEOS, Settings, schema
+from wanjax.solver_names import OTHER_NAMES
 from wanjax.stores.paths import missing_file, parse_path
 
 Decorator = Callable[[Any], Any]
@@ -71,9 +72,11 @@ def check_choice(option: str, text: str | None) -> None:
     name, names = (text or "").partition(":")[0], CHOICES[option]
     if text is not None and name not in names:
         description = CHOICE_DESCRIPTIONS.get(option, option.replace("_", " "))
+        is_other_name = option == "scheduler" and name in OTHER_NAMES
+        advice = f"did you mean {OTHER_NAMES[name]}?" if is_other_name else suggest_choice(name, names)
         raise WanjaxError(
             f"--{option.replace('_', '-')} got {repr_short(text)}, which names no {description}: "
-            f"{suggest_choice(name, names)}"
+            f"{advice}"
             f"{CHOICE_NOTES.get(option, '')}"
         )
 

@@ -287,7 +287,7 @@ def why_without_settings(file: Path) -> str:
         case ".safetensors":
             return "it holds weights or arrays alone: give a LoRA to --lora, and a model to --model"
         case ".json":
-            return "it is neither wanjax's metadata nor a workflow of ComfyUI"
+            return "it is neither wanjax's metadata nor a workflow of ComfyUI: give one of them, or a video"
         case suffix if suffix in (*CLIP_SUFFIXES, *VIDEO_WRITERS, ".png", ".jpg", ".jpeg"):
             if file.is_file() and not has_media_signature(file):
                 return "it is damaged, or neither a video nor a picture: give a video as wanjax saved it"

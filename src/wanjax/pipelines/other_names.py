@@ -24,6 +24,9 @@ KEYWORD_ADVICE = {
     "output_type": "a video's frames are uint8, video.to_pil() gives images, pipe.decode(latents, dtype) floats, "
     "and pipe.denoise(pipe.encode(prompt)) latents",
     "return_dict": "a call returns a Video",
+    "n": "one request makes one video, and pipe(prompt, seeds=[1, 2, 3]) several",
+    "aspect_ratio": "use size, such as 832x480, width first, or 480p",
+    "ratio": "use size, such as 832x480, width first, or 480p",
     "num_videos_per_prompt": "use seeds=[1, 2, 3] to make several videos",
     "prompt_embeds": "pass the output of pipe.encode(prompt) to pipe.denoise",
     "negative_prompt_embeds": "pass the output of pipe.encode(prompt) to pipe.denoise",

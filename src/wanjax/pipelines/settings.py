@@ -129,7 +129,8 @@ class Setting(NamedTuple):
         if isinstance(converted, int | float):
             is_allowed = self.minimum <= converted <= self.maximum and self.exclusive_minimum < converted < math.inf
         if not is_allowed:
-            raise SettingError(f"{self.name} must be {self.allowed_values}, got {repr_short(value)}", self.name)
+            got = int(value) if isinstance(value, float) and value.is_integer() else value  # as users write it
+            raise SettingError(f"{self.name} must be {self.allowed_values}, got {repr_short(got)}", self.name)
         return converted
 
     def parse(self, text: Any) -> Any:

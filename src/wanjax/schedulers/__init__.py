@@ -16,6 +16,7 @@ from wanjax.schedulers.dpm import DPM
 from wanjax.schedulers.flow_dpm import FlowDPM
 from wanjax.schedulers.flow_euler import FlowEuler
 from wanjax.schedulers.unipc import UniPC
+from wanjax.solver_names import OTHER_NAMES
 
 __all__ = [
     "DDIM",
@@ -48,8 +49,6 @@ SCHEDULERS: Mapping[str, Scheduler] = {
     "rcm-ode": RCMEuler(),
 }
 UNIPC_SHIFT = "flow_shift"  # the name of the flow shift in UniPC's config; other flows' configs call it `shift`
-_OTHER_NAMES = {"lcm": "consistency", "uni_pc": "unipc", "dpmpp_2m": "dpm++"}
-"""Names that ComfyUI gives to these solvers or to similar ones, for the advice in a message."""
 _OPTION_EXAMPLES = "unipc:order=1", "consistency:timesteps=1000,757,522", "rcm:sigma_max=200"
 
 # For each entry of a config: the reference's default, and the values that wanjax supports.
@@ -176,7 +175,7 @@ def parse(text: object, usable_names: Collection[str] = tuple(SCHEDULERS)) -> Sc
         else None
     )
     if scheduler is None or (colon and value is None):
-        similar = [_OTHER_NAMES[name]] if _OTHER_NAMES.get(name) in usable_names else near_names(name, usable_names, 1)
+        similar = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in usable_names else near_names(name, usable_names, 1)
         examples = [example for example in _OPTION_EXAMPLES if example.partition(":")[0] in usable_names]
         with_options = f", or with options {', '.join(examples)}" if examples else ""
         choices = f"give {', '.join(usable_names)}{with_options}"

@@ -12,6 +12,7 @@ from wanjax.errors import WanjaxError
 from wanjax.figures import join_with_and, pluralize
 from wanjax.media.inputs import INPUT_SPECS, VIDEO
 from wanjax.pipelines.settings import COMFY, COMFY_SCHEDULES, TORCH
+from wanjax.solver_names import COMFY_SOLVERS
 from wanjax.workflows.composition import Composition, read_composition
 from wanjax.workflows.evaluate import MediaSize, Reader
 from wanjax.workflows.families import (
@@ -33,7 +34,6 @@ from wanjax.workflows.graph import Graph, Node, Output, shown
 from wanjax.workflows.segments import join_segments
 from wanjax.workflows.values import Batch, File, Film, Latents, Pictures, Sampled, Steps, Unknown, base_name
 
-SOLVERS = {"uni_pc": "unipc", "uni_pc_bh2": "unipc", "euler": "euler", "dpmpp_2m": "dpm++", "lcm": "consistency"}
 """ComfyUI's solvers, each with wanjax's nearest."""
 SAME_SOLVERS = ("euler",)  # the videos of these are the same in both
 CLASSIFIER_FREE = "none"  # the guidance rule without a name of its own
@@ -466,14 +466,14 @@ def _shift_settings(stages: Sequence[Sampled], model: str | None) -> dict[str, A
 
 def _solver(stage: Sampled, notes: list[str]) -> Any:
     name = stage.sampler.name
-    if isinstance(name, Unknown) or name not in SOLVERS:
+    if isinstance(name, Unknown) or name not in COMFY_SOLVERS:
         name = name.node if isinstance(name, Unknown) else shown(name)
         return Missing(f"{stage.node} has the solver {name}: give --scheduler euler, unipc or dpm++ in its place")
     if name == "lcm":
         notes.append(f"{stage.node} has the solver lcm: its steps are the same, and its later noise differs")
     elif name not in SAME_SOLVERS:
-        notes.append(f"{stage.node} has the solver {name}: {SOLVERS[name]} here is close, and not the same")
-    return SOLVERS[name]
+        notes.append(f"{stage.node} has the solver {name}: {COMFY_SOLVERS[name]} here is close, and not the same")
+    return COMFY_SOLVERS[name]
 
 
 def _loras(stages: Sequence[Sampled]) -> tuple[LoraUse, ...]:
