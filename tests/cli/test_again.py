@@ -242,7 +242,7 @@ def test_another_model_keeps_its_own_scheduler(text, tmp_path):
     other = tiny_checkpoint(tmp_path / "other")
     succeeded(wanjax("a", "--model", text, *SMALL, "--scheduler", "euler", "--out", "one.mp4"))
     output = succeeded(wanjax("--from", "one.mp4", "--model", other, "--out", "two.mp4")).stderr
-    assert has_line_with(output, f"note: settings of the video of {text}")
+    assert has_line_with(output, f"note: settings video by {text} {other}")
     one, two = read_metadata("one.mp4"), read_metadata("two.mp4")
     assert [*two.pop("digests").values()] == [*one.pop("digests").values()]  # two copies of one model
     assert two == one | {"model": str(other), "scheduler": "unipc"}

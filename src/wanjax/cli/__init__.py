@@ -223,7 +223,10 @@ def generate(
     if original_metadata is not None:
         from wanjax.cli import remake
 
+        first_model = original_metadata["model"]
         request, options, original_metadata = remake.complete_from_metadata(request, options, original_metadata)
+        if original_metadata is None:
+            report.note(f"note: the settings are those of the video by {first_model}: {options.model} may need others")
     from wanjax.cli import many, stages
     from wanjax.cli.extending import Extender, extend_request
 

@@ -63,11 +63,9 @@ def with_original_prompt(request: VideoRequest, metadata: Mapping[str, Any]) -> 
     return request
 
 
-def remake_note(metadata: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
-    """Return a note that another model gets the settings of a video, or that a different version or different devices
-    may change the last digits of its values. Return None if model, version and devices are the same."""
-    if (model := metadata.get("model")) != current["model"]:
-        return f"the settings are those of the video of {model}: {current['model']} may need others"
+def version_note(metadata: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
+    """Return a note that a different version or different devices may change the last digits of a video's values.
+    Return None if version and devices are the same."""
     version, devices = (metadata.get(name, "unknown") for name in ("version", "devices"))
     if (version, devices) == (current["version"], current["devices"]):
         return None

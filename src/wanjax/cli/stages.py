@@ -29,7 +29,7 @@ from wanjax.cli.options import on_command_line
 from wanjax.cli.parsed import CommandOptions, PipelineOptions
 from wanjax.cli.processes import init_distributed
 from wanjax.cli.profile import StepProfile
-from wanjax.cli.remake import check_files, check_loaded, remake_note
+from wanjax.cli.remake import check_files, check_loaded, version_note
 from wanjax.cli.report import Report
 from wanjax.cli.runs import LockedRun, create_run_folder, is_run_folder
 from wanjax.errors import WanjaxError, WriteError
@@ -531,7 +531,7 @@ class VideoCommand:
         if not differing_names and (sentence := estimate_note(self.pipe, chosen_settings, self.from_video)):
             self.report.note(sentence)
         self._note(*(note for one in videos or [chosen_settings] for note in (*guidance_notes(one), *shape_notes(one))))
-        if self.original_metadata and (sentence := remake_note(self.original_metadata, self.metadata)):
+        if self.original_metadata and (sentence := version_note(self.original_metadata, self.metadata)):
             self.report.note(f"note: {sentence}")
         if self.noise is not None:
             self.report.note(
