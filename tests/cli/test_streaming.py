@@ -47,7 +47,7 @@ def test_generate_writes_what_the_library_makes(model, video, tmp_path):
     messages = run("a red circle", "--model", model, *GIVEN, "--dir", tmp_path / "stages", "--out", tmp_path / "frames")
     np.testing.assert_array_equal(frames_of(tmp_path / "frames"), video.frames)
     assert load_safetensors(tmp_path / "stages" / LATENTS_FILE)["latents"].shape == (1, 4, 6, 4, 4)
-    assert "stream: block 3 of 3" in messages.stderr
+    assert "stream: chunk 3 of 3" in messages.stderr
     assert "21 frames, " in messages.stderr
     assert " a second, for playback at 16" in messages.stderr
 

@@ -174,7 +174,7 @@ class Report:
         text."""
         if self._current:
             self._current.set_progress(unit, done, total, suffix)
-            self._steps = done if unit in ("step", "block") else 0
+            self._steps = done if unit in ("step", "denoised chunk") else 0
             if unit == "step" and done == total:
                 self._saved = None  # the latents are about to replace the file
         if done < total:

@@ -642,11 +642,11 @@ class VideoCommand:
         total = model.spec.latent_shape(self.settings)[2] // model.spec.chunk_frames
 
         def clips() -> Iterator[Any]:
-            report.set_progress("block", 0, total)
+            report.set_progress("chunk", 0, total)
             for done, clip in enumerate(frames, 1):
                 yield clip
                 frame_rate.deliver(len(clip))
-                report.set_progress("block", done, total, suffix=str(frame_rate))
+                report.set_progress("chunk", done, total, suffix=str(frame_rate))
 
         with report.stage("stream"):
             written = write_frames(self.video_path, clips(), PreparedRequest(self.settings, self.metadata))

@@ -317,7 +317,7 @@ class Monitor:
         if self.executes and self.chunk.num_chunks == 1:
             self.observers.notify("progressed", "step", self._earlier_steps + done, self._total)
         elif self.executes and self.chunk.index == 0:
-            self.observers.notify("progressed", "block", 0, self.chunk.num_chunks)
+            self.observers.notify("progressed", "denoised chunk", 0, self.chunk.num_chunks)
 
     def switched(self, network: str, index: int, seconds: float) -> None:
         """Report a change to another network.
@@ -366,7 +366,7 @@ class Monitor:
             if self.chunk.num_chunks == 1:
                 self.observers.notify("progressed", "step", index + 1, total)
             elif (index + 1) % self._steps == 0:
-                self.observers.notify("progressed", "block", (index + 1) // self._steps, self.chunk.num_chunks)
+                self.observers.notify("progressed", "denoised chunk", (index + 1) // self._steps, self.chunk.num_chunks)
 
 
 def not_finite_advice(dtype: str) -> str:
