@@ -2,9 +2,9 @@
 """Match the colours of a window of a long video to the window before it.
 
 A window repeats the last frames of the previous window, but not exactly: the model and its autoencoder change
-brightness, contrast or hue a little, and the changes of many windows add up. The repeated frames show the change. Its
-inverse is an affine map of colours in Oklab (B. Ottosson, "A perceptual color space for image processing", 2020), in
-which a change of exposure is a factor and a change of hue is a rotation.
+brightness, contrast or hue a little, and the changes of many windows add up. The repeated frames show the change. An
+affine map of colours in Oklab undoes the change. In Oklab, a change of exposure is a factor, and a change of hue is a
+rotation (B. Ottosson, "A perceptual color space for image processing", 2020).
 
     fit the map from the repeated frames to the shown frames, by least squares in both directions
     apply it to all frames of the window, as a table of colours
@@ -18,7 +18,7 @@ from PIL import Image, ImageFilter
 
 from wanjax.media.pictures import Clip
 
-SAMPLES_PER_SIDE = 48  # the fit averages blocks of pixels, so that sharpness and noise have no part in it
+SAMPLES_PER_SIDE = 48  # the fit averages squares of pixels, so that sharpness and noise do not influence it
 DARKEST, BRIGHTEST = 4, 251  # the channels of a sample lie between them: clipped channels say little about a change
 LEAST_SAMPLES = 64
 SMALL_SPREAD = 0.007  # of colours in Oklab: a smaller spread, as of the hues of grey pictures, may be noise
@@ -95,7 +95,7 @@ def measure_drift(repeated: Clip, shown: Clip, matched: Clip | None = None) -> D
 
 
 def fit_colours(repeated: Clip, shown: Clip) -> ColourMap:
-    """Fit the map that turns the colours of repeated frames into those of the shown frames.
+    """Fit the map from the colours of the repeated frames to the colours of the shown frames.
 
     A least-squares fit reduces contrast if its inputs have errors. The fit therefore averages the fits in both
     directions, whose errors are opposite.
@@ -138,7 +138,7 @@ def _fit(source: Float[np.ndarray, "N 3"], target: Float[np.ndarray, "N 3"]) -> 
 
 
 def _samples(frames: UInt8[np.ndarray, "T H W 3"]) -> Float[np.ndarray, "N 3"]:
-    """Average blocks of pixels of each frame; return colours from 0 to 1."""
+    """Average squares of pixels of each frame; return colours from 0 to 1."""
     block = max(1, min(frames.shape[1:3]) // SAMPLES_PER_SIDE)
     means = [np.asarray(Image.fromarray(frame).reduce(block)) for frame in frames]
     return np.stack(means).reshape(-1, 3) / 255.0

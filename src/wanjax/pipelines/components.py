@@ -25,16 +25,16 @@ BuildAbstract = Callable[[], nnx.Module]  # a function that returns a network as
 
 
 class Components:
-    """Components by name. Each is loaded at first use and stays in memory until it is freed.
+    """Components by name. Each component is loaded at its first use, and stays in memory until it is freed.
 
     A loader receives the function `make_room`, and calls it with the network as shapes before it reads the weights.
     `options` are the loading options that change the video. `sizes` are the known bytes of the networks' weights.
     `source` is the checkpoint, if there is one, and `kinds` are its kinds of networks. The functions in `shapes` return
     networks as shapes with shardings, so that a run can be traced.
 
-    `offload` decides which networks are freed automatically: none, each network at the end of its stage, or networks
-    that leave no memory for the next one. A freed network is loaded again at its next use. A component that was set by
-    `override` is never freed automatically.
+    `offload` decides which networks are freed automatically: no network, each network at the end of its stage, or
+    loaded networks when the next network needs their memory. A freed network is loaded again at its next use. A
+    component that was set by `override` is never freed automatically.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Components:
 
     @property
     def decoder(self) -> str:
-        """The name of the component that decodes: `decoder` if there is one, else `vae`."""
+        """The name of the component that decodes: `decoder` if the model has this component, else `vae`."""
         return DECODER if DECODER in self.names else "vae"
 
     @property
@@ -143,8 +143,8 @@ class Components:
             self._overridden.discard(name)
 
     def make_room(self, network: nnx.Module) -> None:
-        """Free networks until another network fits in memory. The network that was loaded first is freed first. The
-        other network is given as shapes."""
+        """Free networks until another network fits in memory, in the order in which they were loaded. `network` is the
+        other network, with shapes in place of weights."""
         freeable = self._reloadable() if self.offload.frees_for_room else []
         while freeable and not self._fits(network):
             self.free(freeable.pop(0))
@@ -192,7 +192,7 @@ def as_abstract(network: nnx.Module) -> nnx.Module:
 
 
 def bytes_of(network: nnx.Module) -> int:
-    """Return the bytes of a network's weights on one device, without those in the host's memory."""
+    """Return the bytes of a network's weights on one device. Weights in the host's memory do not count."""
     leaves = [x for x in jax.tree.leaves(nnx.state(network)) if not is_in_host_memory(x)]
     return sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files with a decoder that replaces the decoder of a model's autoencoder.
 
-A file holds a tiny decoder of TAEHV, or another autoencoder of the same kind and the same latents as the model's, such
-as the pruned LightVAE (lightx2v/Autoencoders). Of an autoencoder only the decoder runs.
+A file holds a tiny decoder of TAEHV, or an autoencoder such as the pruned LightVAE (lightx2v/Autoencoders). The
+autoencoder has the kind and the latents of the model's own autoencoder. Only its decoder runs.
 """
 
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ DecoderFile = TinyDecoderFile | VaeFile
 
 
 def read_decoder(file: str | Path, vae: Any, family: Family) -> DecoderFile:
-    """Read which decoder a file has, from the names and shapes of its tensors.
+    """Find out from the names and shapes of its tensors which decoder a file has.
 
     Args:
         file: The file.
@@ -70,7 +70,7 @@ def read_decoder(file: str | Path, vae: Any, family: Family) -> DecoderFile:
         family: The family of the model.
 
     Raises:
-        WanjaxError: The file has no decoder, or one for other latents or another size of frames.
+        WanjaxError: The file has no decoder, or its decoder needs other latents or makes frames of another size.
     """
     recognised = family.find_autoencoder(open_tensors(file), vae)
     if recognised is None:

@@ -10,8 +10,8 @@
 A family implements `Denoiser`; a step cache decides which of the network's blocks a prediction runs. `sampling` has the
 loop.
 
-x is an array, the video's latents, or a mapping of modalities that are denoised together. The video is
-`VIDEO`. The network sees all modalities; guidance and the scheduler treat each separately.
+x is one array, the video's latents, or a mapping of modalities that are denoised together. In the mapping, the video
+has the name `VIDEO`. The network sees all modalities. Guidance and the scheduler treat each modality separately.
 """
 
 from abc import ABC, abstractmethod
@@ -38,7 +38,7 @@ from wanjax.schedulers import Scheduler
 from wanjax.schedulers.base import Schedule
 from wanjax.sharding import replicate
 
-LatentArray = Float[ArrayOrShape, "B T H W C"]  # latents, as a program's argument or result
+LatentArray = Float[ArrayOrShape, "B T H W C"]  # latents as an argument or a result of a program
 LatentTree = (
     Float[ArrayOrShape, "B ..."] | Mapping[str, Float[ArrayOrShape, "B ..."]]
 )  # latents, or arrays of the same shapes
@@ -85,7 +85,7 @@ class Denoiser(ABC):
         blocks: BlockCache = EVERY_BLOCK,
         dense: bool | None = None,
     ) -> Any:
-        """Return the network's prediction [B T H W _C], by modality if there are several.
+        """Return the network's prediction [B T H W _C], or a mapping of predictions if there are several modalities.
 
         Args:
             network: The network, merged.
@@ -108,7 +108,7 @@ class Denoiser(ABC):
         """
 
     def timesteps(self, schedule: Schedule) -> object:
-        """Return the timestep of a one-step schedule, or a tree of all timesteps that the network needs.
+        """Return the timestep of a schedule of one step, or a tree if the network needs several timesteps.
 
         Args:
             schedule: A schedule of one step.
@@ -116,7 +116,7 @@ class Denoiser(ABC):
         return schedule.timesteps[0]
 
     def finalize(self, x: LatentTree, conditioning: Mapping[str, ArrayOrShape]) -> LatentTree:
-        """Return the final latents of the video, from those after the last step.
+        """Compute the final latents of the video from the latents after the last step.
 
         Args:
             x: The latents after the last step, [B T H W C], or a mapping by modality.
@@ -130,7 +130,7 @@ class Preparation(NamedTuple):
 
     Args:
         groups: The number of forward passes in a step, and of prompts in each.
-        nag: The numbers of normalized attention guidance; None without it.
+        nag: The scale, tau and alpha of normalized attention guidance; None without it.
         chunk: The number of the chunk, if the video is denoised chunk by chunk.
         past: The result of `VideoModel.update_past` after the previous chunk.
     """
@@ -154,7 +154,7 @@ class StepProgram(NamedTuple):
         guidance: The guidance rule.
         dense: Whether the step uses full self-attention in a model whose other steps use sparse attention. None if no
             step is sparse.
-        skipped: The blocks that a further prediction for the prompt skips; empty without one.
+        skipped: The blocks that a further prediction for the prompt skips. Empty if there is no further prediction.
     """
 
     denoiser: Denoiser
@@ -234,7 +234,7 @@ def draw_posteriors(
     key_data: KeyData,
     noises: Mapping[str, Array | np.ndarray],
 ) -> dict[str, Array]:
-    """Sample the latents of images for each seed, from its own noise or from provided noise.
+    """Sample the latents of images for each seed, with the noise of the seed or with provided noise.
 
     Args:
         posteriors: The distributions to sample from.
@@ -291,8 +291,8 @@ class NoiseOverrides(NamedTuple):
     """Provided noise that is used instead of the seeds' noise.
 
     Args:
-        initial: The initial noise of this chunk, [B C T H W], by modality; None draws it from the seeds.
-        step_noise: The noise of its steps, [steps B C T H W], by modality; None draws it from the seeds.
+        initial: The initial noise of this chunk, [B C T H W], by modality. None means: draw it from the seeds.
+        step_noise: The noise of the chunk's steps, [steps B C T H W], by modality. None means: draw it from the seeds.
         pictures: The noise for sampled latents of images, by name.
     """
 
@@ -310,7 +310,7 @@ def begin(
     pictures: Mapping[str, Array],
     number: Int[Array, ""],
 ) -> tuple[State, Mapping[str, Array]]:
-    """Compute the state before the first step of a chunk, and sample the latents of images, by name.
+    """Compute the state before the first step of a chunk. Also return the sampled latents of images, by name.
 
     Args:
         static: The static inputs of the program.
@@ -334,7 +334,7 @@ def begin(
             noise = noise_of_frames(key_data, shapes[name], number * static.chunk_frames, static.chunk_frames)
         noise = jnp.moveaxis(
             jax.lax.optimization_barrier(noise), 1, -1
-        )  # keep XLA from fusing the noise into what follows, which would change its rounding
+        )  # prevents XLA from fusing the noise with later operations, which would change the rounding
         if (latents := {**pictures, **image_latents}.get(f"{name}_latents")) is None:
             x = static.scheduler.start(schedule, noise)
         else:  # start from a video with added noise
@@ -365,7 +365,8 @@ def draw(shape: tuple[int, ...], key_data: KeyData) -> Float[Array, "B C T H W"]
 
 @program(scan_options)
 def finish(static: tuple[Denoiser, int], x: LatentTree, pictures: Mapping[str, Array]) -> LatentTree:
-    """Convert the latents after the last step to the final ones: [B _C _T H W] for the video, [B C ...] for others.
+    """Convert the latents after the last step to the final latents: [B _C _T H W] for the video, [B C ...] for other
+    modalities.
 
     Args:
         static: The denoiser, and the number of frames.
@@ -400,7 +401,7 @@ def take_step(
         state: The state before the step; its buffers are reused.
         inputs: The network's inputs besides latents and timestep.
         guidance: The guidance rule's values for this step, usually a scale. If the step skips blocks, a tuple of these
-            and the scale of the difference.
+            values and the scale of the difference.
         schedule: A schedule of one step.
     """
     guidance, skip_scale = guidance if static.skipped else (guidance, None)

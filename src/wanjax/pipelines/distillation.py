@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings for sampling with distilled weights, and how the name of a file or repository identifies such weights.
+"""Settings for sampling with distilled weights. The name of a file or repository identifies such weights.
 
-Weights of one shape may be trained for different resolutions, or for few steps without guidance. The tensors do not
-show the difference, only the name does. Each family has a table of `Distillation`. The presets of the family take
-settings from the table, and files are recognised by it.
+Weights of one shape may be trained for different resolutions, or for few steps without guidance. Only the name of the
+weights shows the difference; their tensors do not. Each family has a table of `Distillation`. The presets of the family
+take settings from the table, and files are recognised by it.
 """
 
 import re
@@ -23,8 +23,8 @@ GENERIC_NAME = re.compile(
     r"(?:(?:high|low|noise|models?|diffusion|pytorch|loras?|weights|adapter|transformer|dit|checkpoints?|default|"
     r"original|generator|bf16|fp16|fp8|\d+|of|v\d+)-?)*+"  # possessive: avoids exponential backtracking on long numbers
 )
-"""Names of files and folders that do not identify a model. In this case the name of the folder above identifies the
-model."""
+"""Names of files and folders that do not identify a model. The name of the parent folder identifies the model
+instead."""
 TASK = re.compile(r"[tif]2v|\d+b\b|vace")  # a task or a parameter count in the normalised name of a model
 STEPS = re.compile(r"\b([1-9]|1\d|20)-?steps?\b")
 NOT_NEGATED = "".join(rf"(?<!\b{word}-)" for word in ("for", "not", "no", "without"))
@@ -39,10 +39,11 @@ class Distillation:
     Attributes:
         name: The publisher or method, for messages.
         name_pattern: A regular expression that matches normalised names (see `normalized_name`).
-        steps: The number of steps; None keeps the model's, for weights that are distilled only for no guidance.
-        flow_shift: The flow shift; None keeps the model's.
-        scheduler: The solver; None keeps the model's.
-        image_scheduler: The solver for a model that needs an image; None is `scheduler`.
+        steps: The number of steps. None keeps the model's number, for weights that are distilled only to need no
+            guidance.
+        flow_shift: The flow shift; None keeps the model's flow shift.
+        scheduler: The solver; None keeps the model's solver.
+        image_scheduler: The solver for a model that needs an image; None means the value of `scheduler`.
         guidance_scale: The guidance scale, for both experts if there are two.
     """
 
@@ -86,7 +87,7 @@ class Distillation:
 
 
 def normalized_name(name: str) -> str:
-    """Normalise a name: lower case, and a hyphen for everything that is neither a letter nor a digit.
+    """Normalise a name: convert it to lower case, and replace everything but letters and digits by hyphens.
 
     The suffix of a weights file is removed.
     """
@@ -105,7 +106,8 @@ def model_name_in(path: str) -> str:
 
 
 def find_distillation(name: str, distillations: Iterable[Distillation]) -> Distillation | None:
-    """Find the distillation that matches a normalised name; a number of steps in the name replaces its `steps`."""
+    """Find the distillation that matches a normalised name. If the name has a number of steps, that number replaces
+    `steps`."""
     distillation = next(
         (candidate for candidate in distillations if re.search(f"{NOT_NEGATED}(?:{candidate.name_pattern})", name)),
         None,

@@ -25,10 +25,10 @@ from wanjax.schedulers import Scheduler, shift_of
 def named_sizes(
     model: VideoModel[Any], defaults: Settings, published: Sequence[tuple[int, int]] = ()
 ) -> dict[str, tuple[int, int]]:
-    """Name a model's sizes (height, width), the default size first.
+    """Give names to a model's sizes (height, width). The default size comes first.
 
-    The default size and the `published` sizes are named by their short side, such as 480p. `portrait` is the rotated
-    default size, and `square` has about the same area; each is left out if the model does not support it.
+    The name of the default size and of the `published` sizes is their short side, such as 480p. `portrait` is the
+    rotated default size, and `square` has about the same area. Sizes that the model does not support are left out.
     """
     height, width = defaults.size
     named = {resolution_name(size): size for size in (defaults.size, *published)}
@@ -47,7 +47,7 @@ def resolution_name(size: tuple[int, int]) -> str:
 class TrainingDomain:
     """The training data of a small model: the words of its prompts, and the size and the length of all its clips.
 
-    `about` describes its clips, with an example prompt.
+    `about` describes the clips, with an example prompt.
     """
 
     about: str
@@ -65,7 +65,7 @@ class TrainingDomain:
         return size if settings.frames == self.frames else [*size, pluralize(settings.frames, "frame")]
 
 
-UNSTATED_LICENCE = "not stated"  # of a preset whose LoRA has no licence where it is published
+UNSTATED_LICENCE = "not stated"  # for a preset with a LoRA that its publisher gives no licence
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Preset:
     `model` is None for a checkpoint in the package; its folder is `source`. `loras` are merged into the weights.
     `scheduler` replaces the checkpoint's scheduler. `domain` is None for a model that accepts any prompt. `aliases` are
     other names of the source. `sizes` are the published sizes (height, width) besides the default one. `distillation`
-    describes distilled weights or LoRAs. Another checkpoint of the same shapes is recognised as this one if its
-    lower-case name contains all `words`; `best_match` has all conditions.
+    describes distilled weights or LoRAs. Another checkpoint of the same shapes gets this preset if its lower-case name
+    contains all `words` (see `best_match`).
     """
 
     name: str
@@ -97,12 +97,12 @@ class Preset:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The repositories of this preset. A preset with LoRAs has no repositories."""
+        """The repositories whose checkpoints are this preset. A preset with LoRAs has no such repository."""
         return () if self.loras else (self.source, *self.aliases)
 
     @property
     def repository_names(self) -> list[str]:
-        """The names of the repositories without their owners. A file has no such names."""
+        """The names of the repositories without their owners."""
         return [source.rpartition("/")[2] for source in self.sources if source.count("/") == 1]
 
     @property
@@ -116,8 +116,8 @@ def best_match(
 ) -> Preset | None:
     """Select the preset that fits a checkpoint best, among presets with the same shapes. Return None if there are none.
 
-    The name decides: first a distillation, then the presets' `words`, then a resolution. If several presets fit equally
-    well, a preset with the scheduler's flow `shift` is preferred, and then the first preset.
+    The parts of the name decide in this order: the distillation, the presets' `words`, the resolution. If several
+    presets fit equally well, prefer a preset with the scheduler's flow `shift`, and then the first preset.
     """
     name = model_name_in(path)
     distillation = find_distillation(name, distillations)
@@ -142,7 +142,7 @@ def no_prompt_lengths(model: Any) -> Mapping[str, tuple[int, int]]:
 
 
 def no_autoencoder(reader: TensorReader, vae: Any) -> None:
-    """Find no autoencoder in a file, for a family without files of single autoencoders."""
+    """Return None, for a family without files of single autoencoders."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class JoinStatic(NamedTuple):
 def cut(
     parts: tuple[LatentTile, ...], latents: Float[Array, "_B C T H W"], video: Int[Array, ""]
 ) -> tuple[Float[Array, "1 _T _H _W C"], ...]:
-    """Cut the latents of one video of the batch into parts. Parts of equal shape share a decoding program."""
+    """Cut the latents of one video of the batch into parts. One program decodes all parts of the same shape."""
     x = jnp.moveaxis(jax.lax.dynamic_slice_in_dim(latents, video, 1), 1, -1)
 
     def cut_tile(part: LatentTile) -> Float[Array, "1 _T _H _W C"]:
@@ -107,7 +107,7 @@ def encode_chunk(graphdef: Any, x: Chunk, cache: Any, weights: Any) -> tuple[Chu
 
 @program(scan_options)
 def join_tiles(static: JoinStatic, rows: Sequence[Sequence[Chunk]]) -> Frames | Chunk:
-    """Blend the tiles of a chunk; convert patches of pixels to frames if there is a dtype for them."""
+    """Blend the tiles of a chunk. If the static inputs have a dtype of frames, convert patches of pixels to frames."""
     x = blend_tiles(rows, static.tiling, static.pixels)
     return x if static.dtype is None else _to_frames(x, static.dtype, static.pixels)
 
@@ -152,7 +152,7 @@ def _to_frames(x: Chunk, dtype: Any, patch: int) -> Frames:
     """Convert patches in [-1, 1] to bytes or floats in [0, 1], replicated so that every process can read them."""
     frames = jnp.clip(depth_to_space(x, patch) * 0.5 + 0.5, 0.0, 1.0)
     frames = jnp.round(frames * 255.0).astype(dtype) if dtype == jnp.uint8 else frames.astype(dtype)
-    # Devices gather frames after rounding, because bytes take less bandwidth than floats
+    # Devices gather frames after the rounding to bytes, because bytes need less bandwidth than floats
     return replicate(constrain(frames, VIDEO_AXES)[0])
 
 
@@ -167,9 +167,9 @@ def decode_latents(
 ) -> Iterator[Frames]:
     """Decode the latents of a video lazily; yield the frames of each chunk.
 
-    `chunk_lengths` are the numbers of latent frames in the first chunk and in each later one. Every array of
-    `latent_chunks` after the first consists of complete chunks. `video` is the index of the video in the batch. All
-    sizes of the tiling must be set.
+    `chunk_lengths` has the number of latent frames in the first chunk, and the number in each later chunk. Every array
+    of `latent_chunks` after the first array consists of complete chunks. `video` is the index of the video in the
+    batch. All sizes of the tiling must be set.
     """
     config, (first_length, later_length), dtype = vae.config, chunk_lengths, jnp.dtype(dtype)
     graphdef, weights = nnx.split(vae)
@@ -231,12 +231,13 @@ def encode_clip(
 
 
 def chunk_count(count: int, chunk_lengths: tuple[int, int]) -> int:
-    """Return into how many chunks `spans` divides `count` frames."""
+    """Count the chunks into which `spans` divides `count` frames."""
     return len(list(spans(count, chunk_lengths)))
 
 
 def spans(count: int, chunk_lengths: tuple[int, int]) -> Iterator[range]:
-    """Yield the frames of each chunk of `count` frames, by the lengths of the first chunk and of later ones."""
+    """Yield the indices of the frames in each chunk of `count` frames. `chunk_lengths` has the length of the first
+    chunk, and the length of each later chunk."""
     first_length, later_length = chunk_lengths
     yield range(min(first_length, count))
     for start in range(first_length, count, later_length):

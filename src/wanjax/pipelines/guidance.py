@@ -23,7 +23,7 @@ from wanjax.figures import pluralize
 from wanjax.pipelines.rule_text import parse_rule
 from wanjax.sharding import Partitioner
 
-Latents = Float[Array, "B ... C"]  # an array of the video, [B T H W C], or of another modality, such as [B L C]
+Latents = Float[Array, "B ... C"]  # an array of the video [B T H W C], or an array of another modality, such as [B L C]
 
 
 class Groups(NamedTuple):
@@ -53,9 +53,8 @@ def group(prompts: Sequence[Any], groups: Groups) -> tuple[Any, ...]:
 def dynamic_scales(scale: float, timesteps: Float[np.ndarray, " steps"], steps: int) -> list[float]:
     """Return the guidance scale of each step along a cosine, from 1 to `1 + scale`.
 
-    Follows diffusers' `use_dynamic_cfg` (pipelines/cogvideo/pipeline_cogvideox.py), which compares timesteps, which are
-    up to a thousand, with the number of steps. Before the last `2 · steps` timesteps, the scale therefore swings
-    between its bounds.
+    Follows diffusers' `use_dynamic_cfg` (pipelines/cogvideo/pipeline_cogvideox.py). diffusers compares timesteps of up
+    to 1000 with the number of steps. At timesteps above `2 · steps`, the scale therefore oscillates between its bounds.
     """
     progress = ((steps - float(t)) / steps for t in timesteps)
     return [1 + scale * (1 - math.cos(math.pi * fraction**5)) / 2 for fraction in progress]
@@ -72,8 +71,8 @@ class GuidanceRule:
     Args:
         skip: The blocks that the further prediction skips, as in "9+10"; empty for none.
         skip_scale: The factor of the difference.
-        skip_start: The highest noise level of a step that is guided so.
-        skip_end: The lowest noise level of such a step.
+        skip_start: The highest noise level of a step with this further prediction.
+        skip_end: The lowest noise level of a step with this further prediction.
     """
 
     name: ClassVar[str] = "none"
@@ -101,7 +100,7 @@ class GuidanceRule:
         return tuple(sorted({int(number) for number in self.skip.split("+") if number}))
 
     def blocks_to_skip(self, sigma: float) -> tuple[int, ...]:
-        """Return the blocks that a prediction skips in a step; empty for a step that is not guided so.
+        """Return the blocks that a further prediction skips in a step; empty for a step without a further prediction.
 
         Args:
             sigma: The noise level of the step.
@@ -133,10 +132,10 @@ class GuidanceRule:
         predict_x0: Callable[[Latents, Latents], Latents],
         moving_average: Latents | None,
     ) -> tuple[Latents, Latents | None]:
-        """Combine the predictions for the prompts and the negative prompts. Also return the new average.
+        """Combine the predictions for the prompts and the negative prompts. Also return the new moving average.
 
-        Predictions for the prompts come first. Without guidance there are none for negative prompts. The function
-        `predict_x0` converts a prediction at x to clean latents; it is linear in both.
+        Predictions for the prompts come first. Without guidance there are no predictions for negative prompts. The
+        function `predict_x0` converts a prediction at x to clean latents. It is linear in the prediction and in x.
         """
         if len(predictions) == videos:
             return predictions, moving_average
@@ -209,8 +208,8 @@ class ProjectedGuidance(GuidanceRule):
     orthogonal part.
 
     Follows Sadat et al., Adaptive Projected Guidance, 2024, arXiv:2410.02416. The guidance is first averaged over the
-    steps with `momentum`, then clipped to the length `norm` unless that is 0. This happens on clean latents, as in the
-    paper, or on the network's predictions (`of=prediction`), as in diffusers.
+    steps with `momentum`. Then it is clipped to the length `norm`, unless `norm` is 0. The rule uses clean latents, as
+    in the paper, or the network's predictions (`of=prediction`), as in diffusers.
     """
 
     name = "apg"

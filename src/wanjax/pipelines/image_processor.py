@@ -99,7 +99,7 @@ class StretchingImageProcessor:
 
 
 def stretch_bicubic(picture: Picture, size: tuple[int, int]) -> Float[np.ndarray, "_H _W 3"]:
-    """Resize an image to (height, width), ignoring its aspect ratio, by cubic interpolation without antialiasing.
+    """Resize an image to (height, width) by cubic interpolation without antialiasing. The aspect ratio is not kept.
 
     Each pixel is interpolated from the nearest four along each axis, at any scale, as in torch's `interpolate`. Values
     are not clipped: near sharp edges they exceed the range from 0 to 255.
@@ -109,7 +109,7 @@ def stretch_bicubic(picture: Picture, size: tuple[int, int]) -> Float[np.ndarray
         step, half = (
             np.float32(resized.shape[axis] / length),
             np.float32(0.5),
-        )  # float32, so that positions are rounded as in the reference
+        )  # float32, so that the rounding of positions equals the reference's rounding
         positions = (np.arange(length, dtype=np.float32) + half) * step - half
         taps = np.floor(positions).astype(int)[:, None] + np.arange(-1, 3)
         weights = _cubic(np.abs(positions[:, None] - taps.astype(np.float32)))

@@ -25,7 +25,7 @@ from wanjax.pipelines.typed_settings import SettingsKeywords
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-KEYWORDS_ENTRY = re.compile(r" {4}\*\*\w+:.*\n(?: {8}.*\n)*")  # the entry of `**` in a docstring's "Args:"
+KEYWORDS_ENTRY = re.compile(r" {4}\*\*\w+:.*\n(?: {8}.*\n)*")  # the `**` argument's entry in "Args:"
 PictureInput = PictureSource | Array
 ClipInput = ClipSource | Sequence[Array] | Array
 
@@ -55,7 +55,7 @@ class CallKeywords(InputKeywords, total=False):
 
 
 def check_keywords(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate a function so that an unknown keyword raises a WanjaxError that suggests the right one."""
+    """Decorate a function. An unknown keyword then raises a WanjaxError that suggests the right keyword."""
     parameters = inspect.signature(function).parameters
     keyword_only = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
     names = keyword_only or [name for name in parameters if name != "self"]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the memory that weights and videos need, so that a run that cannot fit is rejected before it loads."""
+"""Checks of the memory that weights and videos need. A run that cannot fit is rejected before its weights are
+loaded."""
 
 import warnings
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from wanjax.pricing.chips import CHIPS_BY_DEVICE_KIND
 from wanjax.sharding import device_platform, local_devices
 
 MIN_PROCESS_BYTES = 230_000_000
-"""The least memory, in bytes, that a process uses once it has imported JAX and wanjax."""
+"""A lower bound of the bytes that a process uses after it has imported JAX and wanjax."""
 MAX_BYTES_PER_PIXEL = 4096
 """An upper bound on the memory of any model's programs, in bytes per pixel and frame."""
 CGROUPS_FILE = Path("/proc/self/cgroup")  # lists the control groups of this process, on Linux
@@ -27,9 +28,10 @@ CGROUPS_ROOT = Path("/sys/fs/cgroup")
 
 
 def bytes_needed(network: nnx.Module) -> int:
-    """Compute the most bytes of a network's weights that any one device holds. Shapes may stand in for weights.
+    """Compute the largest number of bytes that a network's weights need on one device. The network may have shapes in
+    place of weights.
 
-    On CPUs, whose devices share one memory, return the sum over the devices.
+    CPU devices share one memory, so the result for CPUs is the sum over the devices.
     """
     device_bytes = bytes_by_device(network).values()
     return sum(device_bytes) if device_platform() == "cpu" else max(device_bytes, default=0)
@@ -56,7 +58,7 @@ def check_memory(settings: Settings, needed: int, stage: str | None = None) -> N
         stage: encode, denoise or decode; None for the whole video.
 
     Warns:
-        WanjaxWarning: Other programs of this machine leave less memory than a video on its CPU needs.
+        WanjaxWarning: The video runs on a CPU, and other programs on this machine leave too little memory for it.
     """
     device = local_devices()[0]
     if (total := total_memory(device)) is None:
@@ -77,7 +79,7 @@ def check_memory(settings: Settings, needed: int, stage: str | None = None) -> N
 
 
 def surely_fits(size: tuple[int, int], frames: int, weight_bytes: int) -> bool:
-    """Tell whether a video certainly fits into this machine's memory, without compiling its programs.
+    """Return True if a video certainly fits into this machine's memory. Compiles nothing.
 
     Args:
         size: The (height, width) of the video.
@@ -93,7 +95,7 @@ def surely_fits(size: tuple[int, int], frames: int, weight_bytes: int) -> bool:
 def total_memory(device: Any) -> int | None:
     """Return the total bytes of a device's memory, or None if they are unknown.
 
-    For a CPU it is `machine_memory` plus the swap space.
+    For a CPU the result is `machine_memory` plus the swap space.
     """
     if device.platform != "cpu":
         try:
@@ -109,12 +111,13 @@ def machine_memory() -> int:
 
 
 def process_memory() -> int:
-    """Return the bytes of memory that this process has taken."""
+    """Return the bytes of memory that this process uses."""
     return psutil.Process().memory_info().rss
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that this process may still take: what the machine and the control groups leave."""
+    """Return the bytes of memory that this process may still allocate, by the machine's free memory and the limits of
+    its control groups."""
     return max(0, min(psutil.virtual_memory().available, machine_memory() - process_memory()))
 
 

@@ -3,10 +3,10 @@
 
 `choose_mesh` selects the fastest mesh on which the weights fit. It tries all meshes, and estimates the time of a step
 on each with a cheap model. For each device the model counts the operations on its heads, tokens and prompts, the bytes
-of the all-gather of weights, and the bytes of tokens that attention exchanges. The model counts no time for keys that
-ring attention sends while it computes. The model assumes the same utilization on all meshes. The estimated seconds can
-therefore compare meshes, but do not predict the time of a step. Nothing is compiled here. A plan compiles its programs
-for the chosen mesh afterwards.
+of the all-gather of weights, and the bytes of tokens that attention exchanges. The model counts no time for sending the
+keys of ring attention, because attention computes at the same time. The model assumes the same utilization on all
+meshes. The estimated seconds can therefore compare meshes, but do not predict the time of a step. Nothing is compiled
+here. A plan compiles its programs for the chosen mesh afterwards.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,12 +30,13 @@ from wanjax.sharding import SHARDING_RULES, ShardingRules
 ATTENTION_UTILIZATION, MATMUL_UTILIZATION = 0.5, 0.75  # fractions of the peak
 BFLOAT16_BYTES = 2
 MERGE_PASSES = 6
-"""How often ring attention reads or writes a device's tokens to merge the float32 outputs of two turns."""
+"""The number of reads and writes of a device's tokens with which ring attention merges the float32 outputs of two
+turns."""
 TPU_MERGE_PASSES = 15
-"""`MERGE_PASSES` for a TPU, which also transposes the queries at each turn. The value comes from plans for v6e-16."""
+"""`MERGE_PASSES` for a TPU. A TPU also transposes the queries at each turn. The value comes from plans for v6e-16."""
 RING_TOKENS_PER_TPU = 6500
 """With at least this many tokens per TPU, attention takes longer than sending the keys and values to the next TPU."""
-MIN_TOKENS_PER_DEVICE = 32  # with fewer tokens on a device, communication costs more than it saves
+MIN_TOKENS_PER_DEVICE = 32  # with fewer tokens on a device, more devices take longer, because of their communication
 
 
 class StepCost(NamedTuple):
@@ -86,7 +87,7 @@ def step_cost(
         attention: The requested attention; AUTO is the attention that the model was trained with.
         rules: The sharding rules.
         param_dtype: The dtype of the weights in memory; None means bfloat16.
-        offload: As in `load`. If networks are freed, only one expert has to be in memory.
+        offload: As in `load`. If `offload` frees networks, only one expert has to be in memory.
     """
     precision = Precision.of(settings.precision)
 
@@ -122,13 +123,13 @@ def choose_mesh(
 ) -> MeshSizes:
     """Choose the mesh with the fastest step, among the meshes on which the weights fit.
 
-    If the weights fit on no mesh, choose among the meshes with the most weight shards. The mesh does not use all
-    devices if the video has too few tokens for them.
+    If the weights fit on no mesh, choose among the meshes with the most weight shards. The mesh uses fewer devices if
+    the video has too few tokens for all of them.
 
     Args:
         cost: The cost of a step.
         devices: The number of devices.
-        memory: The bytes of memory of each device; None if unknown, so that the weights fit on every mesh.
+        memory: The bytes of memory of each device. If it is None (unknown), every mesh counts as large enough.
         chip: The speed and the links of each device.
         sp: The size of `sp`; None chooses `sp` too.
 
@@ -145,7 +146,7 @@ def choose_mesh(
 
 
 def meshes(cost: StepCost, devices: int, sp: int | None = None) -> Iterator[MeshSizes]:
-    """Yield all meshes of the devices; with guidance also the meshes whose axis `dp` separates the two prompts.
+    """Yield all meshes of the devices. With guidance, also yield the meshes whose axis `dp` separates the two prompts.
 
     The product of `sp` and `tp` is limited, so that each device gets at least `MIN_TOKENS_PER_DEVICE` tokens.
 
@@ -167,14 +168,14 @@ def meshes(cost: StepCost, devices: int, sp: int | None = None) -> Iterator[Mesh
 
 
 def weights_fit(cost: StepCost, mesh: MeshSizes, memory: int | None) -> bool:
-    """Tell whether the sharded weights leave a fifth of a device's memory free.
+    """Return True if the sharded weights leave a fifth of a device's memory free.
 
     Replicated weights may use all of a device's memory. A plan later checks whether activations fit too.
 
     Args:
         cost: The cost of a step.
         mesh: The sizes of `dp`, `sp` and `tp`.
-        memory: The bytes of memory of each device; None if unknown: the weights are then assumed to fit.
+        memory: The bytes of memory of each device. If it is None (unknown), the weights count as fitting.
     """
     max_share = 0.8 if cost.rules.weights else 1.0
     return memory is None or cost.weight_bytes / cost.weight_shards(mesh) < max_share * memory
@@ -195,7 +196,7 @@ def step_seconds(cost: StepCost, mesh: MeshSizes, chip: Card | Chip | Machine) -
     flops = work.attention_flops * padding / ATTENTION_UTILIZATION + matmul_flops / MATMUL_UTILIZATION
     compute_seconds = flops / shards / chip.flops
     weight_bytes = cost.network_bytes * (shards - 1) / shards if cost.rules.gather_weights else 0
-    token_bytes = BFLOAT16_BYTES * work.num_layers * work.num_tokens / shards * work.width  # of q, k, v or output
+    token_bytes = BFLOAT16_BYTES * work.num_layers * work.num_tokens / shards * work.width  # of q, k, v or the output
     all_to_all_bytes = 4 * token_bytes * padding * _all_to_all_share(tp, chip)
     ring_bytes = 2 * token_bytes * (sp - 1)
     merge_passes = TPU_MERGE_PASSES if chip.torus else MERGE_PASSES
@@ -223,7 +224,7 @@ def _bandwidth(devices: int, chip: Card | Chip | Machine) -> float:
 
 
 def hides_ring(tokens: int, devices: int) -> bool:
-    """Tell whether ring attention on TPUs hides the sending of keys and values behind its computation.
+    """Return True if sending keys and values takes no longer than the computation of ring attention on TPUs.
 
     Args:
         tokens: The number of tokens of the sequence.

@@ -46,7 +46,7 @@ from wanjax.schedulers.base import TRAIN_STEPS, Schedule
 Shape = tuple[int, ...]
 Field = ArrayOrShape | np.ndarray  # the value of a field in `encode`'s output
 ConditioningSelf = TypeVar("ConditioningSelf")
-OLD_TEXT_LENGTH = 226  # the wrong prompt length in files of the scripts that preceded wanjax
+OLD_TEXT_LENGTH = 226  # the wrong prompt length in files that older scripts, before wanjax, wrote
 
 
 @runtime_checkable
@@ -70,7 +70,7 @@ class VAEConfig(Protocol):
     Args:
         latent_channels: The number of channels of its latents.
         spatial_factor: The number of pixels per latent position along height and width.
-        temporal_factor: The number of frames per latent frame, after the first.
+        temporal_factor: The number of frames per latent frame, except the first latent frame, which has one frame.
         patch: The number of pixels per patch along height and width; the encoder's convolutions read patches.
         tiling: The default tiling, for frames that are decoded in tiles.
     """
@@ -109,7 +109,7 @@ class ForwardCost(NamedTuple):
         width: The number of channels of a token.
         attention_flops: The operations of self-attention's two products; a multiply-add counts as two.
         flops: The operations by part of the network.
-        ring: Whether self-attention is over a single sequence, so that TPUs can use ring attention if that is fastest.
+        ring: Whether self-attention is over a single sequence. TPUs can then use ring attention.
     """
 
     num_tokens: int
@@ -182,7 +182,8 @@ class ModelSpec:
         cache_tables: The tables for step caches.
         denoisers: The names of the denoising networks, which all have the same shapes. Each step uses one network.
         inputs: The inputs besides the prompt.
-        has_two_references: True if the authors' code and diffusers differ; the setting `follow` then selects one.
+        has_two_references: True if the authors' code and diffusers differ. The setting `follow` then selects a
+            reference.
         radial_attention: True if the denoiser's self-attention can be radial.
         sparse_linear: True if the denoiser supports the extra projection of sparse-linear attention.
         int8_attention: True if the product of self-attention's queries and keys can be in int8: heads of 128, all keys.
@@ -194,12 +195,12 @@ class ModelSpec:
         windowing: How the model makes videos of several windows.
         posteriors: The encoded images or videos whose latents are sampled from the autoencoder's posterior.
         noise_spec: How the reference draws noise, for the setting `rng`.
-        extra_modalities: Latents other than the video's, such as a sound's, that are denoised with it, by name; none
-            with `chunk_frames`.
-        passes: The passes in which a video is denoised; a single pass with `chunk_frames`.
+        extra_modalities: The other modalities, by name, such as sound, whose latents are denoised with the video. Empty
+            if `chunk_frames` is not 0.
+        passes: The passes in which a video is denoised. A single pass if `chunk_frames` is not 0.
         text_length: The number of tokens in `prompt_embeds`, if it is the same for all prompts.
         skippable_blocks: The number of the denoiser's blocks, if a prediction can skip some of them, else 0.
-        config_entries: The entries that `with_attention` adds to the denoiser's config.json.
+        config_entries: The entries that `with_attention` adds to the config.json of the denoiser.
     """
 
     task: str
@@ -247,7 +248,7 @@ class ModelSpec:
 
     @property
     def is_chunked(self) -> bool:
-        """True if a video is denoised chunk by chunk, so that frames are available before its end."""
+        """True if a video is denoised chunk by chunk. Frames are then available before the video is complete."""
         return self.chunk_frames > 0
 
     @property
@@ -342,8 +343,8 @@ class ModelSpec:
             self._check_chunks(settings)
 
     def _check_steps(self, settings: Settings) -> None:
-        """Raise SettingError for noise levels that the model does not have, and for more steps of the first expert than
-        there are.
+        """Raise SettingError for noise levels that the model does not have, and for a `boundary_step` above the number
+        of steps.
         """
         if settings.sigmas is not None and settings.sigmas not in self.sigma_schedules:
             choices = " or ".join(self.sigma_schedules)
@@ -360,7 +361,8 @@ class ModelSpec:
             )
 
     def _check_skipped_blocks(self, settings: Settings) -> None:
-        """Raise SettingError for blocks that the model cannot skip, and for a step cache beside them."""
+        """Raise SettingError for blocks that the model cannot skip, and for skipped blocks together with a step
+        cache."""
         rule, count = settings.guidance_rule, self.skippable_blocks
         if not (blocks := rule.skipped_blocks):
             return
@@ -559,7 +561,7 @@ class ModelSpec:
     # ---- steps
 
     def passes_of(self, settings: Settings) -> list[Settings]:
-        """Derive the settings of each pass from the settings of the video.
+        """Return the settings of each pass, which follow from the settings of the video.
 
         Later passes have few steps and no step cache.
 
@@ -594,13 +596,15 @@ class ModelSpec:
 
     @property
     def sigma_schedules(self) -> tuple[str, ...]:
-        """The values of the setting `sigmas` that differ for this model; empty if the model has no such setting."""
+        """The values of the setting `sigmas` that give this model different noise levels. Empty if the model lacks the
+        setting."""
         if "sigma_schedule" not in self._schedule_parameters:
             return ()
         return tuple(name for name in SIGMA_SCHEDULES if self.has_two_references or name != "diffusers")
 
     def schedule_options(self, settings: Settings) -> Mapping[str, float | str]:
-        """Return the settings that determine the noise levels, as keyword arguments of the scheduler's `schedule`.
+        """Return the settings that determine the noise levels. They are keyword arguments of the scheduler's
+        `schedule`.
 
         Args:
             settings: The settings of the video.
@@ -753,11 +757,12 @@ class VideoModel(ABC, Generic[ConditioningT]):
     def conditioning_shapes(self, conditioning: ConditioningT, settings: Settings) -> Mapping[str, FieldShape]:
         """Return the expected shapes of conditioning fields, for a video of these settings.
 
-        Fields for prompts have no default; if the result lacks such a field, its shape is not checked. Fields for
-        images have a default; if the result lacks such a field, its value must be None.
+        Fields for prompts have no default. If the result lacks such a field, the caller does not check its shape.
+        Fields for images have a default. If the result lacks such a field, the value of the field must be None.
 
         Args:
-            conditioning: The conditioning. Some sizes are free but must agree between fields; they are read from it.
+            conditioning: The conditioning. Some sizes may have any value that agrees between fields. Such sizes are
+                read from the conditioning.
             settings: The settings of the video.
         """
 
@@ -765,18 +770,19 @@ class VideoModel(ABC, Generic[ConditioningT]):
     def prepare(
         self, runtime: Runtime, network: SplitNetwork, conditioning: ConditioningT, x: Any, preparation: Preparation
     ) -> tuple[tuple[object, ...], object]:
-        """Compute what all steps of a network share: the context of each forward pass, and the inputs of all.
+        """Compute the values that all steps of a network share: the context of each forward pass, and the inputs that
+        all forward passes share.
 
         Args:
             runtime: Calls programs.
             network: The network of the phase.
             conditioning: The output of `encode`, for a batch of videos.
             x: The latents; only their shape is used.
-            preparation: Why the inputs are computed: it has the number of forward passes and further options.
+            preparation: The number of forward passes, and further options.
         """
 
     def update_past(self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: Any) -> object:
-        """Compute what the next chunk needs of a finished chunk and of earlier ones, such as keys and values.
+        """Compute what the next chunk needs from the finished chunks, such as keys and values.
 
         May reuse buffers of `inputs`.
 
@@ -800,9 +806,9 @@ class VideoModel(ABC, Generic[ConditioningT]):
     def refine(self, runtime: Runtime, conditioning: ConditioningT, latents: AnyLatents) -> ConditioningT:
         """Compute the conditioning of the next pass from the conditioning and the latents of a finished pass.
 
-        The next pass starts from the field `video_latents` and, for another modality, from `NAME_latents`. The shapes
-        of these fields are the shapes of the next pass. By default the latents are passed on unchanged, because both
-        passes have the same size.
+        The next pass starts from the latents in the field `video_latents`. For another modality, it starts from the
+        field `NAME_latents`. The shapes of these fields are the shapes of the next pass. The default implementation
+        keeps the latents unchanged, for two passes of the same size.
 
         Args:
             runtime: The networks, devices and strategy.
@@ -827,7 +833,7 @@ class VideoModel(ABC, Generic[ConditioningT]):
         Args:
             runtime: Calls programs.
             latent_chunks: The latents of consecutive frames, [B C T H W], or a mapping by modality. An iterator if the
-                model denoises chunk by chunk, else a list of one item.
+                model denoises chunk by chunk; otherwise a list of one item.
             seed: The seed for a decoder that adds noise.
             dtype: The dtype of the frames.
             tiling: The tiling with all sizes set; None decodes whole frames.
@@ -878,7 +884,8 @@ def phases_of(
 ) -> tuple[Phase, ...]:
     """Divide the steps into phases, one for each expert.
 
-    The second expert runs the steps below the noise level `boundary`, or the steps after the first `boundary_step`.
+    The second expert runs the steps below the noise level `boundary`. If `boundary_step` is set, the second expert runs
+    all steps after the first `boundary_step` steps.
 
     Args:
         denoisers: The names of the networks, with the network for high noise first.
@@ -917,10 +924,10 @@ def with_scheduler(model: VideoModel[Any], scheduler: str | Scheduler) -> VideoM
 
 
 def min_step_bytes(model: VideoModel[Any], settings: Settings) -> int:
-    """Return a lower bound, for any kernel, of the bytes that a step needs in addition to the weights.
+    """Return a lower bound of the bytes that a step needs in addition to the weights. The bound holds for every kernel.
 
-    The bound counts the tokens of one layer and their queries, keys and values. The result is 0 for a video that is
-    denoised chunk by chunk.
+    The bound counts the tokens of one layer, and their queries, keys and values. It is 0 for a video that is denoised
+    chunk by chunk.
 
     Args:
         model: The model.
@@ -933,7 +940,7 @@ def min_step_bytes(model: VideoModel[Any], settings: Settings) -> int:
 
 
 def truncations(model: VideoModel[Any], runtime: Runtime, prompt: str, reference_impl: str) -> Sequence[Truncation]:
-    """List the parts that each text encoder's tokenizer cuts off from a prompt that is too long.
+    """List the part of a prompt that each text encoder's tokenizer cuts off because the prompt is too long.
 
     Args:
         model: The model.
@@ -969,7 +976,7 @@ def check_compatible(model: VideoModel[ConditioningT], conditioning: Conditionin
 def conditioning_from(model: VideoModel[ConditioningT], tensors: Mapping[str, Array]) -> ConditioningT:
     """Restore the output of `encode` from its tensors by name; raise WanjaxError if one is missing.
 
-    Warns about prompts that older scripts (before wanjax) encoded with a length that the model was not trained on.
+    Warns about prompts that scripts before wanjax encoded, with a length that the model was not trained on.
 
     Args:
         model: The model.
@@ -1002,8 +1009,9 @@ def latents_of(conditioning: Conditioning, spec: ModelSpec | None = None) -> dic
 def with_attention(model: VideoModel[Any], attention: AttentionConfig, name: str) -> VideoModel[Any]:
     """Prepare a model for the requested attention. Sparse-linear attention may add a projection to its config.
 
-    Raises UnsupportedError if the denoiser does not support the requested radial or sparse-linear attention or
-    products in int8, or if it was trained with sparse-linear attention and another attention is requested.
+    Raises UnsupportedError if the denoiser does not support the requested radial attention, sparse-linear attention or
+    products in int8. Also raises it if the denoiser was trained with sparse-linear attention and another attention is
+    requested.
 
     Args:
         model: The model.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of a video's noise arrays, and checks of arrays that a caller provides.
+"""The names of a video's noise arrays, and checks of the arrays that a caller provides.
 
-Programs draw the remaining noise from the seed.
+Programs draw the noise that a caller does not provide from the seed.
 
 `noise` is the initial noise, and `step_noise` is the noise that the steps of a stochastic solver add. Names for another
 modality of latents start with the name of the modality, and names for a second pass end with `_2`. A family may define
@@ -32,7 +32,7 @@ def noise_name(modality: str, kind: str, pass_index: int = 0) -> str:
 def checked_noise_inputs(noise: NoiseInput | None, expected: Shapes) -> dict[str, Float[np.ndarray, "..."]]:
     """Check the noise that a caller provides, and return it by name, on the host. A single array is the initial noise.
 
-    Raises WanjaxError for a name that the video does not use, and for an array that is not of floats or has another
+    Raises WanjaxError for a name that the video does not use, for an array without floats, and for an array of another
     shape.
     """
     if noise is None:

@@ -33,8 +33,8 @@ class Step:
     """A denoising step.
 
     `latents` [B C T H W] are the latents after the step. Read them before the next step, which reuses the buffers of
-    `state`. `x0` [B C T H W] are the predicted clean latents. `latents` and `x0` are those of the video; other
-    modalities, such as sound, are in `state.x` and `predicted`.
+    `state`. `x0` [B C T H W] are the predicted clean latents. `latents` and `x0` belong to the video. `state.x` and
+    `predicted` also have other modalities, such as sound.
 
     Args:
         index: The number of the step, from 0.
@@ -42,8 +42,8 @@ class Step:
         timestep: The timestep at the start of the step.
         state: The input of the next step.
         predicted: The predicted clean latents, [B T H W C], or a mapping by modality.
-        reuses: Whether the step reuses cached values. The value is also True if the device decides this and the host
-            does not know the decision.
+        reuses: Whether the step reuses cached values. Also True if the device decides whether to reuse, because the
+            host does not know the decision.
         latent_preview: Creates the preview map at the first call; None if there are no previews.
     """
 
@@ -60,7 +60,7 @@ class Step:
         """The latents after the step."""
         return self._latents
 
-    @cached_property  # cached, so that latents that were read once stay valid after the next step
+    @cached_property  # cached: the next step reuses the buffers, but a copy that was read stays valid
     def _latents(self) -> Float[Array, "B C T H W"]:
         return jnp.moveaxis(select_modality(self.state.x), -1, 1)
 
@@ -153,7 +153,7 @@ class Start(NamedTuple):
 
 
 class Observer:
-    """Watches a run. All methods do nothing by default; a subclass overrides those that it needs."""
+    """Watches a run. All methods do nothing by default. A subclass overrides the methods that it needs."""
 
     def stage(self, name: str) -> AbstractContextManager[object]:
         """Return a context manager to run a stage in.
@@ -272,8 +272,8 @@ class Observers(tuple[Observer, ...]):
 class Monitor:
     """Notify observers of the steps of a chunk, and wait so that few steps are queued on the device.
 
-    If the run ends early within the `with` block, the observers receive the last step. Raises WanjaxError if latents
-    are not finite, with the number of the step, and Cancelled if an observer ends the run.
+    If the run ends early within the `with` block, the monitor passes the last step to `Observer.stopped`. Raises
+    WanjaxError if latents are not finite, with the number of the step, and Cancelled if an observer ends the run.
 
     Args:
         observers: The observers.

@@ -39,7 +39,7 @@ class Phase(NamedTuple):
 
 
 def dense_steps(total: int) -> int:
-    """Count the steps with full self-attention, which come before the steps with sparse attention.
+    """Count the steps with full self-attention. They come before the steps with sparse attention.
 
     The fraction is 12 of 50 steps, as in Radial Attention's code.
 

@@ -106,7 +106,7 @@ from wanjax.pipelines.windows import check_single_window
 from wanjax.schedulers import Scheduler, name_of
 from wanjax.sharding import Partitioner, one_device_partitioner
 
-MIN_KEPT_SHARE = 0.95  # if less of a picture than this remains, a warning says so
+MIN_KEPT_SHARE = 0.95  # a warning says that a picture is cropped if a smaller share of it remains
 StepCallback = Callable[[Step], bool | None]  # a callback that returns False stops the run
 
 
@@ -177,7 +177,7 @@ class Pipeline(metaclass=OtherNamesMeta):
         compiler: str = SAFE_SET,
         published: Sequence[tuple[int, int]] = (),
     ):
-        """Build a pipeline from its parts. Most callers use `wanjax.load`.
+        """Build a pipeline from its parts. Most callers use `wanjax.load` instead.
 
         Args:
             components: The checkpoint's networks and tokenizers.
@@ -300,7 +300,8 @@ class Pipeline(metaclass=OtherNamesMeta):
         skip: Callable[[Mapping[str, Any]], bool] | None = None,
         **keywords: Unpack[InputKeywords],
     ) -> Iterator[Video]:
-        """Iterate over one video per prompt and seed, prompt by prompt. Each video is made when it is requested.
+        """Iterate over one video per prompt and seed, prompt by prompt. Each video is made when the iterator reaches
+        it.
 
         Each prompt is encoded once. The mesh's axis `dp` decides how many videos are denoised at once.
 
@@ -313,14 +314,14 @@ class Pipeline(metaclass=OtherNamesMeta):
                 once. If it returns False, `Cancelled` is raised.
             tiling: Encode pictures and decode latents tile by tile, which saves memory.
             batch_guidance: Run both prompts of a step as one batch.
-            skip: Called with the metadata of each video before any video is made. Return True to skip the video.
+            skip: Called with the metadata of each video before any video is made. A result of True skips that video.
             **keywords: Settings and pictures. None uses the model's default.
 
         Returns:
             An iterator over `Video`s.
 
         Raises:
-            WanjaxError: A value is invalid, or the model cannot use it. It is raised before any video is made.
+            WanjaxError: A value is invalid, or the model cannot use it. The error is raised before any video is made.
         """
         prompts = [check_prompt(prompt) for prompt in check_prompt_list(prompts)]
         if not prompts:
@@ -374,8 +375,8 @@ class Pipeline(metaclass=OtherNamesMeta):
             WanjaxError: A picture is missing, cannot be read or is not supported by the model, or a setting is invalid.
 
         Warns:
-            WanjaxWarning: Both `image` and `video` are given; the warning says how the model uses each. Or no size was
-                given, and the model's nearest size cuts off more than a twentieth of the picture.
+            WanjaxWarning: Both `image` and `video` are given (the warning says how the model uses each), or no size is
+                given and the model's nearest size cuts off more than a twentieth of the picture.
         """
         spec = self.model.spec
         settings = {
@@ -408,7 +409,7 @@ class Pipeline(metaclass=OtherNamesMeta):
     def _clip_frames(self, settings: Settings, keywords: Mapping[str, Any]) -> int:
         """Count the used frames of a clip.
 
-        All windows use a control clip; only the first window uses any other clip.
+        All windows use the frames of a control clip. Only the first window uses the frames of any other clip.
         """
         spec, is_limited = self.model.spec, keywords.get("windows") is not None
         return spec.windowing.clip_frames(settings, spec.continuation_input, is_limited=is_limited)
@@ -562,7 +563,8 @@ class Pipeline(metaclass=OtherNamesMeta):
 
     @check_keywords
     def noise(self, settings: Settings, references: int = 0) -> Float[Array, "B C T H W"]:
-        """Draw the initial noise of the settings' seed, float32 [1 C T H W], for a video that does not start from one.
+        """Draw the initial noise of the settings' seed, float32 [1 C T H W], for a video that does not start from an
+        input video.
 
         Args:
             settings: The settings of the video.
@@ -678,9 +680,8 @@ class Pipeline(metaclass=OtherNamesMeta):
         batch_guidance: bool = False,
         **keywords: Unpack[InputKeywords],
     ) -> Iterator[Clip]:
-        """Iterate over the frames of a video in chunks. Each chunk is made when it is requested.
-
-        Only causal models have chunks.
+        """Iterate over the frames of a video in chunks. Each chunk is made when the iterator reaches it. Only causal
+        models have chunks.
 
         The frames equal those of `pipe(prompt)` with the same keywords.
 
@@ -728,14 +729,16 @@ class Pipeline(metaclass=OtherNamesMeta):
         seeds: Sequence[int] | None = None,
         **settings: Unpack[SettingsKeywords],
     ) -> Iterator[AnyLatents]:
-        """Iterate over the latents [B C T H W] of a causal model's video in chunks. Each chunk is made when requested.
+        """Iterate over the latents [B C T H W] of a causal model's video. Each chunk is made when the iterator reaches
+        it.
 
         `denoise` returns the same chunks as one array.
 
         Args:
             conditioning: The output of `encode`.
             noise: Noise that replaces the seed's: the initial noise, or arrays by name.
-            callback: Called after each step with a `Step`, which has the latents of one chunk; False ends the run.
+            callback: Called after each step with a `Step`, which has the latents of one chunk. A result of False ends
+                the run.
             batch_guidance: Whether both prompts run in one forward pass.
             seeds: The seed of each video; None uses the one `seed` of the settings.
             settings: The settings.
@@ -773,10 +776,11 @@ class Pipeline(metaclass=OtherNamesMeta):
         self._latent_preview = read_tiny_decoder(file, self.model.spec.latent_shape(self.defaults)[1])
 
     def latent_preview(self) -> LatentPreview:
-        """Return the maker of previews: the decoder of `preview_with`, or a linear map from latents to colours.
+        """Return the object that makes previews: the decoder of `preview_with`, or a linear map from latents to
+        colours.
 
-        The first call encodes a small clip to fit the map. If the autoencoder is not loaded, that call loads it and
-        then frees it.
+        The first call encodes a small clip to fit the map. If the autoencoder is not loaded, the first call loads and
+        then frees the autoencoder.
         """
         if self._latent_preview is None:
             was_loaded, config = self.components.has("vae"), self.model.vae
@@ -960,7 +964,7 @@ class Pipeline(metaclass=OtherNamesMeta):
         pipe.strategy, pipe.components = strategy, components or self.components
         return pipe
 
-    if not TYPE_CHECKING:  # hidden from type checkers, so that type checkers report unknown attributes
+    if not TYPE_CHECKING:  # type checkers do not see this method, so they report unknown attributes
 
         def __getattr__(self, name: str) -> Any:
             """Raise AttributeError; for a name of another library, the message says what to use instead."""
@@ -972,7 +976,7 @@ class Pipeline(metaclass=OtherNamesMeta):
             return object.__getattribute__(self, name)  # raises the usual AttributeError of Python
 
         def __setattr__(self, name: str, value: object) -> None:
-            """Set an attribute; raise AttributeError for an unknown one, which would have no effect."""
+            """Set an attribute; raise AttributeError for an unknown attribute, because it would have no effect."""
             attributes = [*type(self).__annotations__, *dir(type(self))]
             if name not in attributes:
                 similar = [attribute for attribute in near_names(name, attributes, 1) if not attribute.startswith("_")]
@@ -1004,7 +1008,7 @@ class Pipeline(metaclass=OtherNamesMeta):
 
 
 def _describe_cropping(pictures: Pictures, settings: Settings) -> str | None:
-    """Say how much of a picture the size of the video cuts off; return None if that is not much."""
+    """Say how much of a picture the size of the video cuts off. Return None if enough of the picture remains."""
     picture = pictures.first
     if picture is None or settings.resize != "crop":
         return None

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LINE_INTERVAL = 10.0  # seconds between two plain lines
-MIN_UNIT_SECONDS = 1e-3  # units this close were only noticed together, such as after a compilation
-UNPACED_UNITS = ("program",)  # units whose durations differ too much to estimate the remaining time
+MIN_UNIT_SECONDS = 1e-3  # in seconds: units that end within this time were waiting together, as after a compilation
+UNPACED_UNITS = ("program",)  # the durations of these units differ too much to estimate the remaining time
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Stage:
             console=console,
             expand=True,
             disable=console is None or not console.is_terminal or console.is_jupyter,
-            speed_estimate_period=math.inf,  # redraw also within a unit, which may take minutes
+            speed_estimate_period=math.inf,  # redraws while a unit runs, because a unit may take minutes
             get_time=perf_counter,
         )
         self.row.add_task(name, total=None, stage=self)
@@ -96,7 +96,7 @@ class Stage:
         self._extra_text = ""
 
     def load(self, component: str, done: int, total: int) -> None:
-        """Record that `done` of `total` bytes of a component are loaded."""
+        """Record that `done` of the `total` bytes of a component are loaded."""
         if self._loading_progress is None:
             self._loading_since = perf_counter()
         self._loading_progress = (component, done, total) if done < total else None
@@ -105,7 +105,8 @@ class Stage:
         self._restart()
 
     def set_progress(self, unit: str, done: int, total: int, extra_text: str = "") -> None:
-        """Record that the device has completed `done` of `total` units, such as steps, and a text to show after it."""
+        """Record that the device has completed `done` of `total` units, such as steps. `extra_text` is shown after the
+        count."""
         now = perf_counter()
         noticed_together = unit == self.unit and done > self.done and now - self.last < MIN_UNIT_SECONDS
         if (unit, done) != (self.unit, self.done):
@@ -261,7 +262,7 @@ def console(*, stderr: bool = True, quiet: bool = False) -> "Console":
     from rich.console import Console  # imported late for a quick --help
 
     class ProgressConsole(Console):
-        """The console of progress: a run continues when the reader of its progress has ended, as `| head -1` does."""
+        """The console for progress. If the reader of the output has exited, as in `| head -1`, the run continues."""
 
         def on_broken_pipe(self) -> None:
             self.quiet = True

@@ -30,7 +30,7 @@ from wanjax.pipelines.settings import (
 
 PER_VIDEO = ("prompt", "original_prompt", "seed")  # settings that may differ between the videos of one run
 ALTERNATIVES = {"size": ("height", "width"), "seconds": ("frames",)}  # fields that exclude each other
-ROW = "row"  # the noun for a row in messages, unless the file is of another kind
+ROW = "row"  # the default noun for a row in messages
 OPENAI_IMAGE = "input_reference"  # the name that OpenAI's API has for `image`
 MODEL, SCHEDULER = schema(Settings)["model"], Setting("scheduler", str)
 SECONDS = Setting("seconds", float, exclusive_minimum=0, maximum=3600)
@@ -74,7 +74,7 @@ def duplicate_field(name: str) -> SettingError:
 
 
 def unique_fields(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Build the dict of a JSON object; raise SettingError for a duplicate name, which `json` ignores by default.
+    """Build the dict of a JSON object; raise SettingError for a duplicate name, because `json` accepts duplicates.
 
     Args:
         pairs: The names and values of the object.
@@ -132,7 +132,7 @@ class VideoRequest:
             accepted_names: The names of accepted fields; None accepts the names of `field_names`.
             field_settings: The type and bounds of each field. The bounds may be tighter than the bounds of `Settings`.
             sizes: The model's sizes, (height, width) by name; None accepts the sizes of all models.
-            max_prompt_length: The maximum length of a prompt from an untrusted source; None sets no limit on texts.
+            max_prompt_length: The maximum length of a prompt from an untrusted source. None sets no limit on any text.
             complete: Whether a prompt is required. Pass False for an incomplete request, such as a command's options.
 
         Returns:
@@ -222,7 +222,7 @@ class VideoRequest:
         return replace(self, settings={**self.settings, **settings})
 
     def with_defaults(self, defaults: "VideoRequest") -> "VideoRequest":
-        """Fill in defaults for the fields that the request does not set, directly or by a field in `ALTERNATIVES`.
+        """Fill in defaults. A default is ignored if the request sets the field, or an alternative from `ALTERNATIVES`.
 
         Args:
             defaults: A request with the defaults.
@@ -324,7 +324,7 @@ def _to_json(value: Any) -> bool | int | float | str:
 
 
 def _whole_to_int(value: Any) -> Any:
-    """Convert 4.0 to 4, because a column of integers with an empty cell holds floats; return other values unchanged."""
+    """Convert 4.0 to 4; return other values unchanged. A column of integers with an empty cell holds floats."""
     try:
         number = float(value) if isinstance(value, str) and WHOLE_FLOAT.fullmatch(value) else value
         return int(number) if isinstance(number, float) and number.is_integer() else value
@@ -355,7 +355,7 @@ def _parse_files(name: str, value: Any) -> str | list[str]:
     accepts_several = INPUT_SPECS[name].kind == "images"
     files = list(value) if accepts_several and isinstance(value, list | tuple) else [value]
     for file in files:
-        if not isinstance(file, str) or not file or "\0" in file:  # other bytes that are not UTF-8 are allowed
+        if not isinstance(file, str) or not file or "\0" in file:  # a file name may have bytes that are not valid UTF-8
             raise SettingError(f"{name} must be a file name, got {repr_short(file)}", name)
     return files if accepts_several else files[0]
 

@@ -21,7 +21,7 @@ from wanjax.pipelines.observers import Observer, Start, Step
 from wanjax.pipelines.windows import Window
 from wanjax.sharding import Partitioner
 
-MAX_SAVING_SHARE = 0.02  # the largest share of a run's time that saving may take
+MAX_SAVING_SHARE = 0.02  # saving may take at most this share of a run's time
 
 
 class ResumeObserver(Observer):
@@ -30,11 +30,10 @@ class ResumeObserver(Observer):
     Args:
         file: The file. A file of another video, or of other settings, is replaced.
         partitioner: The mesh.
-        resumed_at: A function that is called with the number of completed steps and of all steps when a run resumes.
-        on_save: A function that is called when the saved state changes. It gets the number of steps in the file after
-            the file is written, and gets None once a later step is completed.
-        on_mismatch: A function that is called with the number of completed steps in a file of other settings, before
-            the file is replaced.
+        resumed_at: Called when a run resumes, with the number of completed steps and the number of all steps.
+        on_save: Called when the saved state changes. The argument is the number of steps in the file after the file is
+            written, and None once a later step is completed.
+        on_mismatch: Called before a file of other settings is replaced, with the number of completed steps in the file.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class ResumeObserver(Observer):
         self._always_saved_step = 0  # the state after this step is always saved
         self.inputs_digest = ""  # a digest of everything that determines the latents
         self._last_saved = perf_counter()
-        self._save_seconds = self._wait_seconds = 0.0  # the last save's time, and its wait for the device
+        self._save_seconds = self._wait_seconds = 0.0  # of the last save; the wait is for the device
         self._saved_steps = 0  # the number of steps in the files
 
     def window(self, window: Window) -> None:

@@ -6,9 +6,9 @@ The command line, the library and the server all use this module.
     for request, frames in Run(pipe, requests, pictures, observers=[ProgressObserver(None), ResumeObserver(file)]):
         write(request, frames)
 
-The strategy decides what happens to programs. An executed run makes videos. A traced run makes the same calls, and only
+The strategy decides what happens to programs. An executed run makes videos. A traced run makes the same calls, but only
 records them. Observers handle everything else: progress, saving, previews, stopping. A causal model denoises a video
-chunk by chunk, with keys and values of earlier chunks, and the run yields the frames of each chunk as soon as they are
+chunk by chunk, with keys and values of earlier chunks. The run yields the frames of each chunk as soon as they are
 ready. A video of several windows goes through the three stages once per window.
 """
 
@@ -70,7 +70,7 @@ class Run:
         pictures: The images and clips of the videos.
         noise: Random arrays to use instead of the seed's, for one video.
         tiling: The tiling for encoding and decoding.
-        batch_guidance: Whether both prompts run in one forward pass. Raises WanjaxError with a guidance cache.
+        batch_guidance: Whether both prompts run in one forward pass. A guidance cache does not support this.
         observers: The observers, which are notified of every event.
     """
 
@@ -92,7 +92,8 @@ class Run:
             check_separate_forwards(request.settings.cache, batch_guidance)
 
     def __iter__(self) -> Iterator[tuple[PreparedRequest, Iterator[Frames | Clip]]]:
-        """Yield each request with an iterator over its video's frames in chunks, which the caller must exhaust."""
+        """Yield each request with an iterator over the frames of its video, in chunks. The caller must exhaust this
+        iterator."""
         if not self.requests:
             return
         settings = self.requests[0].settings
@@ -208,7 +209,7 @@ class Run:
             conditioning: The output of `encode`.
             settings: The settings of the video.
             seeds: The seed of each video.
-            noise: Random arrays to use instead of the seed's; None uses those of the run.
+            noise: Random arrays to use instead of the seed's; None uses the `noise` of the run.
         """
         return sample(
             self.runtime,
@@ -270,7 +271,7 @@ class Run:
             runtime.components.finish_stage(())
 
     def _chunk_frames(self, chunks: Iterator[Decoded]) -> Iterator[Frames]:
-        """Yield the frames of decoded chunks, and pass the other decoded arrays to the observers."""
+        """Yield the frames of decoded chunks, and notify the observers of other decoded arrays."""
         while True:
             with self.runtime.strategy.stage("decode"):
                 chunk = next(chunks, None)
@@ -293,7 +294,7 @@ def _check_finite(latents: AnyLatents, dtype: str) -> AnyLatents:
 
 
 def _prefetch(chunks: Iterable[Frames]) -> Iterator[Frames]:
-    """Yield each chunk after the next chunk has started to decode. Copies to the host start at once."""
+    """Start to decode the next chunk before a chunk is yielded. Copies to the host start at once."""
     queue: deque[Frames] = deque()
     for chunk in chunks:
         if isinstance(chunk, jax.Array):

@@ -58,7 +58,7 @@ def denoise(
     past: object = None,
     step_noise: StepNoise | None = None,
 ) -> tuple[State, object]:
-    """Run the steps of a chunk; return the final state, and what the next chunk needs of the past.
+    """Run the steps of a chunk. Return the final state, and the `past` of the next chunk.
 
     Args:
         runtime: Networks, devices and strategy.
@@ -72,8 +72,9 @@ def denoise(
         make_cache: A function that creates the step cache of a phase.
         batch_guidance: Whether both prompts run in one forward pass.
         completed_steps: The number of steps that an earlier, stopped run has completed.
-        past: What this function returned for the previous chunk, such as keys and values of earlier chunks.
-        step_noise: Draws the noise of the steps on the host; None draws it on the device, if the solver needs noise.
+        past: The second result of this function for the previous chunk, such as keys and values of earlier chunks.
+        step_noise: Draws the noise of the steps on the host. If it is None, the device draws the noise that the solver
+            needs.
     """
     denoiser, chunk, total = model.denoiser, monitor.chunk, len(schedule.timesteps)
     with monitor:
@@ -218,7 +219,7 @@ def sample_pass(
         settings: The settings of the pass.
         progress: The index of the pass, and the number of steps before it.
         noise: The noise of all passes, with checked shapes.
-        torch_noise: Draws the noise that `noise` lacks; None draws it on the device.
+        torch_noise: Draws the noise that `noise` lacks. If it is None, the device draws this noise.
         make_cache: A function that creates the step cache of a phase; None uses the rule in the settings.
     """
     spec, key_data, rule, pass_index = model.spec, seed_to_key_data(seeds), settings.guidance_rule, progress.pass_index
@@ -326,7 +327,7 @@ def steps_of(
     provided: Mapping[str, np.ndarray],
     pass_index: int,
 ) -> StepNoise | None:
-    """Return the noise of a chunk's steps that a caller did not provide; None if there is none.
+    """Return the noise of a chunk's steps, if the solver needs noise and the caller did not provide it; otherwise None.
 
     Args:
         torch_noise: Draws the noise.
@@ -351,7 +352,7 @@ def steps_of(
 def origin_facts(
     runtime: Runtime, model: VideoModel[Any], settings: Settings, seeds: Sequence[int], batch_guidance: bool
 ) -> dict[str, object]:
-    """Collect everything that determines the latents, except arrays. A saved state of the same video has equal facts.
+    """Collect everything that determines the latents, except arrays. Two runs of the same video have equal facts.
 
     Args:
         runtime: Networks, devices and strategy.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seeds and their random numbers, which do not depend on JAX's flags.
 
-The generator is threefry2x32 in its partitionable mode. The key is the 64 bits of the seed, high 32-bit word first. A
-seed below 2^32 gives the same key as `jax.random.key(seed)` with default flags. Seeds stay on the host. Programs
-receive the two words of each seed as key data.
+The generator is threefry2x32 in its partitionable mode. The key is the 64 bits of the seed, with the high 32-bit word
+first. A seed below 2^32 gives the same key as `jax.random.key(seed)` with default flags. Seeds stay on the host.
+Programs receive the two words of each seed as key data.
 """
 
 import math
@@ -30,7 +30,7 @@ KeyData = UInt32[Array | np.ndarray, "B 2"]  # the high and the low 32-bit word 
 def checked_seed(seed: Any, *, alone: bool = False) -> int:
     """Check a seed and return it as an int. For "random" and -1 draw a seed. Raise WanjaxError for an invalid value.
 
-    All processes must call this function together, unless `alone` is True, which draws in this process only.
+    All processes must call this function together. With `alone`, only this process draws a seed.
     """
     number = read_seed(seed)
     return draw(alone=alone) if number == RANDOM_SEED else number
@@ -58,18 +58,19 @@ def resolve_seeds(requested: Sequence[Any], drawn_seeds: Sequence[int] | None = 
 
     Args:
         requested: The seeds, which may be "random" or -1.
-        drawn_seeds: The seeds as ints, if they were drawn before; None draws them now.
+        drawn_seeds: The seeds as ints, if the caller has already drawn them; None draws them now.
     """
     check_count(len(requested))
     int_seeds = [checked_seed(seed) for seed in requested] if drawn_seeds is None else list(drawn_seeds)
     for seed, number in zip(requested, int_seeds, strict=True):
         if seed in (RANDOM_SEED, "random"):
-            warnings.warn(f"the seed {number} was drawn at random", stacklevel=3)  # points to the caller of `denoise`
+            warnings.warn(f"the seed {number} was drawn at random", stacklevel=3)  # of the call to `denoise`
     return int_seeds
 
 
 def draw(*, alone: bool = False) -> int:
-    """Draw a random seed that is equal in all processes. All processes must call this, unless `alone` is True."""
+    """Draw a random seed that is equal in all processes. All processes must call this function. With `alone`, only this
+    process draws a seed."""
     seed = secrets.randbits(DRAWN_BITS)
     if alone or jax.process_count() == 1:
         return seed

@@ -56,9 +56,9 @@ COMFY_SCHEDULES = {
 """The values of `sigmas` for schedules of ComfyUI, by their names there."""
 SIGMA_SCHEDULES = (*REFERENCE_IMPLEMENTATIONS, *COMFY_SCHEDULES.values())
 RNGS = ("jax", TORCH := "torch")  # generators of noise
-NO_MARGINS = "0,0,0,0"  # of `outpaint`
-SEAM_SETTINGS = ("overlap", "match")  # of no effect for a video of one window
-MATCHES = ("none", MATCH_COLOUR := "colour")  # what a window matches to the previous one
+NO_MARGINS = "0,0,0,0"  # the order of the margins in `outpaint`
+SEAM_SETTINGS = ("overlap", "match")  # settings without effect on a video of one window
+MATCHES = ("none", MATCH_COLOUR := "colour")  # the properties that a window can match to the previous window
 RANDOM_SEED = -1  # a seed of -1 means: draw a seed at random
 MAX_VIDEOS = 100_000  # the maximum number of videos of one call or command
 TYPE_NAMES = {str: "a text in UTF-8", bool: "true or false", int: "a whole number", float: "a finite number"}
@@ -183,10 +183,10 @@ def _parse_cache_rule(value: Any) -> "CacheRule":
 
 
 def read_lines(value: Any) -> str:
-    """Join a list of texts, or a JSON text of one, to one text, one line each; leave another text as it is; raise
-    WanjaxError for other values."""
+    """Join a list of texts, or the JSON of such a list, to one text with a line for each. Return another text
+    unchanged. Raise WanjaxError for other values."""
     texts = value if isinstance(value, list | tuple) else [value]
-    if len(texts) == 1 and isinstance(texts[0], str) and texts[0].lstrip().startswith("["):  # as a form's field
+    if len(texts) == 1 and isinstance(texts[0], str) and texts[0].lstrip().startswith("["):  # the field of a form
         with suppress(ValueError, RecursionError):
             if isinstance(listed := json.loads(texts[0]), list) and all(map(is_text, listed)):
                 texts = listed

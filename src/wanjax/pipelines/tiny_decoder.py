@@ -62,7 +62,7 @@ class TinyDecoderFile:
 
         Args:
             partitioner: The mesh and its rules.
-            dtype: Of no effect: tiny decoders compute in float32.
+            dtype: Ignored, because tiny decoders compute in float32.
         """
         return with_shardings(_shapes(self.config), partitioner)
 
@@ -71,7 +71,7 @@ class TinyDecoderFile:
 
         Args:
             partitioner: The mesh and its rules.
-            dtype: Of no effect: tiny decoders compute in float32.
+            dtype: Ignored, because tiny decoders compute in float32.
         """
         return self._load(self.shapes(partitioner), lambda tensors: tensors)
 

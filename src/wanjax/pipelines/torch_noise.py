@@ -37,7 +37,7 @@ class TorchGenerator:
     def __init__(self, seed: int):
         self._bits = np.random.MT19937()
         np.random.RandomState(self._bits).seed(seed & SEED_MASK)
-        self._next_number: float | None = None  # the second number of a pair, for small arrays only
+        self._next_number: float | None = None  # the unused second number of a pair; only small arrays leave one
 
     def normal(self, shape: Shape, dtype: DTypeLike = np.float32) -> Float[np.ndarray, "..."]:
         """Draw normally distributed numbers, as `torch.randn(shape, generator=generator, dtype=dtype)` does.
@@ -56,13 +56,13 @@ class TorchGenerator:
             for start in range(0, grouped, BLOCK):
                 block = numbers[start : min(start + BLOCK, grouped)]
                 block[:] = _pairs_to_normal(self._uniform(len(block)))
-            if grouped < count:  # the last sixteen numbers are drawn anew
+            if grouped < count:  # torch draws the last sixteen numbers again
                 self._bits.random_raw(_unused_draws(count, dtype), output=False)
                 numbers[-GROUP:] = _pairs_to_normal(self._uniform(GROUP))
         return numbers.reshape(shape).astype(jnp.dtype(dtype), copy=False)
 
     def skip(self, shape: Shape, dtype: DTypeLike = np.float32) -> None:
-        """Move on as `normal` does, without computing the numbers.
+        """Advance the generator as `normal` does, without computing the numbers.
 
         Args:
             shape: The shape of the array.
@@ -96,7 +96,7 @@ class TorchGenerator:
 
 
 def _unused_draws(count: int, dtype: DTypeLike) -> int:
-    """Count the uniform numbers that are drawn for the last, incomplete group of a large array, but not used.
+    """Count the uniform numbers that torch draws and does not use for the last, incomplete group of a large array.
 
     torch draws float32 numbers for the whole array, and then sixteen new ones for its end. For the types of 16 bits it
     draws one group at a time.
@@ -115,7 +115,7 @@ def _pairs_to_normal(uniform: Float32[np.ndarray, " N"]) -> Float32[np.ndarray, 
 
 
 class NoiseSpec(NamedTuple):
-    """How a family's reference draws noise, besides the order.
+    """How a family's reference draws noise, apart from the order of the arrays.
 
     Args:
         frames_first: Whether frames precede channels, [B T C H W], in the noise of latents.
@@ -188,10 +188,11 @@ class StepNoise:
         self._source, self._draws, self._shapes, self._next_step = source, draws, shapes, 0
 
     def draw(self, index: int) -> dict[str, Noise]:
-        """Draw the noise of a step, channels last, by modality. A step for which the reference draws none gets zeros.
+        """Draw the noise of a step, channels last, by modality. Return zeros for a step for which the reference draws
+        no noise.
 
         Args:
-            index: The index of the step. Steps before it that were not drawn are skipped.
+            index: The index of the step. The noise of earlier steps that was not drawn is skipped.
         """
         self.skip_to(index)
         self._skip(self._draws[index] - 1)
@@ -203,7 +204,7 @@ class StepNoise:
         """Skip the noise of all steps before a step.
 
         Args:
-            index: The index of the step. The number of steps skips all.
+            index: The index of the step. The number of all steps skips the noise of every step.
         """
         self._skip(sum(self._draws[self._next_step : index]))
         self._next_step = max(self._next_step, index)

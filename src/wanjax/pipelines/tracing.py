@@ -45,8 +45,7 @@ def trace_programs(
         memory: The memory of a device in bytes, as in `Components.abstract`. None means that memory never runs out.
 
     Returns:
-        The trace. The entry of a program also counts the bytes of loaded networks that are not arguments of the
-        program.
+        The trace. Each entry also has the bytes of the loaded networks that are not arguments of its program.
     """
     trace, traced_pipe = _traced(pipe, memory)
     for _, frames in Run(
@@ -169,8 +168,8 @@ def _is_small(pipe: LoadedPipeline, size: tuple[int, int], frames: int) -> bool:
 def peak_bytes(trace: Trace) -> tuple[int, str]:
     """Return a lower bound of a traced run's peak bytes, and the stage of that peak.
 
-    The bytes are the sum for a program, the other loaded networks, and the process. A run that was traced with a
-    `memory` of 0 frees every network as soon as it needs another network.
+    The bytes are the sum of the bytes of a program, of the other loaded networks, and of the process. In a run that was
+    traced with a `memory` of 0, each network is freed as soon as another network is needed.
     """
     program_bytes = [
         (min_live_bytes(entry.traced_program.abstract_call) + entry.resident_bytes, entry.stage)

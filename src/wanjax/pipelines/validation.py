@@ -17,7 +17,7 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media.stage_files import VIDEO_SHAPE_TENSOR
 from wanjax.pipelines.settings import DTYPES, Settings, strength_without_video
 
-Shape = tuple[int | None, ...]  # None for any size
+Shape = tuple[int | None, ...]  # an axis of any size is None
 
 
 def check_prompt(prompt: Any) -> str:
@@ -29,7 +29,7 @@ def check_prompt(prompt: Any) -> str:
 
 def check_prompt_list(prompts: Any) -> Iterable[Any]:
     """Return a list of prompts; raise WanjaxError for one prompt, and for a value of another type."""
-    if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):  # a text is a sequence of letters
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):  # a text is a sequence too, of letters
         raise WanjaxError(f"prompts must be a list, got {repr_short(prompts)}: call pipe(prompt) for one prompt")
     return prompts
 

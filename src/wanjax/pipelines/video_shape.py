@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shape of the video for which pictures are encoded. `encode` passes the shape to `denoise` along with the latents.
 
-The latents' shape is not enough: five latent frames may be two reference pictures and three frames of a control clip.
+The shape of the latents does not determine the shape of the video. Five latent frames may be two reference pictures and
+three frames of a control clip.
 """
 
 from collections.abc import Mapping

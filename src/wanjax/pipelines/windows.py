@@ -6,7 +6,7 @@ Each window has the model's usual length, and starts from the last frames of the
     for each window:
         encode the last frames of the previous window, as its first image or as the known part of a control clip
         denoise and decode it, with its own prompt and seed
-        match its colours to the previous window, if the settings say so
+        match its colours to the previous window, if the setting `match` asks for it
         yield its new frames, with the seam faded
 
 Windows share frames, not latents: the autoencoders are causal, and encode the first frame of a window as a single
@@ -39,7 +39,7 @@ class Seam(NamedTuple):
 
     Attributes:
         window: The window's number, from 0.
-        drift: How the colours of the frames that the window repeats had changed.
+        drift: The change of colours in the frames that the window repeats.
     """
 
     window: int
@@ -66,7 +66,7 @@ class Windowing:
     """
 
     follows_clip: ClassVar[bool] = False
-    """True if the clip `video` decides the number of windows, and the frames of each."""
+    """True if the clip `video` decides the number of windows, and the frames of each window."""
     dtype: ClassVar[Any] = np.uint8
     """The type of decoded frames."""
 
@@ -75,11 +75,12 @@ class Windowing:
         check_windows(settings, continuation_input)
 
     def clip_frames(self, settings: Settings, continuation_input: str | None, *, is_limited: bool) -> int:
-        """Count the frames of a clip that a video uses; `is_limited` if the user gives the number of windows."""
+        """Count the frames of a clip that a video uses. `is_limited` is True if the user gives the number of
+        windows."""
         return settings.length if continuation_input == CONTROL else settings.frames
 
     def at_rate(self, pictures: Pictures, sources: Mapping[str, Any], settings: Settings) -> Pictures:
-        """Repeat frames of a clip that is slower than the video, if windows follow the clip."""
+        """If windows follow the clip, repeat frames of a clip with a lower frame rate than the video."""
         return pictures
 
     def video_shape(self, pictures: Pictures, settings: Settings, *, is_limited: bool) -> Mapping[str, int]:

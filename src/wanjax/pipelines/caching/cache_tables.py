@@ -34,11 +34,12 @@ NAMES_IN_FILE = {
 
 
 class Magnitudes(NamedTuple):
-    """MagCache's table: for each step, the ratio of the blocks' residual to the residual in the previous step.
+    """MagCache's table. It has, for each step, the ratio of the blocks' residual to the residual of the previous step.
 
-    `prompt` and `negative` have an entry for each step; the first is 1. `delta`, `most` and `whole` are the default
-    settings. `turns` has a flag for each network, in order, which says whether the steps of the network may reuse
-    cached values.
+    `prompt` has the ratios of the forward pass for the prompt, and `negative` the ratios of the forward pass for the
+    negative prompt. Both have one ratio per step, and the first ratio is 1. `delta`, `most` and `whole` are the default
+    settings of `MagCache`. `turns` has a flag for each network, in order. The flag is True if steps of the network may
+    reuse cached values.
     """
 
     prompt: tuple[float, ...]
@@ -53,9 +54,9 @@ class Changes(NamedTuple):
     """TeaCache's polynomial, highest degree first. The polynomial maps the change of the timestep's embedding to the
     change of the output.
 
-    The first `first` and the last `last` steps are computed in full. `threshold` is the default. `gaps` is for the
-    timesteps that divide 0 ... 1000 evenly: a step from there that is at least as long as the gap never reuses cached
-    values with the default threshold. It is empty if the gaps were not measured.
+    The first `first` and the last `last` steps are computed in full. `threshold` is the default threshold. `gaps` are
+    lengths of steps, for evenly spaced timesteps from 0 to 1000. A step that starts at such a timestep and is at least
+    as long as its gap never reuses cached values with the default threshold. `gaps` is empty if no gaps were measured.
     """
 
     polynomial: tuple[float, ...]
@@ -71,10 +72,11 @@ class Changes(NamedTuple):
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables of a checkpoint; None for a missing one.
+    """The tables of a checkpoint. A missing table is None.
 
-    `image_magnitudes` replaces `magnitudes` if an optional input image is given. `plain` is for the timestep's
-    embedding before it is projected for the blocks, `changes` for the projected one.
+    `image_magnitudes` replaces `magnitudes` if the user gives an optional input image. `changes` maps changes of the
+    timestep's embedding after its projection for the blocks. `plain` maps changes of the embedding before this
+    projection.
     """
 
     magnitudes: Magnitudes | None = None
@@ -92,7 +94,8 @@ NO_TABLES = Tables()
 
 
 def read_tables(file: Path, name: str | None = None) -> Tables:
-    """Read the tables of a file, or no tables if it does not exist. `name` selects a checkpoint in a file of several.
+    """Read the tables in a file. Return no tables if the file is missing. `name` selects a checkpoint in a file of
+    several.
 
     Raises WanjaxError if the file is damaged or a table has a wrong length.
     """

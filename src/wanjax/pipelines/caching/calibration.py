@@ -36,14 +36,14 @@ from wanjax.schedulers.base import TRAIN_STEPS
 
 DELTA, MOST, WHOLE = 0.12, 2, 0.2  # MagCache's settings for a checkpoint that has no published settings
 DEGREE = 4  # the degree of TeaCache's polynomial, as in the code of its authors
-MIN_STEPS = 2 * (DEGREE + 1)  # the least number of steps: two for each coefficient of the polynomial
+MIN_STEPS = 2 * (DEGREE + 1)  # the minimum number of steps: two for each coefficient of the polynomial
 REUSED_SHARE = 0.5  # TeaCache's threshold is chosen so that this share of steps reuses
 
 
 @dataclass(frozen=True)
 class MeasuringCache(ForwardCache):
     """Compute every step in full. For each prompt of a forward pass, measure the change since the previous step. With
-    several modalities, the residual covers all tokens, and the output is that of the video.
+    several modalities, the residual covers the tokens of all modalities, and the output is the video's output.
     """
 
     def cached_for(self, step: int, cached: CachedArrays | None) -> CachedArrays | None:
@@ -67,7 +67,8 @@ def _norm(tokens: Float[Array, "B L E"]) -> Float[Array, "B L"]:
 
 
 class Measurements(NamedTuple):
-    """Measurements of each step of a run, [prompts, steps]: the residual's ratio and the output's relative change.
+    """Measurements of each step of a run, [prompts, steps]: the ratio of residuals and the relative change of the
+    output.
 
     `embedding_changes` are the changes of the timestep's embedding, and `phases` the steps of each network.
     `gap_changes` are the changes over steps of several lengths; None for a network with more than one timestep.
@@ -136,7 +137,7 @@ def tables_from(runs: Sequence[Measurements]) -> Tables:
 
 
 def gaps_for(changes: Changes, gap_changes: Float[np.ndarray, "_T _S"] | None) -> tuple[float, ...]:
-    """Return the field `gaps` of a table, from the changes of the embedding over steps of several lengths."""
+    """Compute the field `gaps` of a table from the changes of the embedding over steps of several lengths."""
     if gap_changes is None:
         return ()
     never_reused = np.append(GAPS[1:], TRAIN_STEPS)  # the gap after each, which is the first of those that never reuse

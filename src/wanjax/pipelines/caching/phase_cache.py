@@ -27,7 +27,7 @@ def time_changes(
 ) -> Float[Array, " steps"]:
     """Return the relative change of the timestep's embedding before each step, 0 before the first.
 
-    static: the denoiser, the network's definition, and whether to read the embedding before its projection.
+    `static` has the denoiser, the network's definition, and whether to read the embedding before its projection.
     """
     denoiser, graphdef, unprojected = static
     embedded = denoiser.embed_timesteps(nnx.merge(graphdef, weights), times, unprojected)
@@ -52,7 +52,7 @@ def embedding_changes(
     return None if changes is None else changes.tolist()
 
 
-GAP_TIMESTEPS = np.linspace(0, TRAIN_STEPS, 11)  # from which `gap_changes` measures
+GAP_TIMESTEPS = np.linspace(0, TRAIN_STEPS, 11)  # `gap_changes` measures steps that start at these timesteps
 GAPS = np.arange(5.0, 205.0, 5.0)  # the lengths of steps that `gap_changes` measures
 
 
@@ -81,8 +81,8 @@ def step_cache(
     schedule: Schedule,
     phase: Phase,
 ) -> StepCache:
-    """Return the cache of a phase. Raises WanjaxError if no step would reuse cached values, or all steps that may reuse
-    them would.
+    """Return the cache of a phase. Raises WanjaxError if no step would reuse cached values, or if every step that may
+    reuse them would do so.
 
     TeaCache reads the weights. While a run is traced, there are no weights; then only the last step that may reuse
     cached values reuses them.

@@ -31,7 +31,7 @@ from wanjax.pipelines.caching.step_cache import (
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.rule_text import parse_rule
 
-MAX_SEARCHED_STEPS = 200  # messages name no larger number of steps
+MAX_SEARCHED_STEPS = 200  # the largest number of steps that a message suggests
 PLAIN = "plain"  # TeaCache's mode without --use_ret_steps, its authors' default; also the name of its table
 
 
@@ -41,7 +41,7 @@ class CacheRule(ABC):
 
     name: ClassVar[str]
     is_known_before_run: ClassVar[bool] = True
-    """True if the reusing steps are known before the weights are loaded."""
+    """True if the rule can tell before the weights are loaded which steps reuse."""
     blocks: ClassVar[type[BlockCache]] = BlockCache
     """What each forward pass caches between its blocks, for a rule that caches each forward pass separately."""
     decided_on_device: ClassVar[bool] = False
@@ -62,8 +62,8 @@ class CacheRule(ABC):
 
     @abstractmethod
     def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
-        """Return for each step of a phase whether it reuses cached values. If the rule is not `is_known_before_run`,
-        return whether it may reuse them."""
+        """Return a flag for each step of a phase: True if the step reuses cached values. If the rule is not
+        `is_known_before_run`, True means that the step may reuse them."""
 
     def cache(self, phase: Phase, reused: tuple[bool, ...]) -> StepCache:
         """Return the cache of a phase. The first entry of `reused` belongs to the video's first step."""
@@ -95,7 +95,7 @@ class NoRule(CacheRule):
 
 @dataclass(frozen=True)
 class AutoRule(NoRule):
-    """The best rule for a model: MagCache if there is a table for it, else EasyCache."""
+    """The best rule for a model: MagCache if the checkpoint has a table for MagCache, else EasyCache."""
 
     name = "auto"
 
@@ -132,7 +132,7 @@ class DeepCache(CacheRule):
 
 @dataclass(frozen=True)
 class MagCache(CacheRule):
-    """Reuse the residual that all blocks add to the tokens, while its magnitude is expected to change little.
+    """Reuse the residual that all blocks add to the tokens, while the table predicts little change of its magnitude.
 
     Follows Ma et al., MagCache, 2025: magcache_generate.py in MagCache4Wan2.1 and MagCache4Wan2.2. A step reuses only
     if the rule allows it for both prompts. At most `most` steps in a row reuse. The first steps of a network, which
@@ -286,9 +286,9 @@ class EasyCache(CacheRule):
 
 @dataclass(frozen=True)
 class Guidance(CacheRule):
-    """From a third of the steps to nine tenths, run the negative prompt only in every `interval`-th step. In the steps
-    between, the negative prompt's output is the prompt's output plus the last difference of the two outputs. Follows Lv
-    et al., FasterCache, 2024, as in maxdiffusion's pipelines/wan/wan_pipeline_2_1.py.
+    """After the first third and before the last tenth of the steps, run the negative prompt only in every `interval`-th
+    step. In the steps between, the negative prompt's output is the prompt's output plus the last difference of the two
+    outputs. Follows Lv et al., FasterCache, 2024, as in maxdiffusion's pipelines/wan/wan_pipeline_2_1.py.
     """
 
     name = "guidance"
@@ -317,10 +317,10 @@ NONE = NoRule()
 
 
 def cache_rule(rule: Any) -> CacheRule:
-    """Parse a text such as `magcache`, `deepcache:11,45,4` or `none`. A rule is returned unchanged.
+    """Parse a text such as `magcache`, `deepcache:11,45,4` or `none`. Return a rule unchanged.
 
-    Settings stand in their order. Some of the last settings may be given by name: `teacache:0.1,mode=plain`. Raises
-    WanjaxError for anything else.
+    The settings of a rule follow the colon in the order of its fields. Settings at the end may have names instead, as
+    in `teacache:0.1,mode=plain`. Raises WanjaxError for other texts.
     """
     return rule if isinstance(rule, CacheRule) else parse_rule(rule, RULES, "step cache")
 
@@ -359,9 +359,9 @@ def chosen_rule(
 
 
 def min_steps(rule: CacheRule, phases_for: Callable[[int], Sequence[Phase]], steps: int, tables: Tables) -> int | None:
-    """Return the least number of steps, above `steps`, in which a rule reuses some steps and computes others.
+    """Return the lowest number of steps above `steps` for which a rule reuses some steps and computes others.
 
-    None is returned if there is no such number up to `MAX_SEARCHED_STEPS`.
+    Return None if there is no such number up to `MAX_SEARCHED_STEPS`.
     """
     with suppress(WanjaxError):  # some schedules have few steps
         for count in range(steps + 1, MAX_SEARCHED_STEPS + 1):
@@ -372,8 +372,8 @@ def min_steps(rule: CacheRule, phases_for: Callable[[int], Sequence[Phase]], ste
 
 
 def _last_computed(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> tuple[int, int] | None:
-    """Return the number of computed steps and of all steps of a phase that reuses all steps after one in its first
-    half. Return None if there is no such phase."""
+    """Find a phase that computes no step after a step in its first half. Return the number of its computed steps and
+    the number of all its steps, or None if there is no such phase."""
     if not rule.is_known_before_run or rule.table_name is None:
         return None
     for flags in map(list, reused):
@@ -383,7 +383,8 @@ def _last_computed(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> tuple[i
 
 
 def check_any_reused(rule: TeaCache, table: Changes, changes: Sequence[float], reused: Sequence[bool]) -> None:
-    """Raise SettingError if TeaCache reuses none of the steps of a video. The message has a threshold that would."""
+    """Raise SettingError if TeaCache reuses no step of a video. The message suggests a threshold with which TeaCache
+    reuses a step."""
     if any(reused):
         return
     candidates = changes[max(1, table.first) : len(changes) - table.last]
@@ -405,5 +406,5 @@ def check_separate_forwards(rule: CacheRule, batched: bool) -> None:
 
 
 def _compute_first(reused: Sequence[bool]) -> tuple[bool, ...]:
-    """Clear the flag of a phase's first step, because the first step has nothing to reuse."""
+    """Clear the flag of a phase's first step, because no earlier step has cached values for it."""
     return (False, *reused[1:]) if reused else ()

@@ -21,18 +21,18 @@ from wanjax.layers.stack import BlockCache, constrain_tokens
 from wanjax.sharding import replicate
 
 Latents = Any  # [B T H W C], or a mapping of modalities
-Prediction = Any  # like latents, of one or more videos, for one prompt or both
+Prediction = Any  # in the layout of latents, for one or more videos, and for one prompt or both
 Predict = Callable[..., Prediction]  # a forward pass, which accepts a `BlockCache` for its blocks
 CachedArrays = tuple[Any, ...]  # a tuple of arrays for each forward pass
 
 
 @dataclass(frozen=True)
 class StepCache(ABC):
-    """Says what a step caches, and how another step reuses it. A step that computes in full and a step that reuses are
-    two programs, without branches. A `StepCache` is hashable.
+    """Defines what a step caches, and how a later step reuses it. A computed step and a reusing step are two programs
+    without branches. A `StepCache` is hashable.
 
-    `reused` has a flag for each step, which says whether the step reuses. Comparisons ignore `reused`, because the
-    programs do not depend on it.
+    `reused` has a flag for each step: True if the step reuses. Comparisons ignore `reused`, because the programs do not
+    depend on it.
     """
 
     reused: tuple[bool, ...] = field(default=(), compare=False, kw_only=True)
@@ -49,13 +49,14 @@ class StepCache(ABC):
     def predictions(
         self, forwards: Sequence[Predict], x: Latents, cached: CachedArrays | None
     ) -> tuple[list[Prediction], CachedArrays]:
-        """Return the float32 prediction of each forward pass of a step from x, and the values that the next step may
+        """Return the float32 prediction of each forward pass at the latents x, and the values that the next step may
         reuse."""
 
 
 @dataclass(frozen=True)
 class ForwardCache(StepCache):
-    """A cache for each forward pass of a step separately, of type `blocks`. The default caches nothing."""
+    """Cache each forward pass of a step separately, by a `BlockCache` of the type `blocks`. The default type caches
+    nothing."""
 
     blocks: type[BlockCache] = BlockCache
 
@@ -135,7 +136,7 @@ class History(NamedTuple):
     rate: Any  # [B], the change of the output divided by the change of the latents, between computed steps
     error: Any  # [B], the expected relative change of the output since the last computed step
     count: Any  # the number of reused steps
-    # The threshold of the error; the host sets it for each step, and a negative one forces the step to be computed
+    # The threshold of the error. The host sets it for each step. A negative threshold forces the step to be computed.
     threshold: Any
 
 
@@ -207,10 +208,11 @@ class OutputCache(StepCache):
 
 @dataclass(frozen=True)
 class GuidanceCache(StepCache):
-    """Cache the difference between the negative prompt's output and the prompt's, at low and at high frequencies.
+    """Cache the low and the high frequencies of the difference between the negative prompt's output and the prompt's
+    output.
 
-    A step that reuses it runs only the prompt. Before step `half_step`, the low frequencies have the larger weight.
-    From then on, the high frequencies have it.
+    A step that reuses the difference runs only the prompt. Before step `half_step`, the low frequencies have the larger
+    weight. From `half_step` on, the high frequencies have the larger weight.
     """
 
     half_step: int = field(default=0, compare=False)

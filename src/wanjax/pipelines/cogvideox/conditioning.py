@@ -17,9 +17,9 @@ class CogVideoXConditioning(NamedTuple):
     """The output of `encode` for a prompt, the negative prompt, images and videos. Arrays have a first axis of size 1.
 
     In a batch that axis has a prompt for each video. `image_latents` has the latents of the first frame.
-    `video_latents` has the latents of the video from which denoising starts. If there is a deviation, these latents are
-    the mean of a distribution from which each video samples. Otherwise the latents are used unchanged. `video_shape` is
-    a `VideoShape`, the shape for which the latents were encoded.
+    `video_latents` has the latents of the video from which denoising starts. If there is a deviation, `video_latents`
+    is the mean of a distribution, and each video samples its latents from this distribution. Otherwise each video uses
+    `video_latents` unchanged. `video_shape` is a `VideoShape`, the shape for which the latents were encoded.
     """
 
     prompt_embeds: Float[Array, "B S E"]

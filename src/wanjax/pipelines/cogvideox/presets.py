@@ -48,7 +48,8 @@ def _preset(
     licence: str = LICENCE,
     **settings: Any,
 ) -> Preset:
-    """Return the preset of a checkpoint by CogVideoX's authors, which the hub has under two of their names."""
+    """Return the preset of a checkpoint by CogVideoX's authors. The hub has each checkpoint under two names of its
+    authors."""
     return Preset(
         name=name,
         source=f"zai-org/{repository}",
@@ -72,9 +73,9 @@ PRESETS = (
 
 
 def default_settings(source: Source, model: CogVideoXModel, preset: Preset | None) -> Settings:
-    """Return the default settings of a checkpoint: those of its preset, if it has one.
+    """Return the default settings of a checkpoint: the settings of its preset, if it has a preset.
 
-    Without a preset, they are the settings of the first preset with the same patch and image input.
+    For a checkpoint without a preset, return the settings of the first preset with the same patch and image input.
     generation_config.json overrides the settings.
     """
     if preset is not None:

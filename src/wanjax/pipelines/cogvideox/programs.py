@@ -70,7 +70,7 @@ def first_frame(image: Float[Array, "_B 1 H W _C"], x: Latents) -> Float[Array, 
 def encode_prompts(
     graphdef: Any, ids: Int[Array, "B S"], weights: Any
 ) -> tuple[Float[Array, "1 S E"], Float[Array, "1 S E"]]:
-    """Encode the prompt and the negative prompt. Padding is attended to like any token, as in the reference.
+    """Encode the prompt and the negative prompt. Attention does not mask padding, as in the reference.
 
     Args:
         graphdef: The network's definition.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of HunyuanVideo's encode stage, the removal of its padding, and the video sizes for image to video."""
+"""The output of HunyuanVideo's encode stage, the removal of padding from it, and the video sizes for image to video."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -102,7 +102,7 @@ def _as_booleans(mask: Shaped[Array | np.ndarray, "B S"]) -> Bool[Array | np.nda
 def size_for_image(picture: tuple[int, ...], side: int, grid: int) -> tuple[int, int]:
     """Choose the (height, width) of a video for an image [H W 3]: the model's size with the nearest aspect ratio.
 
-    Only sizes that are at least as close to a square as the image are considered. Follows the reference's
+    Ignores sizes that are further from a square than the image is. Follows the reference's
     pipelines/hunyuan_video1_5/image_processor.py, which rounds the ratios of the sizes to five digits.
     """
     ratio = picture[0] / picture[1]
@@ -113,7 +113,7 @@ def size_for_image(picture: tuple[int, ...], side: int, grid: int) -> tuple[int,
 
 
 def candidate_sizes(side: int, grid: int) -> Iterator[tuple[int, int]]:
-    """Yield sizes (height, width), in multiples of `grid`, with nearly the area of a square whose sides are `side`.
+    """Yield sizes (height, width) with nearly the area `side`². Both sides are multiples of `grid`.
 
     For each height, the widths run from the largest width of the next greater height to the largest width of this
     height.
@@ -126,7 +126,8 @@ def candidate_sizes(side: int, grid: int) -> Iterator[tuple[int, int]]:
 
 
 def fit_image(picture: Picture, size: tuple[int, int], resize: str) -> PictureOfAnySize:
-    """Fit an image to (height, width). A crop first scales the image to a size that is rounded down to whole pixels."""
+    """Fit an image to (height, width). To crop, first scale the image to a size that is rounded down to whole
+    pixels."""
     if resize != "crop":
         return fit_to_size(picture, size, resize)
     (height, width), (image_height, image_width, _) = size, picture.shape

@@ -3,7 +3,7 @@
 
 The authors' folder holds a transformer for each published model. Users add the encoders themselves, as described in
 checkpoints-download.md of the official repository. The configs of the scheduler and the guider come from the diffusers
-repository of the same model. Missing components come from it too.
+repository of the same model. Missing components come from this repository too.
 """
 
 import json
@@ -80,7 +80,7 @@ IMAGE_CLASSES = {
 def open_folder(name: str | Path, folder: Path, revision: str | None = None) -> Source:
     """Open a folder or hub repository in the authors' layout, or the folder of one of its transformers.
 
-    Raises WanjaxError if it holds several transformers, or none that is supported.
+    Raises WanjaxError if the folder holds several transformers, or no supported transformer.
     """
     folder = folder.absolute()
     transformer_folder = (
@@ -237,7 +237,7 @@ def _source(
 
 
 def _is_folder(folder: Path) -> bool:
-    """Tell whether a folder has the authors' layout. Only its config files must be present."""
+    """Return True if a folder has the authors' layout. Only the config files must be present."""
     return _is_transformer(folder) or bool(_transformer_folders(folder))
 
 
@@ -270,7 +270,7 @@ def _select_transformer(name: str, folders: Sequence[Path]) -> Path:
 def _parse_model_name(text: str) -> str | None:
     """Parse a file or folder name into the authors' name of a published model, such as `480p_t2v_distilled`.
 
-    Other people put the task first, leave out the `p`, or write `cfg_distilled`. Return None if the name has no
+    Names by other people may start with the task, omit the `p`, or have `cfg_distilled`. Return None if the name has no
     resolution or no task.
     """
     text = text.lower().replace("-", "_")

@@ -125,7 +125,7 @@ PRESETS = (
 
 
 def default_settings(source: Source, model: HunyuanVideoModel, preset: Preset | None) -> Settings:
-    """Choose the default settings of a checkpoint: the settings of its preset, if it has one.
+    """Choose the default settings of a checkpoint: the settings of its preset, if it has a preset.
 
     If the checkpoint has no preset, use the settings of the first preset with the same resolution, image input and
     number of steps. The checkpoint's flow shift, guidance scale and generation_config.json override them.

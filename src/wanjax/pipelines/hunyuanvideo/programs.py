@@ -28,7 +28,7 @@ class Shared(NamedTuple):
 
     Args:
         rope: RoPE's tables.
-        image: The latents of the first frame, [_B 1 H W C]; None without one.
+        image: The latents of the first frame, [_B 1 H W C]; None if the video starts from no image.
     """
 
     rope: Rope
@@ -138,15 +138,16 @@ def make_context(
     image_latents: Float[Array, "_B C 1 H W"] | None,
     nag: Float32[Array, "3"] | None = None,
 ) -> tuple[tuple[Context, ...], Shared]:
-    """Compute the context of each forward pass, with an image's features, and the inputs that all forward passes share.
+    """Compute the context of each forward pass from the texts and an image's features. Also return the inputs that all
+    forward passes share.
 
     Args:
         static: The network's definition, how the prompts are grouped, and the lengths of both texts.
         x: The latents of the videos.
         weights: The network's weights.
         texts: The features of the prompts and of the negative prompts.
-        image_embeds: The features of the image; None without one.
-        image_latents: The latents of the image; None without one.
+        image_embeds: The features of the image; None without an image.
+        image_latents: The latents of the image; None without an image.
         nag: The scale, tau and alpha of normalized attention guidance; None without it.
     """
     graphdef, groups, lengths = static

@@ -26,7 +26,7 @@ from wanjax.converters import qwen2_vl
 from wanjax.converters.hunyuanvideo import original
 from wanjax.errors import WanjaxError, repr_short
 
-IDENTIFYING_KEYS = {  # a tensor that only this component has: the authors' name, and the name in diffusers
+IDENTIFYING_KEYS = {  # the tensor that identifies a component: its name in the authors' files, and in diffusers
     "transformer": ("byt5_in.fc1.weight", "context_embedder_2.linear_1.weight"),
     "vae": ("encoder.down.0.block.0.conv1.conv.weight", "encoder.down_blocks.0.resnets.0.conv1.conv.weight"),
 }
@@ -51,7 +51,7 @@ def component_readers(reader: TensorReader) -> dict[str, TensorReader]:
 def component(name: str, reader: TensorReader, config: Mapping[str, Any] | None = None) -> RecognisedComponent:
     """Return the transformer or the VAE of a reader that holds only that component, in either layout.
 
-    config: the authors' config.json, if any. Raises WanjaxError if the tensors are not the component's.
+    `config` is the authors' config.json, if any. Raises WanjaxError if tensors of the component are missing or unknown.
     """
     reader, names = DequantizedReader(reader), original.TRANSFORMER if name == "transformer" else original.VAE
     authors_names = has_authors_names(name, reader, IDENTIFYING_KEYS[name], "HunyuanVideo 1.5")

@@ -50,7 +50,7 @@ def glyph_text(prompt: str) -> str | None:
 
 
 def tokenize_chats(tokenizer: AnyTokenizer, prompts: Sequence[str]) -> TokenBatch:
-    """Tokenize each prompt's chat. A reported truncation concerns only the prompt, not the rest of the chat."""
+    """Tokenize each prompt's chat. The reported truncation is the truncation of the prompt, not of the chat."""
     batch = tokenizer.tokenize([chat(prompt) for prompt in prompts], TEMPLATE_TOKENS + TEXT_LENGTH)
     end_tokens = len(tokenizer.backend.encode(END).ids)
     return replace(batch, truncated=tuple(_prompt_truncation(truncation, end_tokens) for truncation in batch.truncated))
@@ -71,7 +71,8 @@ def _valid_unicode(prompt: str) -> str:
 
 
 def _prompt_truncation(truncation: Truncation | None, end_tokens: int) -> Truncation | None:
-    """Convert a chat's truncation to its prompt's truncation. The prompt ends `end_tokens` tokens before the chat."""
+    """Convert the truncation of a chat to the truncation of its prompt. The chat has `end_tokens` tokens after the
+    prompt."""
     end_text = END.strip()
     if truncation is None or end_text.endswith(truncation.cut):
         return None

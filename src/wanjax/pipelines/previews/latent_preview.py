@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Previews: small images of an unfinished video, by a linear map from latents to colours.
 
-A pixel of a preview is one position of the latents, and an image is one latent frame. The map is the least-squares fit
-from the latents of a synthetic clip to the clip's colours, so it needs only the model's own autoencoder.
+A pixel of a preview is one position of the latents, and an image is one latent frame. The map is a least-squares fit
+from the latents of a synthetic clip to the colours of the clip. The fit needs only the model's own autoencoder.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from PIL import Image
 Picture = UInt8[np.ndarray, "H W 3"]
 
 CLIP_SIZE = 24  # the height and width of the synthetic clip, in latent positions
-GRID_SIZES = (1, 3, 6, 12)  # the numbers of squares along a side of the clip, one number for each size of squares
+GRID_SIZES = (1, 3, 6, 12)  # the number of squares along a side of the clip, for each size of squares
 MOTION = 0.5  # how far the clip moves from frame to frame, in latent positions
 MAX_PICTURES = 6  # the maximum number of images in a strip
 MIN_HEIGHT = 96  # the minimum height of a strip, in pixels
@@ -23,7 +23,7 @@ MIN_HEIGHT = 96  # the minimum height of a strip, in pixels
 
 @runtime_checkable
 class LatentPreview(Protocol):
-    """A maker of preview images from latents."""
+    """Makes preview images from latents."""
 
     def pictures(self, latents: Float[Array | np.ndarray, "B C T H W"]) -> UInt8[np.ndarray, "B T _H _W 3"]:
         """Return an image of each latent frame of each video."""

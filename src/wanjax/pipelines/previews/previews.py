@@ -26,7 +26,7 @@ MAX_COLUMNS = 96  # the maximum width of a preview on a terminal
 
 
 class Previews:
-    """A callback for denoising that shows a strip of small images at a few steps.
+    """A callback for denoising. At a few steps it shows a strip of small images.
 
     Previews are made in a thread, and the device does not wait for them. With several processes only the first process
     shows previews. `shown` is the number of completed steps at the last preview, 0 before the first.
@@ -53,7 +53,7 @@ class Previews:
         if (step.index + 1) * self.looks // step.total > earlier_previews and jax.process_index() == 0:
             self.wait()
             assert step.latent_preview is not None
-            run = copy_context().run  # a notebook finds the cell that displays the image through the context
+            run = copy_context().run  # the context tells the notebook which cell displays the image
             self._last = self._worker.submit(run, self._show, step, step.latent_preview())
 
     def wait(self) -> None:

@@ -17,15 +17,15 @@ PARTS = ("tokens", "scores", "token_type", "precompiled_charsmap")
 
 
 def write_tokenizer(path: Path, owner: object) -> list[Path] | None:
-    """Write the tokenizer of a text encoder's file into a temporary folder, in the form of transformers.
+    """Write the tokenizer of a text encoder's file into a temporary folder, in the layout of transformers.
 
     Args:
         path: The file of the text encoder.
-        owner: The folder is removed when this object is garbage.
+        owner: When this object is garbage-collected, the folder is removed.
 
     Returns:
-        The tokenizer's files. None if the file is no GGUF file, or has no complete tokenizer of T5; a tokenizer
-        without the normaliser of characters is not complete.
+        The tokenizer's files. None if the file is no GGUF file, or has no complete tokenizer of T5. A complete
+        tokenizer has the normaliser of characters.
 
     Raises:
         WanjaxError: The tokenizer is damaged.

@@ -27,7 +27,7 @@ KNOWN_PATTERNS = (
 """The regular expressions of T5 and Qwen. Other expressions are rejected, because they may take exponential time or
 crash.
 """
-T5_EXTRA_TOKENS = 100  # the default number of extra tokens, if the settings of a SentencePiece model do not give it
+T5_EXTRA_TOKENS = 100  # the number of extra tokens, unless the settings of a SentencePiece model give another number
 
 
 def clean_prompt(prompt: str) -> str:
@@ -129,7 +129,7 @@ class Tokenizer:
 def _truncation(prompt: str, encoding: tokenizers.Encoding, length: int) -> Truncation | None:
     if not encoding.overflowing:
         return None
-    specials = sum(encoding.special_tokens_mask)  # each overflowing part repeats the special tokens
+    specials = sum(encoding.special_tokens_mask)  # each part that was cut off repeats the special tokens
     tokens = len(encoding.ids) + sum(len(part.ids) - specials for part in encoding.overflowing)
     start, _ = encoding.overflowing[0].offsets[0]
     return Truncation(tokens, length, prompt[start:].strip())

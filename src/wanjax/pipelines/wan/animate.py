@@ -2,8 +2,8 @@
 # pyright: reportIncompatibleMethodOverride=true, reportIncompatibleVariableOverride=true
 """Wan Animate 2: a character moves as in a driving clip, segment by segment.
 
-Before the steps of a segment, the transformer runs once over the segment's part of the clip, and keeps the keys and
-values of every block. The first latent frame is the character's picture; it is dropped after the last step.
+Before the steps of a segment, the transformer runs once over the segment's part of the clip, and returns the keys and
+values of every block. The first latent frame is the character's picture. This frame is dropped after the last step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ class AnimateInputs(NamedTuple):
         rope: RoPE's tables.
         condition: The encoded condition, [B T H W C].
         clip: The keys and values of the driving clip, in all blocks.
-        bias: A number that is added to the scores of the keys of the video's first frame; None for none.
+        bias: A number that is added to the scores of the keys of the video's first frame; None adds nothing.
     """
 
     rope: Rope
@@ -130,7 +130,7 @@ def make_animate_context(
     features: Float[Array, "_B _S _E"],
     nag: Float32[Array, "3"] | None = None,
 ) -> tuple[tuple[AnimateContext, ...], Rope, Float[Array, "B T H W _C"]]:
-    """Return what `make_context` returns, with the number of negative prompts in each forward pass.
+    """Return the results of `make_context`, but with the number of negative prompts in each forward pass.
 
     Args:
         static: The network's definition, and how the prompts are grouped.
@@ -150,7 +150,7 @@ def make_animate_context(
 
 @dataclass(frozen=True, kw_only=True)
 class CharacterAnimation(CharacterToVideo):
-    """A character's picture and a driving clip to a video in which the character moves as in the clip.
+    """Model that makes a video from a character's picture and a driving clip. The character moves as in the clip.
 
     Args:
         distilled: Whether the weights were distilled for few steps without guidance.
@@ -173,7 +173,7 @@ class CharacterAnimation(CharacterToVideo):
         return AnimateDenoiser()
 
     def cost(self, settings: Settings, conditioning: WanConditioning | None = None) -> ForwardCost:
-        """Count the work of one forward pass, with the picture's frame and the attention to the clip."""
+        """Count the work of one forward pass, including the picture's frame and the attention to the clip."""
         work, frames = super().cost(settings, conditioning), self.spec.latent_shape(settings)[2]
         frame_tokens = work.num_tokens // (frames + 1)
         clip_scores = work.num_layers * attention_flops(frames * frame_tokens, frame_tokens, work.width)
@@ -181,7 +181,7 @@ class CharacterAnimation(CharacterToVideo):
         return work._replace(attention_flops=work.attention_flops + clip_scores, flops=flops, ring=False)
 
     def size_for(self, picture: tuple[int, int, int], settings: Settings) -> tuple[int, int]:
-        """Return the size unchanged, because it is an area; `ClipSegments` finds the sides.
+        """Return the size unchanged. The size only gives an area; `ClipSegments` computes the sides.
 
         Args:
             picture: The shape of the image.
@@ -222,7 +222,7 @@ class CharacterAnimation(CharacterToVideo):
         def encode(frames: Any) -> Any:
             return self.encode_clip(runtime, frames, tiling)
 
-        def embed(picture: Any) -> Any:  # the whole picture is squashed, in both reference implementations
+        def embed(picture: Any) -> Any:  # both reference implementations stretch the whole picture
             return self.encode_images(runtime, [picture], reference_impl="official")
 
         size, byte = settings.size, np.float32(255)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two ways to animate a character share: a picture of the character, and a frame of latents for it."""
+"""The common base of the models that animate a character: a picture of the character, and a latent frame for the
+picture."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,7 +21,7 @@ CHARACTER = IMAGE.needed._replace(noun="a picture of the character")
 
 
 class CharacterToVideo(ImageToVideoWithEncoder):
-    """A character's picture and a clip to a video, segment by segment.
+    """Model that makes a video from a character's picture and a clip, segment by segment.
 
     The first latent frame of a segment is the picture. It is dropped after the last step.
     """
@@ -28,7 +29,7 @@ class CharacterToVideo(ImageToVideoWithEncoder):
     radial = False
 
     def cost(self, settings: Settings, conditioning: WanConditioning | None = None) -> ForwardCost:
-        """Count the work of one forward pass, with the picture's frame."""
+        """Count the work of one forward pass, including the picture's frame."""
         return super().cost(replace(settings, frames=settings.frames + self.vae.temporal_factor), conditioning)
 
     def leading_frames(self, conditioning: WanConditioning, settings: Settings) -> int:
@@ -42,7 +43,7 @@ class CharacterToVideo(ImageToVideoWithEncoder):
 
 
 def carried_frames(pictures: Pictures, settings: Settings) -> Float[np.ndarray, "_T H W 3"]:
-    """Return the last frames of the previous segment, in [0, 1]; none for the first segment."""
+    """Return the last frames of the previous segment, in [0, 1]. The first segment has no such frames."""
     return pictures.get("carried", np.zeros((0, *settings.size, 3), np.float32))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the model of a checkpoint, and its class, from the checkpoint's configs."""
+"""Create the model of a checkpoint from the checkpoint's configs."""
 
 from collections.abc import Mapping
 from typing import Any

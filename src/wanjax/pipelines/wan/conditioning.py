@@ -19,13 +19,13 @@ class WanConditioning(NamedTuple):
 
     In a batch the first axis has a prompt for each video, and all videos share the images. `prompt_embeds` and
     `negative_prompt_embeds` are zeros after their last tokens. `condition` is concatenated to the channels of the
-    video's latents; only its numbers of channels and frames may differ from theirs. `image_embeds` are features of
+    video's latents. It may have other numbers of channels and frames than the latents. `image_embeds` are features of
     images. `video_latents` are the clean latents of the video from which denoising starts. `video_shape` is the
     `VideoShape` of the video for which the images were encoded.
 
-    Of a driving clip, `clip_prompt_embeds` are the features of its prompt, `clip_image_embeds` those of its first
-    frame, and `clip_latents` its latents. `first_frame_bias` is added to the scores of the first frame's keys. Of a
-    pose clip, only `clip_latents` are set. `face_pictures` are pictures of a face, of 8-bit pixels.
+    For a driving clip, `clip_prompt_embeds` are the features of its prompt, `clip_image_embeds` are the features of its
+    first frame, and `clip_latents` are its latents. `first_frame_bias` is added to the scores of the first frame's
+    keys. For a pose clip, only `clip_latents` are set. `face_pictures` are pictures of a face, with 8-bit pixels.
     """
 
     prompt_embeds: Float[Array, "B S E"]
@@ -58,7 +58,7 @@ def known_frames(indices: Sequence[int], frames: int, factor: int) -> Float[np.n
 
 
 def frame_channels(values: Float[np.ndarray, "T ..."], factor: int) -> Float[np.ndarray, "C _T ..."]:
-    """Rearrange a value for each frame as channels of the latent frames, in the way of `known_frames`."""
+    """Rearrange values, one for each frame, as channels of the latent frames, in the layout of `known_frames`."""
     whole = np.concatenate([np.repeat(values[:1], factor, axis=0), values[1:]])
     return np.swapaxes(whole.reshape(-1, factor, *values.shape[1:]), 0, 1)
 

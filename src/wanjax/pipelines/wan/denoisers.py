@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of Wan's models that JAX traces: one transformer, and the inputs of each task that guide it."""
+"""The functions of Wan's models that JAX traces: the transformer's prediction, with the condition of each task."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -60,17 +60,19 @@ PATTERNS = (
     *(name for names in FILES.values() for name in names),
     f"{TOKENIZER}/*.json",
 )
-ENCODER_NAME = re.compile(r"umt5", re.IGNORECASE)  # in the name of a text encoder's file beside a transformer's
+# words in the name of a text encoder's file, in the folder of a transformer's file
+ENCODER_NAME = re.compile(r"umt5", re.IGNORECASE)
 HIGH_TO_LOW = {"high": "low", "High": "Low", "HIGH": "LOW"}  # in the file names of the high-noise and low-noise experts
 OTHER_WORD = HIGH_TO_LOW | {low: high for high, low in HIGH_TO_LOW.items()}
 EXPERT_WORD = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(OTHER_WORD)})(?=[Nn]oise|[^A-Za-z0-9])")
 EXPERT_PAIRS = {
     "Wan2.2-I2V-A14B-high-rCM4.0-merged.pt": "Wan2.2-I2V-A14B-low-rCM1.0-merged.pt"
-}  # the two files that Wan.md of NVlabs/rcm names
+}  # the two experts' files, as in Wan.md of NVlabs/rcm
 EXPERT_PAIRS |= {low: high for high, low in EXPERT_PAIRS.items()}
-NOISE_WORD = re.compile(r"(high|low)[ _-]?noise", re.IGNORECASE)  # marks a file that is not a model by itself
+# a word in the name of a file that is only a part of a model
+NOISE_WORD = re.compile(r"(high|low)[ _-]?noise", re.IGNORECASE)
 DATE = re.compile(r"_\d{4,8}(?=\.\w+$)")  # a date at the end of a file name; the two experts may have different dates
-UNSUPPORTED_INPUTS = {  # the extra inputs of models that other people derived from Wan, by model name
+UNSUPPORTED_INPUTS = {  # the extra inputs of models by other people, by a word in the model's name
     r"\bati\b": "the trajectories of ATI",
     r"\bwan[\d-]*move\b": "the tracks of WanMove",
     r"\bphantom\b": "the reference pictures of Phantom",
@@ -248,7 +250,7 @@ def _animate_source(
     name_hint: str,
     **options: Any,
 ) -> Source:
-    """Return a checkpoint of Wan Animate 2. Its name tells whether its weights were distilled."""
+    """Return a checkpoint of Wan Animate 2. The name shows whether the weights were distilled."""
     config = read_config("the transformer's config.json", transformer.json, animate.transformer_config)
     is_distilled = DISTILLED_ANIMATE.search(model_name_in(name_hint)) is not None
     published = ANIMATIONS[is_distilled]
@@ -267,16 +269,16 @@ def _animate_source(
 
 
 def _is_folder(folder: Path) -> bool:
-    """Tell whether a folder has the authors' layout. Only its config or index files must be present."""
+    """Return True if a folder has the authors' layout. Only its config or index files must be present."""
     return _is_transformer(folder / FOLDERS["transformer"] if _has_experts(folder) else folder)
 
 
 def other_expert(path: str) -> tuple[str, ...]:
     """List possible paths of the other expert's file, relative to the folder of a file.
 
-    In the file's name, `high` and `low` are swapped, or `EXPERT_PAIRS` has the name. If the folder's name has one of
-    these words too, as in `HighNoise`, the other file is in the folder with the other word. The list is empty for a
-    file that is not an expert.
+    Swap `high` and `low` in the file's name, or look the name up in `EXPERT_PAIRS`. If the folder's name has one of
+    these words too, as in `HighNoise`, swap the words in the folder's name too. Return an empty list for a file that is
+    not an expert.
     """
     name = PurePath(path).name
     if PurePath(path).suffix not in SUFFIXES:
@@ -304,13 +306,14 @@ def _split_expert_name(name: str) -> tuple[str, str, str] | None:
 
 
 def _is_high(path: Path) -> bool:
-    """Tell by its name, or by its folder's name, whether a file or folder is the high-noise expert."""
+    """Return True if the name of a file or folder, or of its parent folder, says that it is the high-noise expert."""
     match = EXPERT_WORD.search(path.name) or EXPERT_WORD.search(path.parent.name)
     return match is not None and match[0] in HIGH_TO_LOW
 
 
 def _other_expert_paths(path: Path, folder: str | None = None) -> list[Path]:
-    """List neighbouring files or folders that may be the other expert, or files in the neighbouring `folder`.
+    """List the files or folders that may be the other expert: neighbours of `path`, or files in the neighbouring
+    `folder`.
 
     The swapped name is the name of `path` with `high` in place of `low`, or `low` in place of `high`. If a neighbour
     has exactly the swapped name, return only this neighbour. Otherwise, return the neighbours whose name extends the
@@ -365,7 +368,8 @@ def _with_other_expert(
 
 
 def _check_has_pair(transformer: Mapping[str, Any], path: Path, others: Sequence[Path]) -> None:
-    """Raise WanjaxError if the name and shapes show an expert, but there is not exactly one other expert beside it."""
+    """Raise WanjaxError if the name and shapes show an expert, but the number of other experts next to it is not
+    one."""
     if not (parts := _split_expert_name(path.name)) or not _published_preset(transformer, experts=True):
         return
     if NOISE_WORD.search(path.name) or not _published_preset(transformer, experts=False):
@@ -375,7 +379,8 @@ def _check_has_pair(transformer: Mapping[str, Any], path: Path, others: Sequence
 
 
 def _transformer_folders(root: Path) -> dict[str, Path]:
-    """List the transformers' folders, high noise first: both inside the root, or the root and a folder next to it."""
+    """List the transformers' folders, with the high-noise expert first. Both folders are inside the root, or one is the
+    root and the other is next to it."""
     if _has_experts(root):
         return {name: root / folder for name, folder in FOLDERS.items()}
     others = [other for other in _other_expert_paths(root) if other.is_dir() and _is_transformer(other)]
@@ -386,7 +391,8 @@ def _transformer_folders(root: Path) -> dict[str, Path]:
 
 
 def _is_transformer(folder: Path) -> bool:
-    """Tell whether a folder holds a transformer, by its config.json or, if that is missing, by its index of shards."""
+    """Return True if a folder holds a transformer, by its config.json or, without a config.json, by its index of
+    shards."""
     if (config := folder / "config.json").is_file():
         return TRANSFORMER_CLASS.fullmatch(str(read_json(config).get("_class_name"))) is not None
     weight_map = read_json(folder / SHARD_INDEX, missing={}).get("weight_map")
@@ -447,9 +453,8 @@ def _config(transformer: Mapping[str, Any]) -> TransformerConfig:
 
 
 def _published_preset(transformer: Mapping[str, Any], experts: bool, name_hint: str = "") -> Preset | None:
-    """Find the published model with this transformer config; return None if there is none.
-
-    `name_hint`, a name, selects one of several models with the same config.
+    """Find the published model with this transformer config. Return None if no published model has it. The name
+    `name_hint` selects one of several models with the same config.
     """
     return find_published(_config(transformer), experts, name_hint)
 

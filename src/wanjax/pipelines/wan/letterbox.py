@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The size of a video of a character, and pictures that keep their proportions on black.
+"""Choose the size of a video of a character, and scale pictures into the centre of a black frame without distortion.
 
-The size that the user gives is an area; the character's picture gives the proportions. Follows encoders.py and
-video_processor.py in modular_pipelines/wan_animate_2 of diffusers, and where the authors' code differs, that code.
+The size in the settings only gives an area. The character's picture gives the proportions. Follows encoders.py and
+video_processor.py in modular_pipelines/wan_animate_2 of diffusers. The setting `follow` can select the authors' code
+where it differs.
 """
 
 import math
@@ -29,8 +30,8 @@ class Box(NamedTuple):
 def video_size(picture: tuple[int, int], area: int, multiple: int, reference_impl: str) -> tuple[int, int]:
     """Return the (height, width) of a video of about `area` pixels with the proportions of a picture.
 
-    diffusers takes the proportions of the picture's sides rounded down, and computes in float64. The authors take the
-    true proportions.
+    diffusers rounds the picture's sides down, takes the proportions of the rounded sides, and computes in float64. The
+    authors' code takes the proportions of the picture's own sides.
 
     Args:
         picture: (height, width) of the picture.
@@ -59,12 +60,13 @@ def video_size(picture: tuple[int, int], area: int, multiple: int, reference_imp
 
 
 def content_box(picture: tuple[int, int], size: tuple[int, int], *, low: bool = False) -> Box:
-    """Return where the whole picture is in a frame of this (height, width). The bars are equal, or differ by a pixel.
+    """Return the position of the whole picture in a frame of this (height, width). The two bars are equal, or differ by
+    a pixel.
 
     Args:
         picture: (height, width) of the picture.
         size: (height, width) of the frame.
-        low: Whether the larger bar is above or to the left, if the bars differ.
+        low: Whether the top or left bar is the larger one, if the bars differ.
     """
     (height, width), (frame_height, frame_width) = picture, size
     is_wider = frame_width / frame_height < width / height
@@ -77,7 +79,7 @@ def content_box(picture: tuple[int, int], size: tuple[int, int], *, low: bool = 
 
 
 def visible_box(picture: tuple[int, int], size: tuple[int, int], multiple: int, reference_impl: str) -> Box:
-    """Return the part of a video's frames that is kept: the picture's part, by diffusers' rounded sides or exactly.
+    """Return the part of a video's frames that the picture covers. diffusers computes this part from rounded sides.
 
     Args:
         picture: (height, width) of the picture.
@@ -91,9 +93,8 @@ def visible_box(picture: tuple[int, int], size: tuple[int, int], multiple: int, 
 def letterbox(
     picture: PictureOfAnySize, size: tuple[int, int], resample: Image.Resampling, *, low: bool = False
 ) -> Picture:
-    """Scale a whole picture into the centre of a black frame of this (height, width), by one of Pillow's filters.
-
-    `low` is that of `content_box`.
+    """Scale a whole picture into the centre of a black frame of this (height, width), by one of Pillow's filters. `low`
+    is as in `content_box`.
     """
     height, width, _ = picture.shape
     top, left, inner_height, inner_width = content_box((height, width), size, low=low)

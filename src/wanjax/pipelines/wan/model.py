@@ -44,7 +44,7 @@ class WanModel(VideoModel[WanConditioning]):
         text_encoder: The text encoder's config; None if it was not read.
         transformer: The denoiser's config.
         image_encoder: The vision tower's config; None if the model has no vision tower or the config was not read.
-        experts: Whether a second transformer of the same shape runs the steps at low noise.
+        experts: Whether a second transformer of the same shape runs the steps with low noise.
         scheduler: The checkpoint's scheduler.
     """
 

@@ -2,9 +2,9 @@
 # pyright: reportIncompatibleMethodOverride=true, reportIncompatibleVariableOverride=true
 """Wan Animate: a character follows a pose clip and a clip of a face, segment by segment.
 
-With a background and a mask, the character takes the place of the person in them. Before the steps of a segment, the
-transformer computes the keys and values of the face once. The first latent frame is the character's picture; it is
-dropped after the last step.
+With a background clip and its mask, the character replaces the person in the background clip. Before the steps of a
+segment, the transformer computes the keys and values of the face once. The first latent frame is the character's
+picture. This frame is dropped after the last step.
 """
 
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ class PoseInputs(NamedTuple):
     Args:
         rope: RoPE's tables.
         condition: The encoded condition, [B T H W C].
-        pose: The latents of the pose clip, after a frame of zeros, [B T H W C].
+        pose: A latent frame of zeros, then the latents of the pose clip, [B T H W C].
     """
 
     rope: Rope
@@ -80,7 +80,7 @@ class PoseDenoiser(ConditionedDenoiser):
 
 @dataclass(frozen=True)
 class PoseSegments(Segments):
-    """The segments of a pose clip. Each of the other clips is extended to and fro, too."""
+    """The segments of a pose clip. Every clip is extended by playing it backwards and forwards."""
 
     def video_shape(self, pictures: Pictures, settings: Settings, *, is_limited: bool) -> Mapping[str, int]:
         for name, other in ((BACKGROUND, MASK), (MASK, BACKGROUND)):
@@ -147,10 +147,12 @@ def make_pose_context(
 
 
 class PoseToVideo(CharacterToVideo):
-    """A character's picture, a pose clip and a clip of a face to a video in which the character has both.
+    """Model that makes a video from a character's picture, a pose clip and a clip of a face. The character takes the
+    poses and the face's expressions.
 
-    With a background and a mask, the video is the background where the mask is black. The condition is a mask of what
-    is known, and the latents of a clip: the character's picture, then the carried frames and the background, or grey.
+    With a background and a mask, the video shows the background where the mask is black. The condition is a mask of the
+    known pixels, and the latents of a clip. The clip has the character's picture, the last frames of the previous
+    segment, and then the background or, without a background, grey.
     """
 
     task = "character animation and replacement"
@@ -171,14 +173,15 @@ class PoseToVideo(CharacterToVideo):
         return self.transformer
 
     def cost(self, settings: Settings, conditioning: WanConditioning | None = None) -> ForwardCost:
-        """Count the work of one forward pass, with the picture's frame and the face adapters."""
+        """Count the work of one forward pass, including the picture's frame and the face adapters."""
         config, work = self.pose_config, super().cost(settings, conditioning)
         adapter = 2 * linear_flops(work.num_tokens, config.width, config.width)
         adapter += attention_flops(work.num_tokens, config.face_tokens, config.width)
         return work._replace(flops={**work.flops, "face_adapters": config.face_adapters * adapter})
 
     def size_for(self, picture: tuple[int, int, int], settings: Settings) -> tuple[int, int]:
-        """Return the pose clip's size, or its proportions in the settings' area if that is smaller.
+        """Return the pose clip's size. If the area in the settings is smaller, return a size of this area with the
+        clip's proportions.
 
         Args:
             picture: The shape of the pose clip's frames.
@@ -219,7 +222,8 @@ class PoseToVideo(CharacterToVideo):
         }
 
     def _mask_channels(self, pictures: Pictures, carried: int, settings: Settings) -> Float32[np.ndarray, "1 C T H W"]:
-        """Return the condition's mask: 1 for the picture and for carried frames, then what the user's mask keeps."""
+        """Return the condition's mask: 1 for the picture and for the frames of the previous segment, then 1 where the
+        user's mask keeps the background."""
         keeps = np.zeros((settings.frames, *self.spec.latent_shape(settings)[3:]), np.float32)
         if (mask := pictures.clip(MASK.name)) is not None:
             step = self.vae.spatial_factor  # the first pixel of each latent position counts

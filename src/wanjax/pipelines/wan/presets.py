@@ -267,7 +267,7 @@ PUBLISHED = (
         T2V_EXPERTS,
         14_288_491_584,
         steps=40,
-        guidance_scale=4.0,  # of the expert at high noise; the official pair (3.0, 4.0) lists the low-noise scale first
+        guidance_scale=4.0,  # for the high-noise expert; the official pair (3.0, 4.0) lists the low-noise scale first
         guidance_scale_2=3.0,
         boundary=0.875,
         boundary_step=0,
@@ -665,7 +665,7 @@ PRESETS = (
 def find_published(
     transformer: TransformerConfig, experts: bool, name_hint: str, shift: float | None = None
 ) -> Preset | None:
-    """Find the published model with these shapes; return None if there is none.
+    """Find the published model with these shapes. Return None if no published model has them.
 
     The name and the flow shift select one of several models with the same shapes.
     """
@@ -675,7 +675,7 @@ def find_published(
 
 
 def find_fallback(transformer: TransformerConfig, experts: bool, name_hint: str) -> Preset | None:
-    """Find a model in the layout of diffusers whose other components fit a transformer; return None if there is none.
+    """Find a model in the layout of diffusers whose other components fit a transformer. Return None if no model fits.
 
     Prefers a model of the same shapes with full attention; the name selects one of several such models. Without a model
     of the same shapes, choose the first model whose transformer has the same text, latent and image widths.
@@ -702,7 +702,7 @@ def _transformer_config(preset: Preset) -> tuple[Any, bool]:
 
 
 def default_settings(source: Source, model: WanModel, preset: Preset | None) -> Settings:
-    """Choose the default settings of a checkpoint: the settings of its preset, if it has one.
+    """Choose the default settings of a checkpoint: the settings of its preset, if it has a preset.
 
     A checkpoint without a preset gets the settings of the published model with the same shapes. If there is none, it
     gets the settings of the first published model with the same task and number of experts. If there is none either, it

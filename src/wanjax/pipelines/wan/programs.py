@@ -110,7 +110,7 @@ def make_context(
     features: Float[Array, "_B _S _E"] | None,
     nag: Float32[Array, "3"] | None = None,
 ) -> tuple[tuple[Any, ...], Shared]:
-    """Return the keys and values for each forward pass, and the inputs that all share.
+    """Return the keys and values for each forward pass, and the inputs that all forward passes share.
 
     If there are no image features, a transformer that expects them gets one zero token. One token suffices, because
     attention to copies of a token equals attention to the token.
@@ -121,7 +121,7 @@ def make_context(
         weights: The network's weights.
         prompts: The features of the prompts and of the negative prompts.
         condition: The encoded condition; None without one.
-        features: The features of images; None without them.
+        features: The features of images; None without images.
         nag: The scale, tau and alpha of normalized attention guidance; None without it.
     """
     graphdef, groups = static

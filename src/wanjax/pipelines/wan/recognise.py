@@ -33,7 +33,7 @@ from wanjax.converters.wan import animate, original, pose
 from wanjax.errors import WanjaxError
 from wanjax.models.wan.config import VAEConfig
 
-IDENTIFYING_KEYS = {  # tensors that only this component has, with the names of the authors and of other files
+IDENTIFYING_KEYS = {  # tensors that identify a component, by their names in the authors' files and in other files
     "transformer": ("time_projection.1.weight", "condition_embedder.time_proj.weight"),
     "vae": ("encoder.conv1.weight", "encoder.conv_in.weight"),
     "text_encoder": ("token_embedding.weight", "shared.weight", "enc.blk.0.attn_rel_b.weight"),  # the last: llama.cpp
@@ -51,7 +51,7 @@ PREFIXES = {
     "text_encoder": ("", "text_encoders.umt5xxl.transformer."),
     "image_encoder": ("",),
 }
-PATCH_SIZE = (1, 2, 2)  # of all Wan transformers; needed if a file has the patch embedding as a matrix
+PATCH_SIZE = (1, 2, 2)  # the patch of all Wan transformers, for a file that stores the patch embedding as a matrix
 UNSUPPORTED: UnsupportedModels = {  # by tensor names in the publishers' code, or in files by ComfyUI and Kijai
     "Wan Dancer": ("music_injector.", "music_projection.", "music_encoder.", "patch_embedding_global."),
     "Wan Fun Control with a camera": ("control_adapter.",),
@@ -92,11 +92,12 @@ def components(reader: TensorReader) -> dict[str, RecognisedComponent]:
 
 
 def find_autoencoder(reader: TensorReader, vae: VAEConfig) -> RecognisedComponent | None:
-    """Find an autoencoder in a file, such as LightVAE, and give it the statistics of the latents of another one.
+    """Find an autoencoder in a file, such as LightVAE. The result gets the latents' statistics of the autoencoder
+    `vae`.
 
     Args:
         reader: The file.
-        vae: The autoencoder whose latents it is to decode.
+        vae: The autoencoder whose latents the new autoencoder decodes.
 
     Returns:
         The autoencoder; None if the file has none.
@@ -109,7 +110,8 @@ def find_autoencoder(reader: TensorReader, vae: VAEConfig) -> RecognisedComponen
 
 
 def is_animate(reader: TensorReader) -> bool:
-    """Tell by its header, or by an additional level of names, whether a file holds the transformer of Animate 2.
+    """Return True if the header of a file, or an additional level in its tensor names, shows the transformer of Animate
+    2.
 
     The shapes and the other names are those of image to video.
     """
@@ -127,7 +129,7 @@ def as_animate(transformer: RecognisedComponent) -> RecognisedComponent:
 
 
 def is_generator(reader: TensorReader) -> bool:
-    """Tell whether a file comes from a distillation run and holds the run's generator without EMA weights."""
+    """Return True if a file comes from a distillation run and holds the run's generator without EMA weights."""
     return any(key.startswith("generator.") for key in reader.specs) and not any(
         key.startswith(EMA_PREFIX) for key in reader.specs
     )
@@ -136,7 +138,7 @@ def is_generator(reader: TensorReader) -> bool:
 def component(name: str, reader: TensorReader, config: Mapping[str, Any] | None = None) -> RecognisedComponent:
     """Return the component of a reader that holds only that component, in either layout.
 
-    config: the authors' config.json, if any. Raises WanjaxError if the tensors are not the component's.
+    `config` is the authors' config.json, if any. Raises WanjaxError if tensors of the component are missing or unknown.
     """
     reader = DequantizedReader(reader)
     authors_names = has_authors_names(name, reader, IDENTIFYING_KEYS[name], "Wan")
@@ -166,7 +168,7 @@ def component(name: str, reader: TensorReader, config: Mapping[str, Any] | None 
 
 
 def _text_encoder_name(key: str) -> str | None:
-    """Leave out the tokenizer, and translate llama.cpp's names."""
+    """Translate a name of llama.cpp; drop the tokenizer's tensors."""
     return None if key in TOKENIZER_KEYS else t5.GGUF_NAMES.to_diffusers(key) or key
 
 

@@ -7,9 +7,9 @@
         yield its new frames, without bars
         carry its last frames, as floats and with bars
 
-The clip is extended to and fro, so that it fills the last segment. Animate follows diffusers'
+The clip is extended by playing it backwards and forwards, so that it fills the last segment. Animate follows diffusers'
 pipelines/wan/pipeline_wan_animate.py, and has no bars. Animate 2 follows modular_pipelines/wan_animate_2 of diffusers,
-and where the authors' code differs, that code.
+or the authors' code, by the setting `follow`.
 """
 
 import math
@@ -34,9 +34,10 @@ Frames = Float[np.ndarray, "_T _H _W 3"]
 
 
 def segments(count: int, settings: Settings) -> list[Int[np.ndarray, " _T"]]:
-    """Return the numbers of the clip's frames in each segment; the setting `windows` limits the number of segments.
+    """Return the indices of the clip's frames in each segment. The setting `windows` limits the number of segments.
 
-    diffusers fills the last segment. The authors shorten it to a few frames more than the clip has.
+    diffusers fills the last segment. The authors' code shortens the last segment to a few frames more than the clip
+    has.
 
     Args:
         count: The number of frames of the clip.
@@ -51,18 +52,19 @@ def segments(count: int, settings: Settings) -> list[Int[np.ndarray, " _T"]]:
 
 
 def to_and_fro(count: int, total: int, *, repeats_ends: bool) -> Int[np.ndarray, " _T"]:
-    """Return `total` numbers below `count` that go up and down; the ends are repeated, as in diffusers, or not."""
+    """Return `total` indices below `count` that run up and down. `repeats_ends` repeats the first and last index, as in
+    diffusers."""
     period = 2 * count if repeats_ends else max(2 * count - 2, 1)
     numbers = np.arange(total) % period
     return np.where(numbers < count, numbers, period - repeats_ends - numbers)
 
 
 def full_segments(count: int, clip_frames: int, settings: Settings) -> list[Int[np.ndarray, " _T"]]:
-    """Return the numbers of a clip's frames in each segment, for segments that are all full.
+    """Return the indices of a clip's frames in each segment, if all segments are full.
 
     Args:
         count: The number of frames of the video.
-        clip_frames: The number of frames of the clip, which turns round without repeating a frame.
+        clip_frames: The number of frames of the clip. At its ends the clip reverses without repeating a frame.
         settings: The settings of the video.
     """
     step = settings.frames - settings.overlap
@@ -96,7 +98,8 @@ class Segments(Windowing):
         return settings.length if is_limited else replace(settings, windows=MAX_WINDOWS).length
 
     def at_rate(self, pictures: Pictures, sources: Mapping[str, Any], settings: Settings) -> Pictures:
-        """Repeat frames of slower video files, by the nearest frame. Other clips have no rate."""
+        """Repeat frames of video files with a lower frame rate, by the nearest frame. Other clips have no frame
+        rate."""
         files = {
             name: source
             for name, source in sources.items()
@@ -113,7 +116,7 @@ class Segments(Windowing):
         return {"windows": len(self.segments(pictures, replace(settings, windows=limit)))}
 
     def segments(self, pictures: Pictures, settings: Settings) -> list[Int[np.ndarray, " _T"]]:
-        """Return the numbers of the clip's frames in each segment."""
+        """Return the indices of the clip's frames in each segment."""
         count = _length(pictures)
         return full_segments(count, count, settings)
 
@@ -175,7 +178,7 @@ class ClipSegments(Segments):
 
 
 def _at_rate(clip: Clip, rate: float, fps: float) -> UInt8[np.ndarray, "_T _H _W 3"]:
-    """Repeat frames of a clip of `rate` frames a second, so that it has `fps`."""
+    """Repeat frames of a clip with `rate` frames per second, so that it has `fps` frames per second."""
     times = np.arange(int(len(clip) / rate * fps)) / fps
     return clip[np.minimum(np.round(times * rate).astype(int), len(clip) - 1)]
 

@@ -148,7 +148,8 @@ class FirstFrameToVideo(TextToVideo):
 
 
 class ImageToVideo(WanModel):
-    """Image to video. The condition is a mask of the known frames and the latents of a clip, grey where unknown."""
+    """Image to video. The condition is a mask of the known frames and the latents of a clip. Unknown frames of the clip
+    are grey."""
 
     task = "image to video"
     inputs = (IMAGE.needed, LAST_IMAGE)
@@ -276,8 +277,8 @@ class ControlledVideo(WanModel):
     """Controlled video (VACE). The condition is a control clip, preceded by one latent frame per reference image.
 
     The condition's channels are the latents of the pixels that the mask keeps, the latents of the pixels that the mask
-    replaces, and the mask itself. A missing clip is grey; a missing mask replaces everything. A first and a last image
-    take the place of the clip's first and last frame, and the mask keeps them.
+    replaces, and the mask itself. Without a clip, the clip is grey. Without a mask, the model replaces all pixels. A
+    first and a last image replace the clip's first and last frame, and the mask keeps these frames.
     """
 
     task = "controlled video (VACE)"
@@ -322,7 +323,8 @@ class ControlledVideo(WanModel):
             repaint_mask = (mask > 0.5)[..., None]
 
         def masked_frame(repainting: bool, repaint_mask: np.ndarray, frame: np.ndarray) -> np.ndarray:
-            if repaint_mask.all() or not repaint_mask.any():  # most frames have no masked pixel, so they are not copied
+            # copies only frames with masked pixels, because most frames have none
+            if repaint_mask.all() or not repaint_mask.any():
                 return frame if repaint_mask.flat[0] == repainting else grey
             return np.where(repaint_mask == repainting, frame, grey)
 
