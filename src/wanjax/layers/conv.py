@@ -26,14 +26,14 @@ WHOLE_VIDEO_ADVICE = {
     "encode": "pipe.encode_video(frames) encodes a video, and encode_chunk a chunk of it",
     "decode": "pipe.decode(latents) decodes a video, and decode_chunk a chunk of it",
 }
-Chunk = Float[Array, "B _T _H _W _C"]  # the input or the output, which may differ in size
+Chunk = Float[Array, "B _T _H _W _C"]  # an input or an output; their sizes may differ
 Cache = Any  # a pytree of cached frames; None before the first chunk
 
 
 class Autoencoder(nnx.Module):
     """An autoencoder of videos, which encodes and decodes in chunks by methods that take and return a cache."""
 
-    if not TYPE_CHECKING:  # otherwise every name would be an attribute
+    if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept every attribute
 
         def __getattr__(self, name: str) -> Any:
             """Raise AttributeError; for `encode` and `decode`, the message says what to use instead."""
@@ -123,7 +123,7 @@ class RepeatingConv(CausalConv):
 
 
 def run_layers(layers: Sequence[Any], x: Chunk, cache: Cache, *arguments: Any) -> tuple[Chunk, Cache]:
-    """Apply layers to a chunk one after another. Each layer has its own cache, and all get the same `arguments`."""
+    """Apply layers to a chunk one after another. Each layer has its own cache. All layers get the same `arguments`."""
     caches = list(cache or [None] * len(layers))
     for index, layer in enumerate(layers):
         x, caches[index] = layer(x, caches[index], *arguments)
@@ -170,8 +170,9 @@ def stacked_taps(
 ) -> Float32[Array, "B _T H W _C"]:
     """Compute `convolve_clip` as one 2-D convolution of frames, with the taps in time concatenated in the channels.
 
-    This function is for TPUs and a multiple of eight frames, which fills tiles. Then XLA keeps one layout from layer to
-    layer. For a 3-D convolution, XLA would fold a part of the width into the batch, with copies before and after.
+    This function is for TPUs, and for a multiple of eight frames, which fills a TPU's tiles. XLA then keeps one memory
+    layout from layer to layer. For a 3-D convolution, XLA would fold a part of the width into the batch, with copies
+    before and after.
     """
     taps, kernel_size = kernel.shape[:2]
     end = x.shape[1] - taps + 1
@@ -199,8 +200,8 @@ def _convolve_frames(
 def _operand(kernel: Float[Array, "... C _C"], x: Float[Array, "... C"]) -> Float[Array, "... C _C"]:
     """Cast the kernel to the dtype of x, and replicate it.
 
-    Otherwise XLA may shard the 3 rows of the kernel over devices that share 2 rows of pixels; the same can happen with
-    columns. XLA would then sum the products of all devices, including replicated ones, so that the sum would be a
+    If the kernel were not replicated, XLA could shard the 3 rows (or columns) of the kernel over devices that share 2
+    rows (or columns) of pixels. XLA would then add the same products on several devices, and the sum would be a
     multiple of the correct sum.
     """
     return replicate(kernel.astype(x.dtype))

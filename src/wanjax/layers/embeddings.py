@@ -12,12 +12,13 @@ from wanjax.figures import pluralize
 from wanjax.layers.mlp import MLP
 from wanjax.layers.placement import with_axes
 
-# The timestep of each video, or a single one for all videos
+# the timestep of each video, or one timestep for all videos
 Timesteps = Float[Array, " B"] | Float[Array, ""] | float | int
 
 
 def broadcast_timesteps(t: Timesteps, videos: int) -> Float[Array, " B"]:
-    """Broadcast timesteps to [B], one for each video of the batch. Raises WanjaxError for another number of them."""
+    """Broadcast timesteps to [B], one for each video of the batch. Raises WanjaxError for another number of
+    timesteps."""
     if jnp.shape(t) not in ((), (1,), (videos,)):
         problem = f"timesteps {repr_shape(t)} for {pluralize(videos, 'video')}"
         raise WanjaxError(f"{problem}: give one number, or one for each video")
@@ -33,7 +34,8 @@ def checked_text(text: Float[Array, "B S E"], width: int) -> Float[Array, "B S E
 
 
 def sinusoidal_embedding(t: Float[Array, " B"], channels: int, max_period: float = 10000.0) -> Float32[Array, "B C"]:
-    """Return cosines, then sines, of `t` at `channels / 2` frequencies from 1 down to above `1 / max_period`."""
+    """Return cosines, then sines, of `t` times `channels / 2` frequencies. The frequencies fall from 1 to just above `1
+    / max_period`."""
     half = channels // 2
     frequencies = jnp.exp(-jnp.log(max_period) * jnp.arange(half, dtype=jnp.float32) / half)
     angles = t.astype(jnp.float32)[:, None] * frequencies[None, :]
@@ -54,7 +56,7 @@ class TimeEmbed(MLP):
 
 
 def token_embed(vocab_size: int, width: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Embed:
-    """Create a token embedding that computes in the dtype of its table. So a cast to another dtype only concerns the
-    rows that are looked up."""
+    """Create a token embedding that computes in the dtype of its table. A cast to another dtype then applies only to
+    the rows that are looked up."""
     init = with_axes(nnx.initializers.normal(1.0), ("vocab", "embed"))
     return nnx.Embed(vocab_size, width, embedding_init=init, dtype=param_dtype, param_dtype=param_dtype, rngs=rngs)

@@ -17,7 +17,7 @@ from wanjax.sharding import constrain, current_partitioner, gather_weight
 
 Projection = TypeVar("Projection", bound=nnx.Module)
 default_kernel_init = nnx.initializers.lecun_normal()
-TOKEN_BLOCK = 1300  # the number of tokens in a block
+TOKEN_BLOCK = 1300  # tokens that are multiplied together
 
 
 class Gathered:
@@ -35,8 +35,8 @@ class Gathered:
 
 
 class Linear(Gathered, nnx.Linear):
-    """A dense projection. If tokens [B L E] lie on several devices, it gathers its weights and shards its result.
-    `axis` is the logical axis of the result's channels.
+    """A dense projection. If several devices share its tokens [B L E], the projection gathers its weights and shards
+    its result. `axis` is the logical axis of the result's channels.
     """
 
     weight_name = "kernel"
@@ -69,7 +69,8 @@ def dot_general(x: jax.Array, kernel: jax.Array, dimensions: Any, **options: Any
 
 @jax.custom_vjp
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Compute the product on CPUs. On CPUs, XLA is a quarter slower for a transposed view than for a transposed copy.
+    """Compute the product on CPUs, with a transposed copy of a transposed kernel. On CPUs, XLA is a quarter slower for
+    a transposed view than for a copy.
 
     On processors with bfloat16 instructions, a product of bfloat16 is computed with a float32 result and rounded. If
     the projection has more input than output channels, the product is computed in blocks of tokens, which is faster in
@@ -110,8 +111,8 @@ def are_tokens(x: jax.Array) -> bool:
 def gather_kernels(*projections: Projection) -> Sequence[Projection]:
     """Gather the weights of several projections before any of them is used.
 
-    During an all-gather, a TPU does nothing else, unless its SparseCores gather. If the all-gather came later, it would
-    compete for links with the all-to-all of heads, and that should overlap with the next projection.
+    During an all-gather, a TPU does nothing else, unless its SparseCores gather. A later all-gather would compete for
+    links with the all-to-all of heads. This all-to-all should overlap with the next projection.
     """
     partitioner, gathered = (
         current_partitioner(),
@@ -142,7 +143,8 @@ def linear(
     param_dtype: DTypeLike,
     rngs: nnx.Rngs,
 ) -> Linear:
-    """Create a dense projection. `axes` has the logical axes of its kernel [in, out]. The bias has the second one."""
+    """Create a dense projection. `axes` has the logical axes of its kernel [in, out]. The bias has the second of these
+    axes."""
     return Linear(
         features_in,
         features_out,

@@ -45,14 +45,14 @@ class MLP(nnx.Module):
     def __call__(
         self, inputs: Float[Array, "*B E"] | NormedTokens, add_to: Residual | None = None
     ) -> Float[Array, "*B _E"]:
-        """Compute the MLP, with the norm of its input and, if there are tokens `add_to`, their sum."""
+        """Compute the MLP, including the norm of its input. With tokens `add_to`, return their sum with the result."""
         if self.activation is gelu_tanh and quantizes_tokens(self.up) and quantizes_tokens(self.down):
             return run_fused(self._quantized, inputs, add_to)
         y = save_for_backward(self.down(self.activation(self.up(compute_norm(inputs)))))
         return y if add_to is None else add_to.add(y)
 
     def _quantized(self, x: Float[Array, "*B E"], **fused: Any) -> Float[Array, "*B _E"]:
-        """Compute both projections by one call, which quantizes the hidden layer while it is near."""
+        """Compute both projections by one call, which quantizes the hidden layer before it leaves fast memory."""
         up, down, gathers = self.up, self.down, are_tokens(x)
         assert isinstance(up, QuantizedLinear)
         assert isinstance(down, QuantizedLinear)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adaptive layer norm (Peebles and Xie, DiT, 2023): shift, scale and gate are computed from the timestep, in float32.
 
-All tokens share one modulation, or there are two modulations. Then the mask `second_mask` [L] marks the tokens that use
-the second modulation, such as clean tokens at timestep 0, or text tokens. Both results are computed, and one of them is
-selected for each token. So no array has a shift, scale and gate for every token.
+Usually all tokens share one modulation. If there are two modulations, the mask `second_mask` [L] marks the tokens that
+use the second modulation, such as clean tokens at timestep 0, or text tokens. Both results are computed, and one result
+is selected for each token. No array then holds a shift, scale and gate for every token.
 """
 
 from collections.abc import Callable

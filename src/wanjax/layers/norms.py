@@ -36,8 +36,8 @@ class ChannelNorm(nnx.Module):
 class GroupNorm(nnx.Module):
     """Normalise each group of channels over all frames of a chunk, from any float dtype to float32.
 
-    One pass sums values and their squares. Each channel is averaged over rows and frames first, then over columns:
-    short sums keep their precision.
+    One pass sums values and their squares. Each channel is averaged over rows and frames first, then over columns.
+    These short sums keep their precision.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ def layer_norm(
 ) -> nnx.LayerNorm:
     """Create a layer norm over the last axis. The norm takes any float dtype and returns float32.
 
-    One pass sums values and their squares. Squares of centred values would need a second pass.
+    One pass over x sums values and their squares. Sums of the squares of centred values would need a second pass.
     """
     del dtype, param_dtype  # the weights stay in float32, because they are few
     return nnx.LayerNorm(

@@ -10,8 +10,8 @@ from typing import Any
 
 from wanjax.errors import WanjaxError, repr_short
 
-DEFAULT_BLOCKS = 2  # one computes while the next one is copied to the device
-MAX_BLOCKS = 8  # programs contain the code of each block that is on the device
+DEFAULT_BLOCKS = 2  # one block computes while the next block is copied to the device
+MAX_BLOCKS = 8  # each block on the device adds its code to the program
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Offload:
 
     Attributes:
         frees_stages: True if each network is freed at the end of its stage.
-        frees_for_room: True if networks are freed when the next one does not fit in memory.
-        blocks: The number of transformer blocks of a network that are on the device at a time, while all blocks stay in
-            the host's memory; 0 keeps them on the device.
+        frees_for_room: True if loaded networks are freed when the next network does not fit in memory.
+        blocks: The number of a network's transformer blocks that are on the device at a time; all blocks stay in the
+            host's memory. 0 keeps all blocks on the device.
     """
 
     frees_stages: bool = False
@@ -57,9 +57,9 @@ class Offload:
         return OFFLOADS[name]
 
     def overridden_by(self, offload: "Offload | None") -> "Offload":
-        """Return another offload, or this one for None.
+        """Return `offload`, or this offload if `offload` is None.
 
-        An offload of blocks leaves open when networks are freed, so this one decides that.
+        An `offload` of blocks does not say when networks are freed. In this respect the result is like this offload.
         """
         if offload is None:
             return self
@@ -81,4 +81,4 @@ OFFLOADS = {
     "stages": STAGES,
     "blocks": Offload(frees_for_room=True, blocks=DEFAULT_BLOCKS),
 }
-"""The offloads that have a name of their own; the default is `AUTO_OFFLOAD`."""
+"""The offloads with a name. The default is `AUTO_OFFLOAD`."""

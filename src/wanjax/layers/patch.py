@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert videos to sequences of patches and back, and blocks of pixels to channels and back."""
+"""Convert videos to sequences of patches and back, and squares of pixels to channels and back."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -21,9 +21,9 @@ def patch_grid(x: Float[Array, "B T H W C"], patch: Size) -> Size:
 def patchify(x: Float[Array, "B T H W C"], patch: Size, channels: int | None = None) -> Float[Array, "B L E"]:
     """Split latents into patches, one per token.
 
-    Tokens are in the order T, H, W, and so are the values of a token, with the channel fastest. On several devices zero
-    tokens are appended so that every device holds the same number. Raises WanjaxError if x does not have `channels`
-    channels, or its sizes are not multiples of the patch. With None, any number of channels is accepted.
+    Tokens are in the order T, H, W. The values of a token are in the order T, H, W, C. On several devices zero tokens
+    are appended, so that every device holds the same number of tokens. Raises WanjaxError if x does not have `channels`
+    channels, or if its sizes are not multiples of the patch. If `channels` is None, any number of channels is accepted.
     """
     if channels not in (None, x.shape[-1]) or any(size % part for size, part in zip(x.shape[1:4], patch, strict=True)):
         patch_text, expected_channels = "×".join(map(str, patch)), channels or x.shape[-1]
@@ -48,7 +48,7 @@ def unpatchify(x: Float[Array, "B L E"], grid: Size, patch: Size) -> Float[Array
 
 
 def space_to_depth(x: Float[Array, "B T H W C"], patch: int) -> Float[Array, "B T _H _W _C"]:
-    """Move each `patch` × `patch` block of pixels to the channels, in the order colour, column, row."""
+    """Move each `patch` × `patch` square of pixels to the channels, in the order colour, column, row."""
     batch, frames, height, width, colours = x.shape
     x = x.reshape(batch, frames, height // patch, patch, width // patch, patch, colours)
     return jnp.transpose(x, (0, 1, 2, 4, 6, 5, 3)).reshape(*x.shape[:3], x.shape[4], -1)

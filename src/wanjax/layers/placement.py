@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logical axes of weights. Each weight has names for its axes, and rules map the names to a sharding.
 
-The names are this library's own metadata. Flax's own sharding metadata is not used: with it, Flax would place weights
-already while a module is built, on the mesh that is set at that time.
+The names are metadata of this library, not Flax's sharding metadata. With Flax's metadata, Flax would place weights
+while a module is built, on the mesh that is set at that time.
 """
 
 import math
@@ -49,7 +49,7 @@ def _initialize_or_zeros(initializer: nnx.Initializer, key: jax.Array | None, *s
 
 
 class _NoKeys(nnx.Rngs):
-    """A replacement for random streams. The replacement gives no keys, because tracing keys takes long."""
+    """A replacement for random streams that gives no keys, because tracing keys takes long."""
 
     def params(self) -> None:
         """Return None in place of a key."""
@@ -121,12 +121,14 @@ def bytes_by_device(network: nnx.Module) -> dict[Any, int]:
 
 
 def host_bytes(network: nnx.Module) -> int:
-    """Return the bytes of a network's weights, or shapes, that stay in the host's memory for a device."""
+    """Return the bytes of a network's weights that stay in the host's memory. The network may have shapes in place of
+    weights."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(network)) if is_in_host_memory(x))
 
 
 def offloaded_bytes(network: nnx.Module, blocks: int) -> tuple[int, int]:
-    """Return the bytes of a network's weights on one device and in the host's memory, if its blocks were offloaded.
+    """Return the bytes that a network's weights would need on one device, and in the host's memory, if its blocks were
+    offloaded.
 
     Args:
         network: The network, or its shapes.

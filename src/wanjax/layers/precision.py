@@ -36,9 +36,9 @@ class Precision:
 
     @property
     def rotates(self) -> bool:
-        """True if groups of channels are rotated. Int8 needs the rotation: a token's largest number determines the step
-        of quantization, and without the rotation, most numbers of the token would be smaller than a step. Floats of 8
-        bits do not need it, because they have fine steps for small numbers.
+        """True if groups of channels are rotated. Int8 needs the rotation. A token's largest number determines the step
+        of quantization, and without the rotation most numbers of the token would be smaller than a step. Floats of 8
+        bits need no rotation, because they have fine steps for small numbers.
         """
         return self.activations == "int8"
 

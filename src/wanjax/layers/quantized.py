@@ -28,9 +28,9 @@ Module = TypeVar("Module", bound=nnx.Module)
 
 
 class QuantizedLinear(Gathered, nnx.Module):
-    """A projection whose weight is `values · scale`. When several devices gather the weight, they send one byte of each
-    number. A `QuantizedLinear` is built from an abstract `Linear`, and is abstract itself until it is filled. The
-    weights of a stack have a leading axis.
+    """A projection whose weight is `values · scale`. When several devices gather the weight, they send one byte for
+    each number. A `QuantizedLinear` is built from an abstract `Linear`. It is abstract too, until it is filled with
+    weights. The weights of a stack have a leading axis.
 
     Attributes:
         values: The numbers [I O], with the logical axes of the kernel.
@@ -38,7 +38,7 @@ class QuantizedLinear(Gathered, nnx.Module):
         bias: The bias [O], or None.
         number_format: The format of the values.
         activations: The format to which tokens are quantized, or None.
-        hadamard_size: The number of input channels that are rotated together; 0 for none.
+        hadamard_size: The number of input channels that are rotated together; 0 if no channels are rotated.
     """
 
     weight_name = "values"
@@ -64,7 +64,8 @@ class QuantizedLinear(Gathered, nnx.Module):
         self.dtype = base.dtype
 
     def __call__(self, inputs: jax.Array | QuantizedRows, **fused: Any) -> jax.Array:
-        """Compute the projection; `fused` are the options of `quantized_matmul` for what precedes and follows it."""
+        """Compute the projection. `fused` are the options of `quantized_matmul` for the norm before the product and the
+        sum after it."""
         tokens = are_tokens(inputs.values if isinstance(inputs, QuantizedRows) else inputs)
         y = quantized_matmul(inputs, *self.operands(tokens), hadamard_size=self.hadamard_size, **self.options, **fused)
         return constrain(y, ("batch", "length", self.axis)) if tokens else y
@@ -96,7 +97,7 @@ class QuantizedLinear(Gathered, nnx.Module):
 
 
 def quantize_layers(abstract: Module, precision: Precision, full_precision: Iterable[str]) -> Module:
-    """Return a copy of an abstract module, in which quantized projections replace the dense ones.
+    """Return a copy of an abstract module, with quantized projections in place of dense projections.
 
     Args:
         abstract: The module as shapes, which is not changed.

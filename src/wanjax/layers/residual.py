@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Projections of a transformer block, with the norm before them and the residual sum after them.
 
-Norm, projection and residual sum are three separate operations if the projection is dense, or has only its weights in 8
-bits. If the projection also quantizes its tokens, one kernel does all three.
+If the projection is dense, or only its weights have 8 bits, the norm, the projection and the residual sum are three
+separate operations. If the projection also quantizes its tokens, one kernel does all three.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ class NormedTokens(NamedTuple):
         return y.astype(self.dtype)
 
     def kernel_input(self) -> tuple[Tokens, dict[str, Any]]:
-        """Return tokens, and the options with which a kernel norms them."""
+        """Return the tokens, and the options for the norm in a kernel."""
         ones = jnp.ones((len(self.x), 1, self.x.shape[-1]), jnp.float32)
         second_mask = None if self.scale is None else self.second_mask
         factor = ones if self.scale is None else 1.0 + self.scale
@@ -87,7 +87,7 @@ class Residual(NamedTuple):
         return gated_add(self.x, y, self.gate, self.second_mask)
 
     def kernel_sum(self) -> GatedSum:
-        """Return the sum as a kernel takes it."""
+        """Return the tokens and the gate in the form of a kernel's argument `gated_sum`."""
         if self.gate is None:
             return GatedSum(self.x, jnp.ones((len(self.x), 1, self.x.shape[-1]), jnp.float32))
         return GatedSum(self.x, self.gate, self.second_mask)
@@ -99,8 +99,8 @@ def compute_norm(inputs: Input | NormedTokens) -> Input | Tokens:
 
 
 def shared_input(inputs: Vectors | NormedTokens, *projections: nnx.Module) -> Vectors | QuantizedRows:
-    """Return the common input of several projections, which is normed once and, if they all quantize tokens, quantized
-    once.
+    """Return the common input of several projections. The norm is computed once. If all projections quantize tokens,
+    the result is also quantized once.
 
     Args:
         inputs: The tokens.
@@ -166,7 +166,7 @@ def run_fused(kernel: Callable[..., Any], inputs: Inputs | NormedTokens, add_to:
 
 
 def quantizes_tokens(*projections: nnx.Module) -> bool:
-    """Return True if all projections quantize their tokens to 8 bits, in the same way."""
+    """Return True if all projections quantize their tokens to 8 bits in the same format."""
     quantizations = {
         (layer.activations, layer.hadamard_size) if isinstance(layer, QuantizedLinear) else (None, 0)
         for layer in projections

@@ -26,7 +26,7 @@ class Rope:
     The first `length` tokens are real. On several devices zeros follow, as in `patchify`.
     """
 
-    cos: Any  # an array, but JAX's tree functions may put other values in this field
+    cos: Any  # an array; JAX's tree functions may replace it by other values
     sin: Any
     length: int = field(metadata={"static": True})
 
@@ -97,9 +97,9 @@ def rope_from_angles(axis_angles: Sequence[Angles], *, unrotated: int = 0) -> Ro
 def norm_and_rope(x: Float[Array, "B L E"], norm: nnx.RMSNorm, rope: Rope) -> Float[Array, "B L E"]:
     """Normalise x over all heads together, then rotate channels p and p + D/2 of each head by the p-th angle.
 
-    Float32 inside. Checkpoints pair channels 2p and 2p + 1; the converter reorders the columns of the q and k weights
-    so that the two channels of a pair are half a head apart. The products of q and k stay the same, and the vector unit
-    need not shuffle neighbouring channels.
+    The computation is in float32. Checkpoints pair channels 2p and 2p + 1. Loading reorders the columns of the q and k
+    weights, so that the two channels of a pair are half a head apart. This does not change the products of q and k, and
+    the vector unit need not shuffle neighbouring channels.
     """
     assert norm.scale is not None
     return normed_rotary(x, inverse_rms(x, norm.epsilon), norm.scale[...], rope.cos, rope.sin)

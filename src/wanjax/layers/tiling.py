@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from wanjax.errors import WanjaxError, repr_short
 
-Frames = Float[Array, "B _T _H _W _C"]  # the input or the output, which may differ in size
+Frames = Float[Array, "B _T _H _W _C"]  # an input or an output; their sizes may differ
 Pixels = int | tuple[int, int]  # one number for both height and width, or a pair of numbers
 
 
@@ -26,11 +26,11 @@ class Tiling(NamedTuple):
     stride: Pixels | None = None
 
     def with_defaults(self, default: "Tiling", unit: int = 1) -> "Tiling":
-        """Fill in the numbers that are None from `default`.
+        """Replace each number that is None by the number in `default`.
 
         Args:
             default: The model's own tiling.
-            unit: Every number of pixels must be a multiple of this.
+            unit: Every number of pixels must be a multiple of this number.
 
         Raises:
             WanjaxError: A number is not a multiple of `unit`, or a stride is larger than its size.

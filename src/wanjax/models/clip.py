@@ -2,8 +2,8 @@
 """The vision tower of CLIP, an encoder of images for a video model.
 
 A vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929) that was trained with a text tower (Radford et al.
-2021, arXiv:2103.00020): patches of the image and a class token, learned positions, pre-norm blocks with biases. The
-reference is transformers' models/clip/modeling_clip.py.
+2021, arXiv:2103.00020). Its tokens are patches of the image and a class token. It has learned positions, and pre-norm
+blocks with biases. The reference is transformers' models/clip/modeling_clip.py.
 """
 
 from dataclasses import dataclass

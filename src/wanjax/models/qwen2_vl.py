@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The language model of Qwen2.5-VL as an encoder of prompts for a video model.
 
-A causal transformer (Qwen team 2025, arXiv:2502.13923): pre-norm blocks of grouped-query attention (Ainslie et al.
-2023, arXiv:2305.13245) and a gated MLP. The features are the residual stream after the configured number of blocks,
-without the final norm. Text tokens have the same position in time, height and width, so the multimodal rotary embedding
-reduces to the usual one. The reference is transformers' models/qwen2_5_vl/modeling_qwen2_5_vl.py.
+A causal transformer (Qwen team 2025, arXiv:2502.13923). Its pre-norm blocks have grouped-query attention (Ainslie et
+al. 2023, arXiv:2305.13245) and a gated MLP. The features are the residual stream after the configured number of blocks,
+without the final norm. A text token has the same position in time, height and width, so the multimodal rotary embedding
+equals the usual rotary embedding. The reference is transformers' models/qwen2_5_vl/modeling_qwen2_5_vl.py.
 """
 
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ class SelfAttention(nnx.Module):
 
 
 class Qwen2VLBlock(nnx.Module):
-    """Self-attention and a gated MLP. Each follows a norm, and its result is added to a float32 residual."""
+    """Self-attention and a gated MLP. Each has a norm before it, and adds its result to a float32 residual."""
 
     def __init__(self, config: Qwen2VLConfig, **kw):
         self.norm1 = rms_norm(config.width, config.eps, axis="embed", **kw)
@@ -92,8 +92,8 @@ class Qwen2VLBlock(nnx.Module):
 class Qwen2VLEncoder(nnx.Module):
     """Encode tokens [B S], padded at their end, as features [B S E].
 
-    No key mask is needed. Causal attention sees no later tokens, so padding affects only the features of padding. These
-    features are finite but meaningless.
+    Attention needs no mask of keys. Causal attention sees no later tokens, so padding affects only the features of
+    padding. The features of padding are finite but meaningless.
     """
 
     def __init__(self, config: Qwen2VLConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):

@@ -2,8 +2,8 @@
 """The vision tower of SigLIP, an encoder of images for a video model.
 
 A vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929) that was trained with a text tower and a sigmoid loss
-(Zhai et al. 2023, arXiv:2303.15343): patches of the image, learned positions, pre-norm blocks with biases, a final
-norm. The reference is transformers' models/siglip/modeling_siglip.py.
+(Zhai et al. 2023, arXiv:2303.15343). Its tokens are patches of the image. It has learned positions, pre-norm blocks
+with biases, and a final norm. The reference is transformers' models/siglip/modeling_siglip.py.
 """
 
 from dataclasses import dataclass

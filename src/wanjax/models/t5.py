@@ -74,7 +74,7 @@ GLYPH_BYT5 = T5Config(
 
 
 def distance_buckets(distance: Int[np.ndarray, "..."], buckets: int, max_distance: int) -> Int[np.ndarray, "..."]:
-    """Return the bucket of each distance, which is the key's position minus the query's.
+    """Return the bucket of each distance. A distance is the key's position minus the query's position.
 
     Half of the buckets are for keys after the query. In each half, each of the first buckets has one distance. The next
     buckets grow geometrically up to `max_distance`, and the last bucket has all larger distances.
@@ -111,7 +111,7 @@ class SelfAttention(nnx.Module):
     def __init__(self, config: T5Config, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         width, inner = config.width, config.heads * config.head_dim
         dense = partial(linear, bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        # initial queries are smaller by the square root of the head size, in place of scaled logits
+        # the initial queries are divided by the square root of the head size, because logits are not scaled
         self.q = dense(width, inner, ("embed", "heads"), kernel_init=normal((width * config.head_dim) ** -0.5))
         self.k = dense(width, inner, ("embed", "heads"), kernel_init=normal(width**-0.5))
         self.v = dense(width, inner, ("embed", "heads"), kernel_init=normal(width**-0.5))
@@ -127,7 +127,7 @@ class SelfAttention(nnx.Module):
 
 
 class T5Block(nnx.Module):
-    """Self-attention and a gated MLP. Each follows a norm, and its result is added to a float32 residual."""
+    """Self-attention and a gated MLP. Each has a norm before it, and adds its result to a float32 residual."""
 
     def __init__(self, config: T5Config, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         dtypes = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}

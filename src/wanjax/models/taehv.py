@@ -2,8 +2,8 @@
 """A small, fast decoder of latents: TAEHV by Ollin Boer Bohan (2025), taehv.py of madebyollin/taehv.
 
 The decoder takes the latents of the denoiser, without rescaling. The reference increases the number of frames at two of
-its levels. Previews decode one picture per latent frame: the last one of the frames that the reference decodes. The
-reference also has an option for this, and an option to skip the upsampling of later levels.
+its levels. Previews decode one picture per latent frame: the last of the frames that the reference decodes for it. The
+reference has options for this, and for skipping the upsampling of later levels.
 """
 
 from itertools import pairwise
@@ -67,7 +67,7 @@ class MemoryBlock(nnx.Module):
 
     def __call__(self, x: Frames, last: Frames | None) -> tuple[Frames, Frames]:
         """Apply the block, and also return the last frame of x. `last` is the last input frame of the previous chunk;
-        None stands for zeros."""
+        None means zeros."""
         previous = jnp.concatenate([jnp.zeros_like(x[:, :1]) if last is None else last, x[:, :-1]], axis=1)
         y = jnp.concatenate([x, previous], axis=-1)
         for layer in self.convs[:-1]:
@@ -118,7 +118,7 @@ class TinyDecoder(nnx.Module):
 
     def decode_chunk(self, latents: Frames, cache: Any) -> tuple[Frames, Any]:
         """Decode latent frames to patches of pixels in about [-1, 1]. `cache` is None for the first chunk of a video.
-        The first latent frame is decoded to several frames, of which only the last one belongs to the video.
+        The first latent frame is decoded to several frames. Only the last of these frames belongs to the video.
         """
         x, memory = self._decode_patches(latents.astype(jnp.float32), len(self.levels), cache)
         x = space_to_depth(_cells_to_pixels(x, self.config.patch), self.config.patch)

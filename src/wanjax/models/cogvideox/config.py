@@ -20,8 +20,8 @@ class TransformerConfig:
     Attributes:
         rotary: The positions for RoPE. `counted` means 0, 1, 2 and so on. `resized` scales a grid of any size to the
             grid of the training videos. None means no RoPE.
-        added: The position embeddings that are added to the tokens: `sinusoids`, a `learned` table, or None.
-        trained_grid: The grid of the training videos; None if neither kind of positions needs it.
+        added: The kind of position embeddings that are added to the tokens: `sinusoids`, a `learned` table, or None.
+        trained_grid: The grid of the training videos; None if the positions do not depend on it.
         position_scales: The numbers by which the positions of sinusoids are divided, for frames, height and width.
         offset_width: The width of the embedding of a constant offset, which is added to the timestep's embedding. None
             if there is no offset.

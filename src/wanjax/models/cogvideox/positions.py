@@ -63,8 +63,8 @@ class LearnedTable(Sinusoids):
         self.trained_grid = config.trained_grid
 
     def __call__(self, grid: Grid, text: int) -> Float[Array, "1 L E"]:
-        """Return the learned embeddings. For a number of frames other than that of the training videos, return the
-        embeddings of `Sinusoids`, as in the reference. Raises WanjaxError for a different height or width.
+        """Return the learned embeddings. If the number of frames is not the number of frames of the training videos,
+        return the embeddings of `Sinusoids`, as in the reference. Raises WanjaxError for a different height or width.
         """
         if grid[1:] != self.trained_grid[1:]:
             (_, rows, columns), (_, *size) = self.trained_grid, grid
@@ -95,7 +95,7 @@ def counted_positions(grid: Grid, trained_grid: Grid | None) -> list[Float[np.nd
 
 
 def zero_positions(grid: Grid, trained_grid: Grid | None) -> list[Float[np.ndarray, " _L"]]:
-    """Return position 0 for all tokens, so that RoPE rotates none."""
+    """Return position 0 for all tokens, so that RoPE rotates no token."""
     return [np.zeros(size) for size in grid]
 
 
@@ -121,7 +121,7 @@ def resized_positions(grid: Grid, trained_grid: Grid | None) -> list[Float[np.nd
 
 
 def sinusoids(grid: Grid, width: int, scales: tuple[float, float, float]) -> Float32[Array, "L E"]:
-    """Compute the embeddings of all positions of a grid from the frame, the column and the row. Each is divided by its
+    """Compute the embeddings of all positions of a grid from the frame, the column and the row, each divided by its
     scale."""
     axes = (0, width // 4), (2, 3 * width // 8), (1, 3 * width // 8)  # a quarter of the channels encodes the frame
     parts = []

@@ -3,8 +3,9 @@
 
 Patches of the latents and tokens of the prompt form one sequence with self-attention. Both kinds of tokens share the
 weights, but have different shifts, scales and gates, which are computed from the timestep. The projected prompt and the
-positions are the same in every step, so a pipeline computes them once per video, with `context` and `positions`. A
-forward without them computes its own. The reference is diffusers' models/transformers/cogvideox_transformer_3d.py.
+positions are the same in every step. A pipeline therefore computes them once per video, by the methods `context` and
+`positions`. A forward pass without these arguments computes them itself. The reference is diffusers'
+models/transformers/cogvideox_transformer_3d.py.
 """
 
 from math import prod
@@ -36,13 +37,13 @@ from wanjax.models.cogvideox.positions import POSITION_EMBEDDINGS, Positions, ro
 from wanjax.sharding import shard_tokens
 
 HEAD_EPS = 1e-6  # epsilon of the norms of q and k; the other norms use the config's epsilon
-OFFSET = 2.0  # the only offset that checkpoints were trained with
+OFFSET = 2.0  # the offset of all checkpoints
 
 
 class Context(NamedTuple):
     """Encoded prompts in the transformer's width.
 
-    `nag` has the parameters of `apply_nag`. With `nag`, the second half of the batch is negative prompts, and each
+    `nag` has the parameters of `apply_nag`. With `nag`, the second half of the batch has the negative prompts, and each
     video is computed with both prompts.
     """
 
@@ -74,9 +75,8 @@ class JointAttention(nnx.Module):
         *,
         add_to: Residual | None = None,
     ) -> Tokens:
-        """Return the output, or its sum with the tokens `add_to`.
-
-        Attend. `text` marks the text tokens. `nag` guides the video's tokens away from the negative prompts.
+        """Return the output of attention, or its sum with the tokens `add_to`. `text` marks the text tokens. `nag`
+        guides the video's tokens away from the negative prompts.
         """
         x: Any = shared_input(inputs, self.q, self.k, self.v)
         q = split_heads(head_norm_and_rope(self.q(x), self.q_norm, rope), self.heads)  # [B L N D]
@@ -242,7 +242,7 @@ def time_projection(config: TransformerConfig, rows: int, **kw: Any) -> nnx.Modu
 
 
 def split_by_token_kind(mod: Float32[Array, "B _E"]) -> Modulation:
-    """Split a modulation into two modulations, stacked on the second axis: first that of video tokens, then that of
-    text tokens."""
+    """Split a modulation into two modulations, stacked on the second axis: first the modulation of video tokens, then
+    the modulation of text tokens."""
     kinds = mod.reshape(len(mod), 2, 3, -1)
     return Modulation(*(kinds[:, :, row] for row in range(3)))

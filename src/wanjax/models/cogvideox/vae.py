@@ -2,10 +2,11 @@
 """CogVideoX's causal video autoencoder. A latent position covers 8 × 8 pixels of 4 frames. If the number of frames is
 odd, the first frame has positions of its own.
 
-It streams. The first call receives the first chunk and `None`. Each later call receives a chunk and the cache that the
-previous call returned: a pytree of the last frames that each causal layer saw. The results depend on the chunks,
-because norms average over the frames of a chunk: `VAEConfig.encode_lengths` and `decode_lengths` are the reference's.
-If a chunk has an odd number of frames, its first frame is resampled only in space. The reference is diffusers'
+The autoencoder processes a video chunk by chunk. The first call receives the first chunk and `None`. Each later call
+receives a chunk and the cache that the previous call returned: a pytree of the last frames that each causal layer saw.
+The results depend on the lengths of the chunks, because norms average over the frames of a chunk.
+`VAEConfig.encode_lengths` and `decode_lengths` return the lengths of the reference. If a chunk has an odd number of
+frames, its first frame is resampled only in space. The reference is diffusers'
 models/autoencoders/autoencoder_kl_cogvideox.py.
 """
 
@@ -90,7 +91,8 @@ class ResBlock(nnx.Module):
 
 
 class Downsample(nnx.Module):
-    """Halve height and width. If `temporal`, first halve the number of frames; an odd first frame is kept as it is."""
+    """Halve height and width. If `temporal`, first halve the number of frames; if this number is odd, the first frame
+    stays unchanged."""
 
     def __init__(self, channels: int, temporal: bool, **kw):
         self.conv = FrameConv(channels, channels, stride=2, padding=(0, 1), **kw)
@@ -101,7 +103,8 @@ class Downsample(nnx.Module):
 
 
 class Upsample(nnx.Module):
-    """Double height and width. If `temporal`, first double the number of frames, except for an odd first frame."""
+    """Double height and width. If `temporal`, first double the number of frames; if this number is odd, the first frame
+    stays a single frame."""
 
     def __init__(self, channels: int, temporal: bool, **kw):
         self.conv = FrameConv(channels, channels, **kw)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 from wanjax.layers.tiling import Tiling
 
-ENCODE_CHUNK, DECODE_CHUNK = 8, 2  # frames to encode, and latent frames to decode, in a chunk
+# the number of frames in a chunk to encode, and of latent frames in a chunk to decode
+ENCODE_CHUNK, DECODE_CHUNK = 8, 2
 
 
 @dataclass(frozen=True)
@@ -15,12 +16,12 @@ class VAEConfig:
     Attributes:
         channels: Channels of the levels, from pixels to latents.
         latent_channels: Channels of latents.
-        res_blocks: Residual blocks of an encoder level; a decoder level has one more.
+        res_blocks: Residual blocks of an encoder level. A decoder level has one more residual block.
         groups: Groups of channels in a norm.
         temporal_factor: Frames per latent frame.
         sample_size: Height and width of the frames for which the autoencoder is meant.
         scaling_factor: The factor by which latents are multiplied for the transformer.
-        invert_scale_latents: True if the latents of an input picture are divided by `scaling_factor` instead.
+        invert_scale_latents: True if the latents of an input picture are divided by `scaling_factor`, not multiplied.
     """
 
     channels: tuple[int, ...]
@@ -54,7 +55,7 @@ class VAEConfig:
 
     @property
     def temporal_levels(self) -> int:
-        """The number of levels, the first ones, that also change the number of frames."""
+        """The number of first levels that also change the number of frames."""
         return self.temporal_factor.bit_length() - 1
 
     @property
@@ -68,7 +69,8 @@ class VAEConfig:
         return _chunk_lengths(frames, ENCODE_CHUNK)
 
     def decode_lengths(self, frames: int) -> tuple[int, int]:
-        """Return the latent frames in the first chunk to decode and in each later chunk, for `frames` in all."""
+        """Return the number of latent frames in the first chunk to decode and in each later chunk, for a video of
+        `frames` latent frames."""
         return _chunk_lengths(frames, DECODE_CHUNK)
 
 

@@ -2,8 +2,8 @@
 """The embeddings of HunyuanVideo 1.5's three kinds of text tokens: the prompt, quoted text, and a picture.
 
 The prompt's tokens pass through a small transformer with gates from the timestep and the prompt's mean (Ma et al.,
-LI-DiT, 2024, arXiv:2406.11831). The tokens of quoted text and of a picture are only projected. The reference is
-diffusers' models/transformers/transformer_hunyuan_video15.py.
+LI-DiT, 2024, arXiv:2406.11831). The tokens of quoted text and of a picture only pass through a projection. The
+reference is diffusers' models/transformers/transformer_hunyuan_video15.py.
 """
 
 from typing import NamedTuple

@@ -2,10 +2,10 @@
 """HunyuanVideo 1.5's diffusion transformer, for text to video and for a picture to video.
 
 Two streams, of the video and of its text, have separate weights in each block and are joined in attention. The text
-stream has the prompt's tokens, then those of quoted text and of a picture if there are any. The text stream has no
-positions, so the order of its tokens does not matter. Real tokens come first, so that their number separates them from
-padding. The reference, diffusers' models/transformers/transformer_hunyuan_video15.py, has a different order but the
-same result.
+stream has the prompt's tokens, then the tokens of quoted text and of a picture, if there are any. The text stream has
+no positions, so the order of its tokens does not matter. Real tokens come first. Their number therefore determines
+which tokens are padding. The reference, diffusers' models/transformers/transformer_hunyuan_video15.py, has a different
+order but the same result.
 """
 
 from functools import partial
@@ -50,8 +50,8 @@ class Context(NamedTuple):
         prompt: The prompt before it is refined.
         extra_tokens: The embedded tokens of quoted text and of a picture; may be empty.
         mask: [B S + _S] Marks the real tokens, of the prompt and then of `extra_tokens`.
-        nag: The parameters of `apply_nag`. With these parameters, the second half of the batch is negative prompts, and
-            each video attends to both texts.
+        nag: The parameters of `apply_nag`. With these parameters, the second half of the batch has the negative
+            prompts, and each video attends to both texts.
     """
 
     prompt: Prompt
@@ -226,12 +226,12 @@ class HunyuanVideoTransformer(nnx.Module):
     ) -> Context:
         """Embed the text of a video in the transformer's width.
 
-        If `glyphs` or `image` is left out, the result is the same as with all its tokens masked, but there are fewer
-        tokens.
+        Without `glyphs` or `image`, the context has fewer tokens. The transformer's result is the same as with these
+        tokens masked.
 
         Args:
             text: Features of the prompt.
-            mask: Marks the prompt's real tokens; by default all are real.
+            mask: Marks the prompt's real tokens; by default all tokens are real.
             glyphs: Features of quoted text, and their mask.
             image: Features of a picture.
         """
@@ -349,7 +349,7 @@ def block_modulations(mod: Linear, time: Time) -> tuple[Modulation, Modulation]:
 def move_real_tokens_first(text: Float[Array, "B S E"], mask: Bool[Array, "B S"]) -> Float[Array, "B S E"]:
     """Move the tokens in the mask before all other tokens. The order within both groups does not change.
 
-    Text has no positions, so a video does not depend on the order of its text. With real tokens first, attention
-    kernels need only their number, not a mask.
+    Text has no positions, so a video does not depend on the order of its text. If real tokens come first, attention
+    kernels need only the number of real tokens, not a mask.
     """
     return jnp.take_along_axis(text, jnp.argsort(~mask, axis=1, stable=True)[:, :, None], axis=1)

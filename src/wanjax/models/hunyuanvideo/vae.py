@@ -2,11 +2,11 @@
 """HunyuanVideo 1.5's causal video autoencoder. A latent position covers 16 × 16 pixels of 4 frames. The first frame has
 positions of its own.
 
-It streams. The first call receives the first frame or latent frame, optionally with later ones, and `None`. Each later
-call receives a chunk (a multiple of 4 frames to encode, latent frames to decode) and the cache that the previous call
-returned: a pytree of the last frames that each convolution saw, and of the attention's keys and values of all frames.
-The results equal those of the whole clip at once, up to the config's `max_latent_frames`. The reference is diffusers'
-models/autoencoders/autoencoder_kl_hunyuanvideo15.py.
+The autoencoder processes a video chunk by chunk. The first call receives `None` and the first frame or latent frame,
+optionally with later frames. Each later call receives a chunk (a multiple of 4 frames to encode, latent frames to
+decode) and the cache that the previous call returned. The cache is a pytree of the last frames that each convolution
+saw, and of the attention's keys and values of all frames. The results equal the results for the whole clip at once, up
+to the config's `max_latent_frames`. The reference is diffusers' models/autoencoders/autoencoder_kl_hunyuanvideo15.py.
 """
 
 from itertools import pairwise
@@ -93,8 +93,8 @@ class CausalAttention(nnx.Module):
     """Single-head attention of the positions of each frame to the positions of the same frame and of all earlier
     frames.
 
-    The cache holds keys and values, with room for the longest video, and the number of cached frames as an array of the
-    same rank. Frames attend one at a time, so that the logits of all pairs of positions are never in memory together.
+    The cache has keys and values, with room for the longest video. It also has the number of cached frames, as an array
+    of the same rank. Frames attend one at a time, so that memory never holds the logits of all pairs of positions.
     """
 
     def __init__(self, channels: int, max_latent_frames: int, **kw):
@@ -181,8 +181,8 @@ def resample_first_alone(resample, x: Chunk, y: Chunk, cache: Cache, temporal: b
 
 
 class Downsample(nnx.Module):
-    """Halve height and width. If `temporal`, also halve the number of frames after the first. The shortcut is a
-    mean."""
+    """Halve height and width. If `temporal`, also halve the number of frames after the first. The shortcut averages
+    values."""
 
     def __init__(self, channels_in: int, channels_out: int, temporal: bool, **kw):
         self.conv = EdgeConv(channels_in, channels_out // (8 if temporal else 4), **kw)
@@ -307,13 +307,14 @@ class HunyuanVideoVAE(Autoencoder):
         self.decoder = Decoder(config, **kw)
 
     def encode_chunk(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Encode frames, 4n + 1 if `cache` is None and else 4n, as scaled latents: the mode of the posterior."""
+        """Encode frames as scaled latents, the mode of the posterior. The number of frames is 4n + 1 if `cache` is
+        None, and otherwise 4n."""
         h, cache = self.encoder(x.astype(self.dtype), cache)
         mean, _ = jnp.split(h.astype(jnp.float32), 2, axis=-1)
         return mean * self.config.scale, cache
 
     def decode_chunk(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Decode latent frames, any number, to frames in about [-1, 1], float32."""
+        """Decode any number of latent frames to frames in about [-1, 1], float32."""
         h = (z.astype(jnp.float32) / self.config.scale).astype(self.dtype)
         x, cache = self.decoder(h, cache)
         return x.astype(jnp.float32), cache

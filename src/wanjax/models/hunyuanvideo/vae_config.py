@@ -10,8 +10,8 @@ from wanjax.layers.tiling import Tiling
 class VAEConfig:
     """Sizes of a causal video autoencoder, and the scale of its latents.
 
-    The first levels of the encoder halve height and width, as often as `spatial_factor` requires. The last ones of
-    these levels also halve the number of frames.
+    The first levels of the encoder halve height and width, as often as `spatial_factor` requires. The last of these
+    levels also halve the number of frames.
 
     Attributes:
         channels: Channels of the encoder's levels. The decoder's levels have the same channels in reverse order.

@@ -32,7 +32,7 @@ from wanjax.models.wan.config import AnimateTransformerConfig
 from wanjax.models.wan.image import ImageBlock, ImageContext, WanImageTransformer
 from wanjax.models.wan.transformer import SelfAttention
 
-SKIPPED_BLOCK = 9  # negative prompts leave out this block, as in the reference
+SKIPPED_BLOCK = 9  # this block does not run for negative prompts, as in the reference
 CLIP_TIMESTEP = 1.0  # the timestep at which the keys and values of a clip are computed
 
 
@@ -43,7 +43,7 @@ class AnimateContext:
 
     Attributes:
         keys: The keys and values.
-        negatives: The number of prompts that are negative; they are the last ones of the batch.
+        negatives: The number of negative prompts, which are the last prompts of the batch.
     """
 
     keys: ImageContext
@@ -63,13 +63,13 @@ class AnimateSelfAttention(SelfAttention):
         *,
         add_to: Residual | None = None,
     ) -> tuple[Tokens, ClipKV | None]:
-        """Return the output and, without `clip`, the keys and values for `clip` of a later call.
+        """Return the output. Without `clip`, also return the keys and values that a later call takes as `clip`.
 
         Args:
             inputs: The tokens.
             rope: The tables of RoPE.
             clip: The keys and values of the clip; None for the clip itself.
-            bias: A number that is added to the scores of the keys of frame 1; None for none.
+            bias: A number that is added to the scores of the keys of frame 1; None adds nothing.
             add_to: The tokens to which the output is added.
         """
         x: Any = shared_input(inputs, self.q, self.k, self.v)
@@ -152,7 +152,7 @@ class WanAnimateTransformer(WanImageTransformer):
             context: The keys and values of the prompts and of the picture.
             rope: The result of the method `rope`; computed from the latents' grid by default.
             clip: The result of the method `clip_kv`.
-            bias: A number that is added to the scores of the keys of the video's first frame; None for none.
+            bias: A number that is added to the scores of the keys of the video's first frame; None adds nothing.
             cache: A step cache, which can keep tokens between blocks.
 
         Raises:
@@ -181,5 +181,5 @@ class WanAnimateTransformer(WanImageTransformer):
 
 
 def _is_negative(prompts: int, negatives: int) -> Bool[Array, "B 1 1"]:
-    """Mark the negative prompts of a batch, which are its last ones."""
+    """Mark the negative prompts of a batch, which are its last prompts."""
     return (jnp.arange(prompts) >= prompts - negatives)[:, None, None]

@@ -49,7 +49,7 @@ class CausalSelfAttention(AttentionLayer):
         *,
         add_to: Residual | None = None,
     ) -> tuple[Tokens, KVCache]:
-        """Return the output, or its sum with the tokens `add_to`; and the keys and values of the chunk."""
+        """Return the output, or its sum with the tokens `add_to`. Also return the keys and values of the chunk."""
         x: Any = shared_input(inputs, self.q, self.k, self.v)
         q = split_heads(project_heads(self.q, x, self.q_norm, rope), self.heads)  # [B L N D]
         k = split_heads(project_heads(self.k, x, self.k_norm, rope), self.heads)
@@ -108,9 +108,9 @@ class WanCausalTransformer(WanTransformer):
             latents: Noisy latents of a chunk.
             t: Timesteps in [0, 1000].
             context: Encoded prompts, or the result of the method `context`.
-            time: The angles of the chunk's frames, from `angles_at`; those of the first chunk by default.
+            time: The angles of the chunk's frames, from `angles_at`; by default the angles of the first chunk.
             window: Keys and values of earlier chunks; empty by default.
-            slot: The slot of this chunk in the window, from `slot_of`; the first one by default.
+            slot: The slot of this chunk in the window, from `slot_of`; by default the first slot.
 
         Raises:
             WanjaxError: The latents have another number of channels.

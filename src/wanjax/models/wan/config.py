@@ -97,13 +97,13 @@ class PoseTransformerConfig(ImageTransformerConfig):
 
     @property
     def face_tokens(self) -> int:
-        """The number of tokens of a face in each latent frame: one for each head, and a learned one."""
+        """The number of tokens of a face in each latent frame: one token for each head, and a learned token."""
         return self.face_heads + 1
 
 
 @dataclass(frozen=True)
 class ControlTransformerConfig(TransformerConfig):
-    """Sizes of a transformer controlled by a clip (VACE), with one control block for every `control_stride` blocks.
+    """Sizes of a transformer that a clip controls (VACE), with one control block for every `control_stride` blocks.
 
     `control_channels` is the number of channels of the clip: latents of the parts that stay, latents of the parts that
     are replaced, and the mask.
@@ -122,7 +122,7 @@ class CausalTransformerConfig(TransformerConfig):
     """Sizes of a transformer that makes a video chunk by chunk. A chunk attends to itself and to earlier chunks.
 
     A chunk has `chunk_frames` latent frames. A chunk attends to at most `window` latent frames, including its own: the
-    first `sink` frames of the video, and the latest ones. `window` and `sink` are multiples of `chunk_frames`.
+    first `sink` frames of the video, and the latest frames. `window` and `sink` are multiples of `chunk_frames`.
     """
 
     chunk_frames: int

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan's diffusion transformer with a control clip (Jiang et al., VACE, 2025, arXiv:2503.07598).
 
-A second, shorter stream of blocks runs in parallel to the text-to-video transformer's. The input of this stream is the
-sum of the control clip and the noisy latents. Every few blocks, the stream adds a hint to the latents. The reference is
-diffusers' models/transformers/transformer_wan_vace.py, which computes all hints before the first block. Here each hint
-is computed just before its use, so that memory holds one hint at a time.
+A second, shorter stream of blocks runs in parallel to the blocks of the text-to-video transformer. The input of this
+stream is the sum of the control clip and the noisy latents. Every few blocks, the stream adds a hint to the latents.
+The reference is diffusers' models/transformers/transformer_wan_vace.py, which computes all hints before the first
+block. Here each hint is computed just before its use, so that memory holds one hint at a time.
 """
 
 from typing import NamedTuple

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Wan Animate's transformer sees of a face: motions of single pictures, tokens of latent frames, and attention.
+"""The layers of Wan Animate's transformer for faces: motions of single pictures, tokens of latent frames, and
+attention.
 
 A motion encoder turns each picture of a face into a sum of learned directions of motion, as LIA does (Wang et al.,
 Latent Image Animator, 2022, arXiv:2203.09043). A face encoder turns the motions of a clip into a few tokens for each
@@ -32,7 +33,7 @@ NORM_EPS = 1e-6
 LEAK = 0.2  # the slope of the activation below zero
 BLUR = (0.125, 0.375, 0.375, 0.125)
 """The weights of four neighbouring pixels, along each side, in the filter before a picture is halved."""
-OTHER_FRAME = -1e30  # the bias of keys of other frames, whose weights thus become 0
+OTHER_FRAME = -1e30  # the bias of keys of other frames, which makes their attention weights 0
 
 Faces = Float[Array, "B H W C"]
 FaceTokens = Float[Array, "B _T _S _E"]  # a few tokens for each latent frame
@@ -94,7 +95,8 @@ class FaceBlock(nnx.Module):
 
 
 class MotionEncoder(nnx.Module):
-    """Pictures of faces [B H W 3] in [-1, 1] to motions: sums of learned directions, which are made orthonormal."""
+    """Encode pictures of faces [B H W 3] in [-1, 1] as motions, sums of learned directions. The directions are made
+    orthonormal."""
 
     def __init__(self, config: PoseTransformerConfig, **kw):
         first, *_, last = config.motion_channels
@@ -122,9 +124,10 @@ class MotionEncoder(nnx.Module):
 
 
 class FaceEncoder(nnx.Module):
-    """Motions of a clip's frames to the face tokens of its latent frames: one token for each head, and a learned one.
+    """Encode the motions of a clip's frames as the face tokens of its latent frames: one token for each head, and a
+    learned token.
 
-    Three causal convolutions over time, two of which halve the number of frames after the first.
+    Three causal convolutions over time. Two of them halve the number of frames after the first.
     """
 
     def __init__(self, config: PoseTransformerConfig, **kw):

@@ -80,7 +80,8 @@ class ImageBlock(Block):
 
 
 class ImageEmbed(nnx.Module):
-    """Project features of images to the transformer's width; learned positions distinguish the first and last image."""
+    """Project features of images to the transformer's width. Learned positions distinguish the first and the last
+    image."""
 
     def __init__(self, config: ImageTransformerConfig, **kw):
         # Differs from the epsilon of the blocks, which is in the config

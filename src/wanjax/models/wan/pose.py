@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan Animate's diffusion transformer: a character follows a pose clip and a clip of a face.
 
-It is the image-to-video transformer with two additions. The patches of the pose clip are added to those of the latents.
-After the first of every few blocks, an adapter attends to tokens of the face. The first latent frame is the character's
-picture, which has no pose and no face. The reference is diffusers' models/transformers/transformer_wan_animate.py,
-which computes the face tokens in every step. Here `motions`, `face_tokens` and `context` are called once a segment.
+It is the image-to-video transformer with two additions. The patches of the pose clip are added to the patches of the
+latents. After the first of every few blocks, an adapter attends to tokens of the face. The first latent frame is the
+character's picture, which has no pose and no face. The reference is diffusers'
+models/transformers/transformer_wan_animate.py, which computes the face tokens in every step. Here `motions`,
+`face_tokens` and `context` are called once per segment.
 """
 
 from typing import Any, NamedTuple
@@ -107,7 +108,7 @@ class WanPoseTransformer(WanImageTransformer):
             t: Timesteps in [0, 1000].
             context: The result of the method `context`.
             rope: The result of the method `rope`; computed from the latents' grid by default.
-            pose: The latents of the pose clip, after a frame that is not used.
+            pose: A latent frame that is not used, then the latents of the pose clip.
             cache: A step cache, which can keep tokens between blocks.
 
         Raises:

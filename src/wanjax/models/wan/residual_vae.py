@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The autoencoder of Wan 2.2's 5B model. A latent position covers 16 × 16 pixels of 4 frames, and has 48 channels.
 
-This autoencoder streams like Wan 2.1's and has the same blocks, with two differences. Its convolutions work on patches
-of 2 × 2 pixels. Every level that changes the resolution has a shortcut without weights, which computes means in the
-encoder and copies in the decoder. The reference is diffusers' models/autoencoders/autoencoder_kl_wan.py with
+This autoencoder processes chunks like Wan 2.1's and has the same blocks, with two differences. Its convolutions work on
+patches of 2 × 2 pixels. Every level that changes the resolution has a shortcut without weights, which computes means in
+the encoder and copies in the decoder. The reference is diffusers' models/autoencoders/autoencoder_kl_wan.py with
 `is_residual`.
 """
 

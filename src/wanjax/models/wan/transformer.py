@@ -3,9 +3,9 @@
 
 Latents become patches. Each block has self-attention over the patches of all frames, cross-attention to the prompt, and
 an MLP; the timestep modulates the self-attention and the MLP. The prompt's keys and values in every block and the
-tables of RoPE are the same in every step, so a pipeline computes them once per video, with `context` and `rope`. A
-forward without them computes its own. The reference is diffusers' models/transformers/transformer_wan.py; which values
-stay in float32 follows the official wan/modules/model.py.
+tables of RoPE are the same in every step. A pipeline therefore computes them once per video, by the methods `context`
+and `rope`. A forward pass without these arguments computes them itself. The reference is diffusers'
+models/transformers/transformer_wan.py. The choice of values in float32 follows the official wan/modules/model.py.
 """
 
 import math
@@ -88,7 +88,7 @@ class AttentionLayer(nnx.Module):
 
 
 class SelfAttention(AttentionLayer):
-    """Attention of every token to every token, or to the tokens in a mask, with q and k rotated by position.
+    """Attention of every token to every token, or to the tokens in a mask. RoPE rotates q and k.
 
     A network that was trained with sparse-linear attention has a projection for it, `proj_l`, initialised with zeros.
     """
@@ -182,7 +182,8 @@ class Block(nnx.Module):
         self.dtype = kw["dtype"]
 
     def projections(self) -> list[nnx.Module]:
-        """Return the projections of the tokens. Those of the prompt are not among them, because they run once."""
+        """Return the projections of the video's tokens. The projections of the prompt are left out, because they run
+        once per video."""
         attn, cross_attn = self.self_attn, self.cross_attn
         return [attn.q, attn.k, attn.v, attn.out, cross_attn.q, cross_attn.out, self.mlp.up, self.mlp.down]
 
@@ -216,8 +217,8 @@ class WanTransformer(nnx.Module):
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        """Create the network. `attention` is the kind of attention. AUTO is the kind with which the network was
-        trained, in the implementation that suits platform and shape."""
+        """Create the network. `attention` is the kind of attention. AUTO means the kind with which the network was
+        trained, with the implementation that suits the platform and the shape."""
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         width, patch_volume, attention = config.width, config.patch_volume, config.resolve_attention(attention)
         self.config = config
@@ -307,7 +308,8 @@ def shard_keys(x: Float[Array, "B S E"], heads: int) -> Float[Array, "B S E"]:
 
 
 def shard_stacked(keys: StackedArrays, heads: int) -> StackedArrays:
-    """Place keys and values of all blocks [layers B S E] in the way in which `shard_keys` places those of one block."""
+    """Place the keys and values of all blocks [layers B S E] as `shard_keys` places the keys and values of one
+    block."""
 
     def shard(x: Float[Array, "_B B S E"]) -> Float[Array, "_B B S E"]:
         return constrain_to(

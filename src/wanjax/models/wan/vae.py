@@ -2,10 +2,10 @@
 """Wan 2.1's causal video autoencoder. A latent position covers 8 × 8 pixels of 4 frames. The first frame has positions
 of its own.
 
-It streams. The first call receives one frame and `None`. Each later call receives a chunk (a multiple of 4 frames to
-encode, latent frames to decode) and the cache that the previous call returned: a pytree of the last frames that each
-causal layer saw. The results equal those of the whole clip at once, for any length, and memory does not grow with the
-length. The reference is diffusers' models/autoencoders/autoencoder_kl_wan.py.
+The autoencoder processes a video chunk by chunk. The first call receives one frame and `None`. Each later call receives
+a chunk (a multiple of 4 frames to encode, latent frames to decode) and the cache that the previous call returned: a
+pytree of the last frames that each causal layer saw. The results equal the results for the whole clip at once, for any
+length. Memory does not grow with the length. The reference is diffusers' models/autoencoders/autoencoder_kl_wan.py.
 """
 
 import math
@@ -27,7 +27,7 @@ from wanjax.layers.norms import ChannelNorm, expand_to_rank
 from wanjax.models.wan.config import VAEConfig
 from wanjax.sharding import VIDEO_AXES, num_shards, replicate
 
-MAX_PAIRED_VALUES = 2**26  # up to this size of a frame's largest level, a TPU computes two latent frames together
+MAX_PAIRED_VALUES = 2**26  # if a frame's largest level has at most this size, a TPU computes two latent frames together
 
 
 class ResBlock(nnx.Module):
@@ -58,7 +58,8 @@ class FrameAttention(nnx.Module):
 
     def __call__(self, x: Chunk) -> Chunk:
         batch, frames, height, width, channels = x.shape
-        # positions and tokens are sharded differently; without this line the compiler would gather both, with a warning
+        # positions and tokens have different shardings; without this line the compiler would gather both, with a
+        # warning
         gathered = replicate(x)
         qkv = self.qkv(self.norm(gathered)).reshape(batch * frames, height * width, 1, 3 * channels)
         y = attention(*jnp.split(qkv, 3, axis=-1))  # [B·T H·W 1 C]
@@ -225,8 +226,8 @@ class WanVAE(Autoencoder):
     def encode_chunk(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         """Encode patches of frames as normalised latents, the mode of the posterior.
 
-        The first chunk, for which `cache` is None, has one frame. Later chunks have a multiple of 4 frames. The number
-        of frames that are encoded at a time depends on the device.
+        The first chunk, for which `cache` is None, has one frame. Later chunks have a multiple of 4 frames. The device
+        determines how many frames are encoded at a time.
         """
         mean, std = self._latent_statistics()
 
@@ -257,7 +258,7 @@ class WanVAE(Autoencoder):
 
 
 def latent_frames_at_once(x: Chunk, upsampling: int, channels: int) -> int:
-    """Return how many latent frames to compute at once. On a TPU with enough memory there are two, because 8 frames
+    """Return how many latent frames to compute at once. On a TPU with enough memory the result is two, because 8 frames
     fill its tiles.
 
     A frame's largest level has `upsampling` times the height and the width of x, and this number of channels.
