@@ -2,10 +2,10 @@
 """Orbax checkpoints that are written chunk by chunk and restored onto any sharding.
 
 An Orbax checkpoint is a folder with a zarr 3 array for each leaf of a tree, and a file that describes the tree. Orbax
-needs each array in memory to save it. This module writes the same files one chunk at a time with tensorstore, the
-library that Orbax uses, so that a stack of blocks is never in memory as a whole. Each chunk is a file of a few
-megabytes that appears only when it is complete, so an interrupted run can resume. A chunk's file ends with a checksum
-(crc32c) that every reader verifies. Restoring reads only the shards of this process's devices.
+needs each array in memory to save it. This module writes the same files with tensorstore, the library that Orbax uses,
+but one chunk at a time. A stack of blocks is therefore never in memory as a whole. Each chunk is a file of a few
+megabytes. The file appears only when it is complete, so an interrupted run can resume. It ends with a checksum (crc32c)
+that every reader verifies. Restoring reads only the shards of this process's devices.
 
 Format: https://orbax.readthedocs.io and https://zarr-specs.readthedocs.io/en/latest/v3/core
 """
@@ -51,7 +51,7 @@ def local_size(file: Path) -> int | None:
 
 
 class StoredArray:
-    """A zarr array in a folder. Raises WanjaxError if it is missing or damaged."""
+    """A zarr array in a folder. Raises WanjaxError if the array is missing or damaged."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any] | None = None, fetch: Fetch = lambda files: None):
         """Open the array, or create it with this `metadata` if it does not exist."""
@@ -93,7 +93,7 @@ class StoredArray:
         return self.path.joinpath("c", *indices)
 
     def is_written(self, chunk: ChunkSlice) -> bool:
-        """Return whether a chunk is written; its file appears only when it is complete."""
+        """Return whether a chunk is written. The file of a chunk appears only when it is complete."""
         file = self.chunk_file(chunk)
         return file.is_file() and file.stat().st_size == self._file_bytes
 
@@ -204,7 +204,7 @@ class Arrays:
 
     @classmethod
     def create(cls, path: Path, specs: Mapping[str, Spec], chunks: Mapping[str, Sequence[int]]) -> "Arrays":
-        """Create arrays with chunks of these shapes; chunks that are already written stay."""
+        """Create arrays with chunks of these shapes. Keep chunks that are already written."""
         path.mkdir(parents=True, exist_ok=True)
         for name, spec in specs.items():
             metadata = {
@@ -283,7 +283,7 @@ def shard_slices(target: Any) -> list[tuple[ChunkSlice, tuple[int, ...]]]:
 def chunk_shape(spec: Spec, stacked: bool) -> tuple[int, ...]:
     """Choose a chunk's shape: as many blocks of a stack as fit.
 
-    If one block does not fit, halve its longest axis until it does.
+    If a single block does not fit, halve its longest axis until it fits.
     """
     chunk_sizes = list(spec.shape)
     if stacked:

@@ -63,7 +63,8 @@ from wanjax.stores.user_folders import user_cache
 from wanjax.stores.writing import atomic_write
 
 NOT_NETWORKS = re.compile(r"Tokenizer|Scheduler|Processor|Extractor|Guidance")
-CONFIG_FILES = {"Scheduler": "scheduler_config.json", "Guidance": "guider_config.json"}  # by a part of the class name
+# the file of a component's config, by a part of the class name
+CONFIG_FILES = {"Scheduler": "scheduler_config.json", "Guidance": "guider_config.json"}
 COPIED_FILES = ("*.json", "README.md", "LICENSE*", "NOTICE*")
 LICENCE = re.compile(r"^license:\s*(\S+)", re.MULTILINE)
 
@@ -146,7 +147,8 @@ class Conversion(ABC):
     def run(
         self, progress: Progress = lambda at, done, total: None, on_begin: Callable[[], object] = lambda: None
     ) -> bool:
-        """Write the target, or its missing part. After an error the next run resumes from the written part.
+        """Write the target, or the part of it that is missing. After an error, the next run resumes from the written
+        part.
 
         Args:
             progress: Called with a stage, the bytes done and the total bytes.
@@ -185,7 +187,7 @@ class Conversion(ABC):
     def _publish(self, target: RemotePath, progress: Progress) -> None:
         """Upload the complete folder to a store; the file that marks it as complete is uploaded last.
 
-        During the upload the store has the request's file, so that another run of the same conversion skips uploaded
+        During the upload, the store has a file with the request. Another run of the same conversion then skips uploaded
         weights.
         """
         files = {path.relative_to(self.partial).as_posix(): path for path in files_in(self.partial)}
@@ -210,7 +212,7 @@ class Conversion(ABC):
         shutil.rmtree(self.partial)
 
     def _is_network(self, name: str) -> bool:
-        """Return whether a class name in model_index.json is a network's."""
+        """Return whether a class name in model_index.json is the class of a network."""
         return any(name in kind.classes for kind in self.kinds) or not NOT_NETWORKS.search(name)
 
     @abstractmethod
@@ -269,7 +271,7 @@ class Conversion(ABC):
         return stored_specs, component.original(component.tensors(entry.rules)) if self.source.loras else stored_specs
 
     def _paths(self) -> Iterator[tuple[str, Path]]:
-        """Yield (network's name, file of its weights) for each file, then (LoRA's name, its file) for each LoRA."""
+        """Yield (name of the network, file) for each file of weights, then (name of the LoRA, file) for each LoRA."""
         for entry in self.networks:
             yield from ((entry.name, path) for path in self._weights(entry.name).paths)
         yield from zip(self._lora_names, (lora.path for lora in self.source.loras), strict=True)
@@ -324,7 +326,7 @@ class Conversion(ABC):
             if not resumes:
                 _save_json(self.partial / REQUEST, self._request())
         except (OSError, WanjaxError):
-            if not resumes:  # this run began the folder, so there is nothing to keep
+            if not resumes:  # this run created the folder, so the folder has no earlier work to keep
                 shutil.rmtree(self.partial, ignore_errors=True)
             raise
 
@@ -423,7 +425,7 @@ class ToWanjax(Conversion):
             kernels = self._kernels[entry.name]
             stacks |= {kernels[name].values for name in stacks & kernels.keys()}
             chunks = {name: chunk_shape(spec, name in stacks) for name, spec in entry.written.items()}
-            for kernel in kernels.values():  # a chunk of scales belongs to the blocks of a chunk of values
+            for kernel in kernels.values():  # a chunk of scales has the same blocks as a chunk of values
                 chunks[kernel.scale] = (*chunks[kernel.values][:-2], entry.written[kernel.scale].shape[-1])
             arrays = Arrays.create(self.partial / entry.name / WEIGHTS, entry.written, chunks)
             stream(assignments, self._readers[entry.name], arrays, kernels, progress)
@@ -472,7 +474,7 @@ class ToWanjax(Conversion):
 
 
 class ToDiffusers(Conversion):
-    """A conversion from a wanjax checkpoint to the layout of diffusers; tensors keep their stored dtypes."""
+    """A conversion from a wanjax checkpoint to the layout of diffusers. Tensors keep their stored dtypes."""
 
     def __init__(self, source: Source, target: str | AnyPath, kinds: Kinds):
         if (source.base or source).manifest is None:
@@ -555,7 +557,8 @@ def _save_json(path: Path, value: Any) -> None:
 
 
 def _partial_folder(target: AnyPath) -> Path:
-    """Return the folder for an incomplete target: beside the target, or for a target in a store in the user's cache."""
+    """Return the folder for an incomplete target. It is beside the target or, if the target is in a store, in the
+    user's cache."""
     if isinstance(target, RemotePath):
         return user_cache() / "conversions" / hashlib.sha256(str(target).encode()).hexdigest()[:DIGEST_LENGTH]
     return target.with_name(f".{target.name}.partial")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Open checkpoints that `wanjax convert` wrote: diffusers' layout, but with weights as Orbax checkpoints.
 
-`wanjax.json` has a checkpoint's origin and contents. Of a checkpoint in a store, only the needed parts are downloaded.
+`wanjax.json` has a checkpoint's origin and contents. If the checkpoint is in a store, only the needed parts are
+downloaded.
 """
 
 import hashlib
@@ -37,9 +38,10 @@ from wanjax.stores.writing import atomic_write, check_folder
 MANIFEST = "wanjax.json"
 FORMAT = 1
 WEIGHTS = "weights"  # the folder of the Orbax checkpoint, in a component's folder
-DIGEST_LENGTH = 16  # the number of hexadecimal digits that are kept of a SHA-256
-KNOWN_AS = "known_as"  # an entry of the manifest's request: a name that identifies the weights better than their origin
-PRECISION = "precision"  # an entry of the manifest's request; missing for weights in floats
+DIGEST_LENGTH = 16  # the number of hexadecimal digits of a shortened SHA-256
+# the entry of the manifest's request with a name that identifies the weights better than their origin
+KNOWN_AS = "known_as"
+PRECISION = "precision"  # the entry of the manifest's request with the precision; missing for weights in floats
 UNUSED = "unused.safetensors"  # tensors of the original checkpoint that the network does not use
 
 
@@ -151,7 +153,7 @@ class _RemoteStorage(Storage):
         root: The folder of downloaded files.
         remote: The checkpoint's folder in the store.
         sizes: The sizes of the checkpoint's files in bytes, by their paths in this folder.
-        digests: The digests that `wanjax.json` has of all files except weights.
+        digests: The digests of all files except weights, from `wanjax.json`.
     """
 
     remote: RemotePath

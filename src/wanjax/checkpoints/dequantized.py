@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read weights of 8 bits and fewer, and multiply them by their scales.
+"""Read weights of at most 8 bits, and multiply them by their scales.
 
 A quantised weight is stored as numbers and as a scale, in separate tensors of the same module. The shape of the scale
-determines which numbers each of its values scales. Some weights also have a zero point: the integer that stands for 0.
-The names of these tensors depend on the program that wrote the file (`SPELLINGS`):
+shows which numbers each value of the scale applies to. Some weights also have a zero point: the integer that stands for
+0. The names of these tensors depend on the program that wrote the file (`SPELLINGS`):
 
 - `scale_weight`: ComfyUI's older files, musubi-tuner, and LightX2V's files for ComfyUI.
 - `weight_scale`: ComfyUI's newer files (QUANTIZATION.md in ComfyUI), LightX2V (tools/convert/converter.py) and
@@ -87,7 +87,7 @@ EIGHT_BITS = "save the weights as floats, as 8-bit floats, or as 8-bit integers 
 
 
 class _Parts(NamedTuple):
-    """The names of a quantised weight's tensors in the files, and which publisher's spelling of names this is."""
+    """The names of a quantised weight's tensors in the files, and the spelling that these names follow."""
 
     numbers: str
     scale: str
@@ -99,7 +99,7 @@ class DequantizedReader(TensorReaderView):
     """A reader that multiplies 8-bit weights by their scales, and leaves out the scales.
 
     Weights become float32, or bfloat16 if their spelling says that they were rounded from bfloat16. Raises WanjaxError
-    if a scale has an unknown shape or a weight an unknown format. The headers alone decide this.
+    if the headers show a scale of an unknown shape, or a weight of an unknown format.
     """
 
     def __init__(self, reader: TensorReader):
@@ -108,7 +108,7 @@ class DequantizedReader(TensorReaderView):
         for key in reader.specs:
             _reject_unsupported_format(key)
         self._parts = _found(keys)
-        self._formats: dict[str, LayerFormat] = {}  # the formats that ComfyUI's files name, by weight
+        self._formats: dict[str, LayerFormat] = {}  # the formats of weights, by weight, that ComfyUI's files name
         unread_keys, weights = set[str](), keys | self._parts.keys()
         for layer, value in formats_in_metadata(getattr(reader, "metadata", {})).items():
             if (weight := f"{layer}.weight") in weights:
@@ -172,7 +172,7 @@ class DequantizedReader(TensorReaderView):
         return Spec(shape, np.dtype(self._parts[key].tensor_names.dtype) if key in self._parts else dtype)
 
     def _names(self, key: str) -> str:
-        """Return the name that a tensor, or the numbers of a quantised weight, have in the files."""
+        """Return the name in the files of a tensor, or of the numbers of a quantised weight."""
         return self._parts[key].numbers if key in self._parts else key
 
     def read(self, key: str) -> np.ndarray:
@@ -255,7 +255,7 @@ class DequantizedReader(TensorReaderView):
 
 
 def _rows(x: np.ndarray, piece: slice) -> np.ndarray:
-    """Return these rows of an array that broadcasts to a weight."""
+    """Return the rows `piece` of an array that broadcasts to a weight."""
     return x[piece] if len(x) > 1 else x
 
 

@@ -57,8 +57,8 @@ MAX_RANK = 32
 CACHE_LINE = 64  # bytes
 FINITE_CHECK_VALUES = 1 << 18  # the number of values that are checked together
 SHARD_BYTES = 5e9  # the size of a shard in published checkpoints
-MAX_DIGEST_FILES = 10_000  # the most files of a folder that are digested
-MAX_FULL_DIGEST = 64 * 2**20  # bytes; larger files are digested by their header and some blocks
+MAX_DIGEST_FILES = 10_000  # a folder with more files gets no digest
+MAX_FULL_DIGEST = 64 * 2**20  # bytes; the digest of a larger file covers only its header and some blocks
 HEADER_BYTES, NUM_BLOCKS, BLOCK_BYTES = 2**20, 64, 2**16
 
 
@@ -109,9 +109,9 @@ def progress_counter(progress: Callable[[int, int], object] | None, total: int) 
 def content_digest(path: Path) -> str | None:
     """Return the SHA-256 of a file's contents, or of the names and digests of a folder's files.
 
-    For a file of more than 64 MiB, the digest covers its size, its first MiB, which holds the header of weights, and
-    blocks spread over the file. Returns None if the path cannot be read, or the folder has more than `MAX_DIGEST_FILES`
-    files.
+    For a file of more than 64 MiB, the digest covers the size, the first MiB, and blocks that are spread over the file.
+    The first MiB has the header of weights. Return None if the path cannot be read, or if the folder has more than
+    `MAX_DIGEST_FILES` files.
     """
     try:
         if os.path.isfile(path):  # `isfile` returns False for invalid names
@@ -157,7 +157,7 @@ class TensorLocation(NamedTuple):
 
 
 def row_by_row(spec: Spec, start: int) -> TensorLocation:
-    """Return the location of a tensor whose numbers lie row by row and start at the byte `start` of the file."""
+    """Return the location of a tensor that is stored row by row, from the byte `start` of the file on."""
     return TensorLocation(spec, start, tuple(math.prod(spec.shape[axis + 1 :]) for axis in range(len(spec.shape))))
 
 
@@ -168,7 +168,7 @@ class MappedFile(ABC):
     """
 
     valid_file_text = "a complete copy of the file"
-    """What the error for an unreadable file asks for."""
+    """The advice in the error for an unreadable file."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -315,7 +315,7 @@ class Tensors:
 def save_safetensors(
     path: str | Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write tensors to a file, which appears under its name only when it is complete.
+    """Write tensors to a file. The file appears under its name only when it is complete.
 
     Raises WanjaxError if the file cannot be written.
     """
@@ -325,7 +325,7 @@ def save_safetensors(
 def write_safetensors(
     path: Path, reader: TensorReader, keys: Iterable[str], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write the tensors with these keys to a file, as `save_safetensors` does, but read them one at a time."""
+    """Write the tensors with these keys to a file, as `save_safetensors` does. Tensors are read one at a time."""
     specs = {key: reader.specs[key] for key in keys}
     # Wide dtypes first, as in the safetensors library, so that every tensor is aligned to its item size.
     keys = sorted(specs, key=lambda key: (-specs[key].dtype.itemsize, key))
@@ -356,14 +356,15 @@ def check_finite(values: np.ndarray, name: str, path: Path) -> None:
         values_slice = values[start : start + FINITE_CHECK_VALUES]
         if not np.isfinite(
             values_slice.astype(np.float32) if is_narrow else values_slice
-        ).all():  # on narrow floats this is four times as fast as NumPy's isfinite
+        ).all():  # for narrow floats this is four times as fast as NumPy's isfinite
             raise WanjaxError(
                 f"{path} is not written, since {name!r} is not finite: give valid weights, or a wider dtype"
             )
 
 
 def split_into_shards(reader: TensorReader, stem: str, limit: int | float = SHARD_BYTES) -> dict[str, list[str]]:
-    """Split a component's keys into files of at most `limit` bytes, or of one tensor; return the keys of each file."""
+    """Split a component's keys into files of at most `limit` bytes. A larger tensor has a file of its own. Return the
+    keys of each file."""
     from huggingface_hub import split_state_dict_into_shards_factory  # imported late: few commands write a component
 
     return split_state_dict_into_shards_factory(
@@ -415,7 +416,7 @@ def _spec(key: str, entry: Any) -> Spec:
 
 
 def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
-    """Open the shards of an index; return the file of each key, after comparing the index with the files."""
+    """Open the shards of an index, and compare the index with the files. Return the file of each key."""
     try:
         if index.stat().st_size > HEADER_LIMIT:
             raise CorruptError(f"it has more than {HEADER_LIMIT} bytes")

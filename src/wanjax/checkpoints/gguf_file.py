@@ -4,12 +4,12 @@
 A GGUF file has a header and then the tensors' bytes. The header lists fields and tensors. For a tensor it has the
 dimensions in reverse order, the type and the offset (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-This module reads the header, because the header may come from a stranger. Also, the package `gguf` would make an array
-for each of the 256,000 tokens that the file of a text encoder holds. That package (the extra `gguf`) dequantises the
-numbers, except those of the types in `gguf_blocks.py`.
+This module reads the header itself, because a header from an untrusted source needs checks. The package `gguf` would
+also make an array for each of the 256,000 tokens in the file of a text encoder. The package (the extra `gguf`)
+dequantises the numbers, except for the types in `gguf_blocks.py`.
 
-A row must consist of whole blocks. For other tensors, ComfyUI-GGUF stores rows of 256 values, and the original shape
-in a field of the header.
+A row must consist of whole blocks. ComfyUI-GGUF stores a tensor with other rows as rows of 256 values, and has its
+original shape in a field of the header.
 """
 
 import math
@@ -51,8 +51,8 @@ class GgufFile(MappedFile):
         fields: The header's fields by their names.
 
     Raises:
-        WanjaxError: The file is missing, truncated or corrupt, or has a type that the package `gguf` cannot dequantise.
-            Another reason is that `gguf` is not installed.
+        WanjaxError: The file is missing, truncated or corrupt, or has a type that the package `gguf` cannot dequantise,
+            or `gguf` is not installed.
     """
 
     def __init__(self, path: Any):
@@ -204,7 +204,8 @@ def _tensor_entry(header: _Header) -> tuple[str, tuple[int, ...], str, int]:
 
 
 def _location(name: str, shape: tuple[int, ...], tensor_type: str, start: int, size: int) -> TensorLocation:
-    """Return the location of a tensor's numbers. A quantised tensor has bytes [rows, bytes of a row]."""
+    """Return the location of a tensor's numbers. The location of a quantised tensor has bytes [rows, bytes of a
+    row]."""
     if tensor_type in PLAIN:
         spec = Spec(shape, PLAIN[tensor_type])
     else:
@@ -242,7 +243,7 @@ def _block_size(tensor_type: str) -> tuple[int, int]:
 
 @cache
 def _is_dequantised(tensor_type: str) -> bool:
-    """Return whether the package can dequantise a type; try a block of zeros."""
+    """Return whether the package can dequantise a type, by trying it on a block of zeros."""
     try:
         dequantise(np.zeros((1, _block_size(tensor_type)[1]), np.uint8), tensor_type)
     except NotImplementedError:

@@ -31,7 +31,8 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)  # the first letter exclud
 HUB_FILE = re.compile(rf"(?P<repository>{HUB_ID.pattern})/(?P<file>[\w./ +-]+)", re.ASCII)
 CHECKSUM = re.compile(r"[0-9a-f]{64}")  # SHA-256
 RETRYABLE_STATUSES = (408, 425, 429)
-PARALLEL_DOWNLOADS = 2  # the number of files at a time; hf-xet uses several connections for each file
+# the number of files that are downloaded at a time; hf-xet uses several connections for each file
+PARALLEL_DOWNLOADS = 2
 # Only the default variant of the weights, in one file or in shards: neither ".fp16." nor ".bin".
 COMPONENT_FILES = (
     *("*.json", "spiece.model"),
@@ -70,7 +71,7 @@ def parse_hub_file(source: str | Path) -> re.Match[str] | None:
     Returns None for a local file. Raises WanjaxError for any other name.
     """
     file = Path(source).expanduser()
-    if os.path.isfile(file):  # raises nothing for invalid names
+    if os.path.isfile(file):  # unlike pathlib, os.path raises no error for an invalid name
         return None
     if os.path.islink(file):
         raise WanjaxError(missing_file(file))
@@ -230,7 +231,7 @@ def _set_client_cache() -> None:
 
 
 def _silent_bar() -> Any:
-    """Return a class of progress bars for the client that shows nothing and starts no thread."""
+    """Return a class of progress bars that show nothing and start no thread."""
     from huggingface_hub.utils import tqdm
 
     class Bar(tqdm):
@@ -263,7 +264,7 @@ def _checksum(path: Path) -> str:
 
 
 def _check_download(path: Path) -> None:
-    """Remove a file from the cache and raise OSError if the file differs from its checksum."""
+    """If a file differs from its checksum, remove the file from the cache and raise OSError."""
     expected = cached_checksum(path)
     if expected is None or (actual := _checksum(path)) == expected:
         return

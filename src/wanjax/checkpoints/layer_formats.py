@@ -12,11 +12,11 @@ comfy-kitchen 0.2.40 writes these formats:
 - `nvfp4`: two float4_e2m1fn in a byte, the first in the upper half. Each number is multiplied by a float8_e4m3fn scale
   for 16 numbers of a row, and by one scale for the tensor.
 
-The scales of `mxfp8` and `nvfp4` lie in the order of NVIDIA's tensor cores: tiles of 128 rows and 4 columns. In a
-tile, each row is followed by the row 32 below it.
+The scales of `mxfp8` and `nvfp4` are stored in the order of NVIDIA's tensor cores: tiles of 128 rows and 4 columns. In
+a tile, row i + 32 follows row i.
 
-NVIDIA's ModelOpt writes NVFP4 too (modelopt/torch/quantization/qtensor/nvfp4_tensor.py), without such JSON. Its scales
-lie row by row, and the first number of a byte is in the lower half.
+NVIDIA's ModelOpt writes NVFP4 too (modelopt/torch/quantization/qtensor/nvfp4_tensor.py), without such JSON. ModelOpt
+stores the scales row by row, and the first number of a byte is in the lower half.
 """
 
 import json
@@ -32,7 +32,7 @@ import numpy as np
 from wanjax.errors import WanjaxError, repr_short
 from wanjax.kernels.hadamard import regular_hadamard
 
-# The suffix is redundant: the scale's shape shows what each of its numbers scales.
+# The suffix is redundant: the shape of the scales shows which numbers each scale applies to.
 FLOAT8 = re.compile(r"(float8_e4m3fn|float8_e5m2)(?:_(?:tensor|row|block)\w*)?")
 INT8, MXFP8, NVFP4 = "int8_tensorwise", "mxfp8", "nvfp4"
 IGNORED_ENTRIES = {"format", "full_precision_matrix_mult", "group_size", "block_size", "per_row", "orig_dtype"}
@@ -128,14 +128,14 @@ def rotate(x: np.ndarray, group: int) -> np.ndarray:
 
 
 def unpack_float4(x: np.ndarray, out: np.ndarray, layer_format: LayerFormat) -> None:
-    """Write the two float4_e2m1fn of each byte as float32 [..., 2 · bytes] to `out`, which has no gaps."""
+    """Write the two float4_e2m1fn of each byte as float32 [..., 2 · bytes] to `out`, a contiguous array."""
     pairs = out.reshape(-1).view(np.uint64)
     np.take(_float4_pairs(layer_format.row_by_row), x.reshape(-1), out=pairs, mode="clip")
 
 
 @cache
 def _float4_pairs(lower_first: bool) -> np.ndarray:
-    """Return the two float32 of each byte, both as one integer."""
+    """Return a table with an entry for each byte: its two numbers in float32, together as one integer."""
     numbers = np.arange(256, dtype=np.uint8)
     halves = (numbers & 15, numbers >> 4) if lower_first else (numbers >> 4, numbers & 15)
     return FLOAT4[np.stack(halves, axis=-1)].view(np.uint64).reshape(-1)
@@ -150,7 +150,7 @@ def untile(scales: np.ndarray, rows: int, columns: int) -> np.ndarray:
 
 
 def _named_format(name: str, entries: Mapping[str, Any]) -> LayerFormat | None:
-    """Return the format with this name and these other entries; None if wanjax does not support it."""
+    """Return the format with this name and these other entries of the JSON; None if wanjax does not support it."""
     match = FLOAT8.fullmatch(name)
     if match and not entries:
         return LayerFormat(name, np.dtype(getattr(ml_dtypes, match[1])))

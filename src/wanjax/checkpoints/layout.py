@@ -73,8 +73,8 @@ def make_source(
         fallback_repo: The diffusers repository of the same model, from which missing components are loaded.
         notes: As in `Source`.
         files: Returns the files of a component without weights, such as a tokenizer; None if they are missing.
-        has_component: Returns whether a component that is not in `configs` is on the disk or on the hub. If this
-            argument is None, `find` decides.
+        has_component: Returns whether a component that is not in `configs` is on the disk or on the hub. If it is None,
+            `find` is called instead.
     """
     fallbacks: list[Source] = []
 
@@ -132,10 +132,10 @@ def open_fallback(name: str, repository: str, component: str) -> Source:
 
 
 def find_encoder(folder: Path, pattern: re.Pattern[str]) -> Path | None:
-    """Find the file of a text encoder in a folder, by its name; return None without one.
+    """Find the file of a text encoder in a folder, by its name. Return None if there is no such file.
 
     Args:
-        folder: The folder, such as that of a transformer's file.
+        folder: The folder, such as the folder of a transformer's file.
         pattern: A pattern that matches a part of an encoder's file name.
 
     Raises:
@@ -196,7 +196,7 @@ def split_components(
 def _remove_prefix(reader: TensorReader, prefix: str, prefix_of: Mapping[str, str]) -> TensorReader:
     """Select the tensors with a prefix and remove the prefix.
 
-    An empty prefix selects the tensors of no other component.
+    An empty prefix selects the tensors that belong to no other component.
     """
     others = tuple(other for other in prefix_of.values() if other and other != prefix)
 

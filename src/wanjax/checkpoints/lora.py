@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merge LoRA and its relatives into a network's weights while they are read.
 
-A file names the changed modules as diffusers or the authors do, or with underscores for dots, and may fuse q, k and v;
-`lora_keys` parses its keys. All variants become changes of single tensors, by the formulas of `lora_products` and with
-the scales of `lora_scales`. `Merged` reads the checkpoint and adds the changes in float32. `Merged` keeps the names and
-shapes of the checkpoint, so the later conversion needs no special case.
+A file names the changed modules as diffusers or the authors do, or with underscores in place of dots. A file may fuse
+q, k and v. `lora_keys` parses the keys of a file. All variants become changes of single tensors, by the formulas of
+`lora_products` and with the scales of `lora_scales`. `Merged` reads the checkpoint and adds the changes in float32.
+`Merged` keeps the names and shapes of the checkpoint, so the later conversion needs no special case.
 
 A merged weight is W + strength · (changed - W). For LoRA, LoHa and LoKr, `changed` is W + scale · product. For DoRA,
-this sum gets DoRA's norms. For differences, `changed` is W + difference. For PEFT's `bias` and `modules_to_save`, it is
-the tensor in the file. A strength of 0 therefore gives W, and the order of several files does not matter.
+`changed` is the same sum, scaled to DoRA's norms. For differences, `changed` is W + difference. For PEFT's `bias` and
+`modules_to_save`, `changed` is the tensor in the file. A strength of 0 therefore gives W, and the order of several
+files does not matter.
 """
 
 import json
@@ -32,7 +33,7 @@ from wanjax.kernels.attention import AttentionConfig
 
 QKV_NAME = re.compile(r"((?:.*_)?)[qkv]((?:_.*)?)")  # the name of a query, key or value projection
 WANJAX_METADATA = "wanjax"  # the metadata entry that wanjax's training writes, as JSON
-MIN_MATCHED = 0.5  # if a smaller fraction of a file's changes fits, the file is for another model
+MIN_MATCHED = 0.5  # if a smaller share of a file's changes fits the network, the file is for another model
 
 
 class LoraMatches(NamedTuple):
@@ -68,7 +69,7 @@ def _first_names(names: Sequence[str]) -> str:
 
 
 class LoraTarget(NamedTuple):
-    """The tensor of the network that a tensor of a file changes, and the part of the file's tensor that belongs to it.
+    """The tensor of the network that a file's tensor changes, and the part of the file's tensor that changes it.
 
     Args:
         key: The network's tensor.
@@ -189,7 +190,7 @@ class LoraFile:
         return magnitude_axis(magnitude_shape, shape, is_row_norm=change.is_row_norm)
 
     def _check_norms(self, name: str, change: LoraChange, shape: Shape, target_slice: LoraTarget) -> None:
-        """Raise WanjaxError if DoRA's norms do not fit a weight, or are column norms of fused weights."""
+        """Raise WanjaxError if DoRA's norms do not fit a weight, or are norms of the columns of fused weights."""
         axis = self._norms_axis(change, shape)
         problem = f"{self._reader.path} holds {change.magnitude_key}"
         if axis is None:
@@ -250,7 +251,7 @@ class MergedLoraReader(TensorReaderView):
 
 
 def _fits(shape: Shape, expected: Shape) -> bool:
-    """Return whether a change has the right shape, or is a convolution's kernel with flattened rows."""
+    """Return whether a change has the expected shape, or is a convolution's kernel with flattened rows."""
     return bool(shape) and shape in (expected, (expected[0], math.prod(expected[1:])))
 
 

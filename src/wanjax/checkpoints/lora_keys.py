@@ -16,7 +16,7 @@ from wanjax.errors import WanjaxError
 
 HIGH, LOW = "high", "low"  # a model's two experts
 MAX_STRENGTH = 10  # the largest absolute strength of a LoRA; 1 is usual
-PEFT_PREFIX = "base_model.model."  # every key in PEFT's files has it, so it identifies a renamed file too
+PEFT_PREFIX = "base_model.model."  # PEFT's files have this prefix in every key, so it identifies a renamed file too
 EXPERTS = {  # wrappers that name one of two experts
     **{"transformer_1.": HIGH, "transformer_2.": LOW, "lora_transformer_1_": HIGH, "lora_transformer_2_": LOW},
     **{"high_noise_model.": HIGH, "low_noise_model.": LOW, "high_noise.": HIGH, "low_noise.": LOW, "dit2.": LOW},
@@ -30,7 +30,8 @@ WRAPPERS = (
 ADAPTER_NAME = r"(?:\.(?!(?:weight|bias)$)[^.]+)?"  # PEFT's optional name of the adapter
 MAX_WRAPPERS = 8  # no trainer writes more wrappers; memory grows with the square of their number
 ROW_MAGNITUDE = "magnitude of rows"  # DoRA's norms from PEFT or ai-toolkit; LyCORIS also writes norms of columns
-KEY_SUFFIXES = [  # (pattern of the suffix, role, suffix of the changed tensor); `{}` in a role is the matched group
+# (pattern of the suffix, role, suffix of the changed tensor); `{}` in a role stands for the matched group
+KEY_SUFFIXES = [
     (re.compile(f"(?:{pattern})$"), role, suffix)
     for pattern, role, suffix in (
         (rf"\.lora_A{ADAPTER_NAME}(?:\.weight)?", "down", ".weight"),
@@ -93,7 +94,7 @@ def key_expert(key: str) -> str | None:
 def file_experts(keys: Iterable[str]) -> set[str]:
     """Return the experts that a file's keys name; empty if the file has one LoRA for all networks.
 
-    If a file has keys of the low-noise expert, keys without an expert belong to the high-noise one.
+    If a file has keys of the low-noise expert, keys without an expert belong to the high-noise expert.
     """
     experts = {key_expert(key) for key in keys}
     return {expert or HIGH for expert in experts} if LOW in experts else {expert for expert in experts if expert}

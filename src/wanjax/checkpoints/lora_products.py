@@ -82,7 +82,8 @@ class Matrix(NamedTuple):
 
 
 class Formula(NamedTuple):
-    """A formula for a change from one or two matrices; `shapes` and `values` combine their shapes and values."""
+    """A formula that computes a change from one or two matrices. `shapes` combines their shapes, and `values` combines
+    their values."""
 
     name: str
     matrices: tuple[Matrix, ...]
@@ -158,8 +159,8 @@ def magnitude_axis(norms_shape: Shape, weight_shape: Shape, *, is_row_norm: bool
 
     Returns None if the norms do not fit.
 
-    With `is_row_norm`, as in PEFT, there is a norm for each row, whatever the shape of the norms. In LyCORIS, the shape
-    of the norms shows their axis.
+    With `is_row_norm`, as in PEFT, each row has a norm, and the shape of the norms does not matter. Otherwise, as in
+    LyCORIS, the shape of the norms shows their axis.
     """
     if len(weight_shape) < 2 or not norms_shape:
         return None

@@ -2,9 +2,9 @@
 """The scales of LoRA products: alpha / rank.
 
 A module's tensor `alpha` takes precedence over PEFT's config, and PEFT's config takes precedence over trainers'
-metadata. PEFT's config is an entry of the file's metadata, or a JSON file beside it. This config has an alpha and a
-rank for all modules, and patterns with values for some modules. A pattern is a regular expression for the end of a
-module's name (`get_pattern_key` in peft/utils/other.py). Patterns come from untrusted files, so patterns that could
+metadata. PEFT's config is an entry of the file's metadata, or a JSON file in the same folder. This config has an alpha
+and a rank for all modules, and patterns with values for some modules. A pattern is a regular expression for the end of
+a module's name (`get_pattern_key` in peft/utils/other.py). Patterns come from untrusted files, so patterns that could
 take exponential time are refused.
 """
 
@@ -42,7 +42,7 @@ BASE_CHANGING_INITS = (
     "lora_ga",
 )  # initialisations that also change the base weights
 MAX_CONFIG_BYTES = 2**24
-MAX_PATTERN_LENGTH = 500  # letters
+MAX_PATTERN_LENGTH = 500  # in characters
 PATTERN_SECONDS = 10.0  # the time limit for all patterns of a file; a thousand patterns and modules take less than 1 s
 QUANTIFIER = re.compile(r"[*+?]|\{\d*,?\d*\}")
 
@@ -74,13 +74,13 @@ class LoraScales:
 
     @property
     def unused_patterns(self) -> list[str]:
-        """The patterns that have matched no module, each with the name of its table."""
+        """The patterns that matched no module, each with the name of its table."""
         patterns = ((table, text) for table, patterns in self._patterns.items() for text in patterns)
         return [f"the {table} {text!r}" for table, text in patterns if (table, text) not in self._matched_patterns]
 
     @property
     def has_replacements(self) -> bool:
-        """Whether the file may have tensors that replace the network's, as PEFT's files may."""
+        """Whether the file may have tensors that replace the network's tensors, as PEFT's files may."""
         trained = self._config.get("modules_to_save") or self._config.get("bias", "none") != "none"
         return bool(trained) or any(key.startswith(PEFT_PREFIX) for key in self._reader.specs)
 
@@ -90,7 +90,7 @@ class LoraScales:
             raise WanjaxError(f"{self._config_name} has use_dora, but {key} has no magnitude: give a complete file")
 
     def scale(self, module: str, rank: int | None, alpha: str | None) -> float:
-        """Return the scale of a product; it is 1 if no alpha is stored.
+        """Return the scale of a product. The scale is 1 if no alpha is stored.
 
         Args:
             module: The module's name for patterns.
@@ -141,7 +141,8 @@ class LoraScales:
         return number
 
     def _lookup(self, table: str, module: str, default: Any) -> Any:
-        """Return the number of the first pattern that matches the module, or `otherwise`, which may be None."""
+        """Return the number of the first pattern that matches the module. Without a match, return `default`, which may
+        be None."""
         pattern = next(
             (text for text, compiled in self._patterns[table].items() if self._matches(compiled, text, module)), None
         )

@@ -42,8 +42,8 @@ class NetworkKind:
         float32: Whether the network's weights stay in float32.
         unused: Returns patterns of published names that the module does not use.
         lora_names: Pairs the authors' names of layers with diffusers' names. LoRA files may use the authors' names.
-        full_precision: Describes the projections that are never quantized, by patterns with `*` for their paths. None
-            if networks of this kind are never quantized.
+        full_precision: Descriptions of the projections that are never quantized, by patterns with `*` for their paths.
+            None     if networks of this kind are never quantized.
     """
 
     classes: tuple[str, ...]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert weights of 8 bits and fewer to float32, a few rows at a time.
+"""Convert weights of at most 8 bits to float32, a few rows at a time.
 
-A piece of rows stays in a core's cache while several operations change it. Casting 8-bit floats is slow in NumPy, so a
-table gives two numbers at a time.
+A few rows stay in a core's cache while several operations change them. Casting 8-bit floats is slow in NumPy, so this
+module looks up two numbers at a time in a table.
 """
 
 import math
@@ -27,7 +27,7 @@ def widen(x: np.ndarray, out: np.ndarray) -> None:
 
     Args:
         x: The numbers, in rows.
-        out: Where the result is written, float32 of the same shape, in rows without gaps.
+        out: The array for the result: float32, of the same shape, with contiguous rows.
     """
     if x.dtype not in FLOAT8 or x.size % 2 or not x.flags.c_contiguous:
         np.copyto(out, x, casting="unsafe")
@@ -38,5 +38,6 @@ def widen(x: np.ndarray, out: np.ndarray) -> None:
 
 @cache
 def _pairs(dtype: np.dtype) -> np.ndarray:
-    """Return the two float32 of each pair of 8-bit floats, both as one integer."""
+    """Return a table with an entry for each pair of 8-bit floats: the two numbers in float32, together as one
+    integer."""
     return np.arange(1 << 16, dtype=np.uint16).view(dtype).astype(np.float32).view(np.uint64)

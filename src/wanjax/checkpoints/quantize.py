@@ -24,8 +24,8 @@ PIECE_ROWS = 128
 SECOND_QUANTIZATION = np.float32(1.04)
 """The factor of the scale of int8 weights that are quantized for the second time, after a LoRA changed them.
 
-On the same steps as before, a change of less than half a step would be lost everywhere. On steps of another size, old
-numbers lie at all distances from new ones, so that quantization keeps the sum of many small changes.
+With the same steps as before, every change of less than half a step would be lost. With steps of another size, the old
+numbers lie at all distances from the new steps. Quantization then keeps the sum of many small changes.
 """
 
 
@@ -94,7 +94,7 @@ def to_device_quantized(
         tensors: The tensors of the blocks of a stack, or a single tensor. A tensor is read when its context is entered.
         kernel: The kernel to fill.
         stacked: Whether the tensors are blocks of a stack.
-        again: For each tensor, whether it was quantized before, and changed since; by default none was.
+        again: For each tensor, whether it was quantized before and then changed. By default no tensor was.
     """
     scales: list[np.ndarray] = []
 
@@ -119,7 +119,7 @@ def quantize(kernel: np.ndarray, layer: QuantizedLinear, *, again: bool = False)
     Args:
         kernel: The kernel [I O], in any float dtype and any memory layout.
         layer: The quantized projection; it has the format and the rotation.
-        again: Whether the kernel was quantized before, and changed since.
+        again: Whether the kernel was quantized before and then changed.
     """
     widening = SECOND_QUANTIZATION if again and layer.number_format == "int8" else np.float32(1)
     rows = kernel.T  # [O I], as most checkpoints store it
@@ -132,7 +132,7 @@ def quantize(kernel: np.ndarray, layer: QuantizedLinear, *, again: bool = False)
             x = (x.reshape(-1, layer.hadamard_size) @ regular_hadamard(layer.hadamard_size)).reshape(x.shape)
         format_max = np.float32(LARGEST[layer.number_format])
         scale[row_range] = np.maximum(np.abs(x).max(axis=1), np.float32(SMALLEST_ABSMAX)) / format_max * widening
-        # The scale of a row with an infinity or a NaN is not finite: its numbers do not matter
+        # A row with an infinity or a NaN has a scale that is not finite, so its numbers do not matter
         with np.errstate(invalid="ignore"):
             x /= scale[row_range, None]
             np.clip(x, -format_max, format_max, out=x)

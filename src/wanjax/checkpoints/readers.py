@@ -39,7 +39,7 @@ def open_tensors(path: str | Path) -> MappedFile:
 
 
 class TensorReaderView:
-    """A reader that wraps another reader; the base class of readers that change tensors."""
+    """A reader that wraps another reader. This is the base class of readers that change tensors."""
 
     def __init__(self, reader: TensorReader):
         self._reader = reader
@@ -78,7 +78,7 @@ class RenamedReader(TensorReaderView):
 
 
 class CombinedReader:
-    """One reader for the tensors of several readers; no two of them may have a tensor of the same name."""
+    """One reader for the tensors of several readers. A name may occur in only one reader."""
 
     def __init__(self, *readers: TensorReader):
         self._readers = {key: reader for reader in readers for key in reader.specs}
@@ -89,7 +89,8 @@ class CombinedReader:
 
 
 class SwappedHalvesReader(TensorReaderView):
-    """A reader that swaps the first and the second half of the rows of the tensors for which `names` says it."""
+    """A reader that swaps the first and the second half of the rows of some tensors. `names` returns True for these
+    tensors."""
 
     def __init__(self, reader: TensorReader, names: NameMap):
         super().__init__(reader)
@@ -132,14 +133,16 @@ def unflatten_patches(reader: TensorReader, name: str, patch: Shape) -> Reshaped
 
 
 class UnfusedReader(TensorReaderView):
-    """A reader that splits a fused tensor such as `to_qkv.weight` by rows into those of `to_q`, `to_k` and `to_v`.
+    """A reader that splits the rows of a fused tensor such as `to_qkv.weight` into the tensors of `to_q`, `to_k` and
+    `to_v`.
 
-    A tensor such as `to_kv.weight` is split into those of `to_k` and `to_v`.
+    A tensor such as `to_kv.weight` is split into the tensors of `to_k` and `to_v`.
     """
 
     def __init__(self, reader: TensorReader, names: Sequence[str] = ("to_qkv",)):
         super().__init__(reader)
-        self._parts: dict[str, tuple[str, int, int]] = {}  # the fused tensor, the index of the part, and how many
+        # the fused tensor, the index of the part, and the number of parts
+        self._parts: dict[str, tuple[str, int, int]] = {}
         for key in reader.specs:
             module, _, suffix = key.rpartition(".")
             parent, dot, name = module.rpartition(".")

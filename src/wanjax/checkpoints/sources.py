@@ -39,7 +39,7 @@ from wanjax.layers.precision import FLOATS, Precision
 from wanjax.stores.paths import missing_file
 
 CONFIGS = ("config.json", "scheduler_config.json", "guider_config.json")
-WEIGHT_SUFFIXES = {*SUFFIXES, ".msgpack", ".h5", ".onnx"}  # wanjax cannot read all of these
+WEIGHT_SUFFIXES = {*SUFFIXES, ".msgpack", ".h5", ".onnx"}  # some of these quantizations are not supported
 Module = TypeVar("Module", bound=nnx.Module)
 ReaderTransform = Callable[[TensorReader], TensorReader]
 """A function that changes a network's tensors, for example merges LoRAs. The tensors have diffusers' names."""
@@ -249,7 +249,7 @@ class Source:
         """Raise WanjaxError if the weights are stored with 8 bits.
 
         Args:
-            use: What needs float weights, such as "a LoRA"; the message contains it.
+            use: The feature that needs float weights, for the message, such as "a LoRA".
         """
         if self.precision != FLOATS.name:
             raise WanjaxError(
@@ -300,7 +300,7 @@ def _check_folders(storage: Storage, networks: Iterable[str], other_components: 
         """Return a component's folder with all its files.
 
         If the hub is unreachable, all files must be in the local cache of the hub's client. This function ignores
-        broken links, because the code that reads the file reports them.
+        broken links, because the code that reads the files reports broken links.
         """
         has_broken_link = any(not path.exists() for path in (storage.root / component).glob("*"))
         return storage.folder(component, () if storage.hub_files or has_broken_link else COMPONENT_FILES)
@@ -318,7 +318,7 @@ def _check_folders(storage: Storage, networks: Iterable[str], other_components: 
 
 
 def folder_of(name: str | Path, revision: str | None = None, markers: Sequence[str] = ()) -> tuple[Path, str | None]:
-    """Return a checkpoint's folder and its commit on the hub; the commit of a local folder is None.
+    """Return the folder of a checkpoint, and its commit on the hub. The commit of a local folder is None.
 
     The configs and the files that match `markers` are downloaded. Raises WanjaxError if the checkpoint is missing.
     """
@@ -327,7 +327,8 @@ def folder_of(name: str | Path, revision: str | None = None, markers: Sequence[s
 
 
 def read_index(name: object, folder: Path) -> dict[str, Any]:
-    """Read the model_index.json of a checkpoint. Raises WanjaxError if it is missing; `name` stands in the message."""
+    """Read the model_index.json of a checkpoint. Raises WanjaxError with the checkpoint's `name` if the file is
+    missing."""
     if not (folder / INDEX).is_file():
         kind = read_json(folder / "config.json", missing={}).get("_class_name")
         raise WanjaxError(no_checkpoint(name, f", and its config.json describes a {repr_short(kind)}" if kind else ""))

@@ -28,8 +28,8 @@ def stored_specs(
     Args:
         assignments: The tensors of each array.
         sources: Shapes and dtypes of the tensors.
-        targets: The parameters of a model that was built with `dtype`. Some parameters have another dtype in the model,
-            for example norms. Such parameters are stored in the dtype of their tensors.
+        targets: The parameters of a model that was built with `dtype`. Parameters that have another dtype in the model,
+            such as norms, are stored in the dtype of their tensors.
         dtype: The dtype of the stored arrays; None keeps the dtype of the tensors.
         kernels: The kernels that are quantized to 8 bits, by parameter name.
     """
@@ -91,7 +91,7 @@ def _write_chunks(
     reader: TensorReader,
     writer: Writer,
 ) -> None:
-    """Write the chunks of a range of blocks in a stack. If the range is None, write all chunks of an array that is no
+    """Write the chunks of a range of blocks in a stack. A range of None means all chunks of an array that is not a
     stack.
 
     `chunks` has the chunks of one array, or the chunks of the numbers and the scale of a quantized kernel.

@@ -23,7 +23,7 @@ from wanjax.converters.transforms import Shape
 from wanjax.sharding import is_in_host_memory
 
 COPY_BYTES = 1 << 20  # bytes that one core copies at a time
-SMALL_STACK = 64 << 20  # bytes; larger stacks for accelerators are not assembled in host memory
+SMALL_STACK = 64 << 20  # bytes; a larger stack for an accelerator is not assembled in host memory
 TRANSPOSE_BYTES = 512  # bytes that one core writes consecutively when it transposes
 
 
@@ -45,8 +45,8 @@ def to_device(tensors: Sequence[AbstractContextManager[np.ndarray]], target: Any
 def _fits_host(target: Any) -> bool:
     """Return whether a stack can be assembled in host memory.
 
-    On a CPU, JAX uses the host's buffer itself, so the stack may be large. For an accelerator JAX copies the buffer, so
-    the stack must be small, or stay in host memory.
+    On a CPU, JAX uses the buffer without a copy, so the stack may be large. For an accelerator, JAX copies the buffer,
+    so the stack must be small or must stay in host memory.
     """
     sharding = getattr(target, "sharding", None)
     if sharding is not None and is_in_host_memory(target):
@@ -132,7 +132,7 @@ def _copy(x: np.ndarray, out: np.ndarray) -> None:
 
 
 def _copy_through_cache(x: np.ndarray, out: np.ndarray) -> None:
-    """Transpose and cast two to four times as fast as NumPy, because NumPy casts with strided access.
+    """Transpose and cast an array. NumPy takes two to four times as long, because it casts with strided access.
 
     The rows are first cast, in their order in memory, to a buffer. The buffer's rows are padded by a cache line.
     Without padding, elements of a column whose distance is a power of two would compete for the same few cache lines.

@@ -2,9 +2,9 @@
 """Read files that `torch.save` wrote, without torch and without executing the pickle in the file.
 
 Since torch 1.6 such a file is a zip archive of uncompressed records: `NAME/data.pkl`, a pickle that describes a table
-of tensors, and `NAME/data/0`, `NAME/data/1` ..., their storages. A pickle is a program that may call anything. Here the
-names and calls in the pickle become inert descriptions, and `_locate` accepts only descriptions of tensors. Each tensor
-is memory-mapped when it is read (https://pytorch.org/docs/stable/notes/serialization.html).
+of tensors, and `NAME/data/0`, `NAME/data/1` ..., their storages. A pickle is a program that may call any function. This
+module turns the names and calls in the pickle into inert descriptions, and `_locate` accepts only descriptions of
+tensors. Each tensor is memory-mapped when it is read (https://pytorch.org/docs/stable/notes/serialization.html).
 """
 
 import io
@@ -95,9 +95,9 @@ class TorchStorage(NamedTuple):
 class TorchFile(MappedFile):
     """A reader of a file that `torch.save` wrote.
 
-    The file may be the checkpoint of a training run; then only its table `state_dict` is read. In the checkpoint of a
-    distillation run, only the table `generator_ema` or else `generator` is read. The name of this table becomes the
-    first part of each tensor's name.
+    If the file is the checkpoint of a training run, only its table `state_dict` is read. If it is the checkpoint of a
+    distillation run, only its table `generator_ema` or, without this table, `generator` is read. The name of the table
+    then becomes the first part of each tensor's name.
 
     Raises WanjaxError if the file is missing, truncated, corrupt, written before torch 1.6, or not a table of tensors.
     """
@@ -193,7 +193,7 @@ def _locations(archive: _Archive) -> dict[str, TensorLocation]:
 
 
 def _select_weights(table: dict) -> dict:
-    """Select the weights in the checkpoint of a training run, preferring averaged weights. Other tables stay
+    """Select the weights in the checkpoint of a training run. EMA weights are preferred. Return other tables
     unchanged."""
     if isinstance(inner := table.get("state_dict"), dict):
         return inner
@@ -278,8 +278,8 @@ def _check_pickle(data: bytes) -> None:
     """Raise ValueError for a pickle that could cost `pickle.Unpickler` excessive memory or time.
 
     The function refuses more operations than tensors need, and opcodes outside of `ALLOWED_OPCODES`. The function
-    refuses memo entries out of order, because the unpickler allocates its memo up to any index. The function refuses
-    keys other than strings, because hashing nested tuples can take exponential time.
+    refuses memo entries out of order, because the unpickler allocates memory up to the index of an entry. The function
+    refuses keys other than strings, because hashing nested tuples can take exponential time.
     """
     stack: list[str] = []  # the opcode that created each value
     memo: list[str] = []
@@ -300,7 +300,8 @@ def _check_pickle(data: bytes) -> None:
 
 
 def _simulate(opcode: Any, argument: Any, stack: list[str], memo: list[str], marks: list[int]) -> None:
-    """Apply one operation to the simulated stack. Raises IndexError if `_check_pickle` must refuse the operation."""
+    """Apply an operation to the simulated stack. Raises IndexError for an operation that `_check_pickle` must
+    refuse."""
     name, operands = opcode.name, opcode.stack_before
     if name == "MARK":
         marks.append(len(stack))

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 UnsupportedModels = Mapping[str, tuple[str, ...]]
-"""For each model, prefixes that identify it: a tensor's name contains the prefix at its start or after a dot. A more
-specific model comes before a more general one."""
+"""For each model, the prefixes that identify it. A prefix matches at the start of a tensor's name, or after a dot. A
+specific model comes before a general model."""
 OTHER_MODELS: UnsupportedModels = {
     "LTX-2": ("audio_patchify_proj.", "audio_proj_in.", "audio_adaln_single."),
     "LTX-Video": ("patchify_proj.", "adaln_single.", "caption_projection."),
@@ -44,7 +44,7 @@ def find_unsupported(names: Iterable[str], unsupported_models: UnsupportedModels
 
 
 def describe_without_transformer(names: Iterable[str], unsupported_models: UnsupportedModels) -> str:
-    """Say what a file without a known transformer holds, and give advice: the end of an error message."""
+    """Return the end of an error message about a file without a known transformer: what the file holds, and advice."""
     names = list(names)
     if any(map(LORA_KEY.search, names)):
         return "is a LoRA: give the model that it changes, and the file with --lora"

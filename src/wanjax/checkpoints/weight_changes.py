@@ -27,14 +27,15 @@ Note = Callable[[str], Any]
 def with_loras(source: Source, loras: Sequence[Lora], kinds: Kinds, note: Note | None = None) -> Source:
     """Merge LoRAs into a checkpoint's transformers.
 
-    A file may have separate tensors for two experts. Then each expert is changed by its own tensors. Weights that are
-    stored with 8 bits become floats, are changed, and are quantized again.
+    If a file has separate tensors for two experts, each expert gets its own tensors. Weights that are stored with 8
+    bits become floats, are changed, and are quantized again.
 
     Args:
         source: The checkpoint.
         loras: The LoRAs. If several LoRAs change a weight, their changes are summed.
         kinds: The kinds of networks that the transformers may be.
-        note: Called with a summary of each file. If None, a file whose changes fit only in part causes a warning.
+        note: Called with a summary of each file. If it is None, a file is only reported if some of its changes do not
+            fit, by a warning.
 
     Raises:
         WanjaxError: A LoRA file cannot be read, or fits the transformer too little, or is for an expert that the
