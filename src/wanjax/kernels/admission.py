@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare each hand-written kernel with its reference on the user's own chip, before the kernel is used.
+"""Compare each hand-written kernel with its reference on the user's chip, before the kernel is used.
 
 Modules named `trials`, beside the kernels, list the kernels and the small shapes to try. Trials run in a child process,
 because a kernel that hangs also blocks its process. The child must open its chip before this process opens any chip.
-The result for a kernel is saved: why it failed, or that it passed. The result stays valid for the same kind of chip,
-the same versions of jax, jaxlib and libtpu, and the same code of the kernel.
+The result for a kernel, a failure with its reason or a pass, is saved. It stays valid for the same kind of chip, the
+same versions of jax, jaxlib and libtpu, and the same code of the kernel.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ class Kernel(NamedTuple):
 
     Attributes:
         name: The name of the kernel in `admitted.is_admitted`.
-        modules: The modules whose code decides whether the kernel fails.
+        modules: The modules with the kernel's code. A change of their code makes a saved result invalid.
         trials: Returns the kernel's trials.
     """
 
@@ -105,8 +105,7 @@ def failure_reasons(
 ) -> dict[str, str]:
     """Return why each kernel failed; "" means that it passed. Saved results are reused, and new ones are saved.
 
-    If a kernel hangs, the kernels after it are not tried. The kernels that are not tried are rejected only in this
-    process, and nothing is saved for them.
+    If a kernel hangs, the kernels after it are not tried. This process rejects them, but saves no result for them.
 
     Args:
         device_kind: The kind of the chip.
@@ -130,7 +129,8 @@ def failure_reasons(
 
 
 def combine_failure_reasons(reasons: dict[str, str]) -> dict[str, str]:
-    """Combine the failure reasons of all processes of a run. If one process rejects a kernel, all reject it."""
+    """Combine the failure reasons of all processes of a run. If one process rejects a kernel, all processes reject
+    it."""
     rejected_here = np.array([bool(reason) for reason in reasons.values()], np.int32)
     rejected_anywhere = np.reshape(multihost_utils.process_allgather(rejected_here), (-1, len(rejected_here))).any(
         axis=0
@@ -201,8 +201,8 @@ class _TrialProcess:
 
 
 def _try_in_this_process(kernels: str, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Try kernels in this process and yield the failure reasons. A child cannot do this if this process has already
-    opened the devices."""
+    """Try kernels in this process and yield the failure reasons. A child process cannot try them if this process has
+    already opened the devices."""
     by_name = {kernel.name: kernel for kernel in _load_kernels(kernels)}
     for name in names:
         reasons: queue.Queue[str] = queue.Queue()
@@ -258,7 +258,7 @@ def _load_kernels(kernels: str) -> tuple[Kernel, ...]:
 
 
 def _cache_key(device_kind: str, kernel: Kernel) -> dict[str, str]:
-    """Return the facts that decide whether a kernel fails."""
+    """Return the facts for which a saved result is valid."""
     digest = hashlib.sha256()
     for module in (*kernel.modules, __name__):
         spec = find_spec(module)

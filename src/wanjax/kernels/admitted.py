@@ -28,7 +28,7 @@ TRIED_WHEN_NEEDED = (
     *("quantized_matmul", "sparse_linear_tpu", "splash"),
 )
 """Kernels that few runs use. Other runs need not wait for the trials of these kernels."""
-ALL_OTHER_KERNELS = ""  # the name that stands for all other kernels
+ALL_OTHER_KERNELS = ""  # the name for all kernels that are not in `TRIED_WHEN_NEEDED`
 
 _rejected: dict[str, str] = {}
 _tried: set[str] = set()
@@ -38,7 +38,7 @@ def is_admitted(kernel: str) -> bool:
     """Return True if a kernel may be used. If the kernel is in `TRIED_WHEN_NEEDED` and was not tried yet, try it
     first."""
     if kernel in TRIED_WHEN_NEEDED and kernel not in _tried:
-        trial = Thread(target=admit_kernels, args=(kernel,))  # this thread is tracing a program
+        trial = Thread(target=admit_kernels, args=(kernel,))  # this thread may be tracing a program
         trial.start()
         trial.join()
     return kernel not in _rejected

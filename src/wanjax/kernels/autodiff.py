@@ -18,7 +18,7 @@ Results = TypeVar("Results")  # an array, or a tree of arrays
 _NAME = "saved"
 
 remat = partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(_NAME))
-"""Compute a function again in its backward pass, except what `save_for_backward` marks."""
+"""Compute a function again in its backward pass, except for the results that `save_for_backward` marks."""
 
 
 _is_forward_only: ContextVar[bool] = ContextVar("is_forward_only", default=False)
@@ -26,7 +26,7 @@ _is_forward_only: ContextVar[bool] = ContextVar("is_forward_only", default=False
 
 @contextmanager
 def forward_only() -> Iterator[None]:
-    """Within the block, networks compute no gradients, so they may use operations that have none."""
+    """Within the block, networks compute no gradients. They may therefore use operations without a gradient."""
     token = _is_forward_only.set(True)
     try:
         yield
@@ -40,7 +40,8 @@ def is_forward_only() -> bool:
 
 
 def save_for_backward(x: Results) -> Results:
-    """Mark results that are saved for the backward pass. Mark those that cost the most to compute for their size."""
+    """Mark results to save for the backward pass. Use this for results that take long to compute, relative to their
+    size."""
     return checkpoint_name(x, _NAME)
 
 

@@ -3,11 +3,11 @@
 of `jax.jit`.
 
 The set `safe` has options that are in wide use. The set `fast` adds options that are faster by the compiler's own
-estimate, but that were not run on a chip yet. With `fast`, an autoencoder takes longer to compile. docs/performance.md
-has the estimates for both sets. The sets differ only on TPUs.
+estimate, but that no chip has run yet. With `fast`, an autoencoder takes longer to compile. docs/performance.md has the
+estimates for both sets. The sets differ only on TPUs.
 
-XLA for one platform rejects options of another platform. So the functions that return options take the target of the
-program as an argument. None is the current target. `save_option_set` and `saved_option_set` remember which set is
+XLA for one platform rejects options of another platform. Functions that return options therefore take the target of the
+program as an argument. None means the current target. `save_option_set` and `saved_option_set` remember which set is
 better on this machine.
 """
 
@@ -19,7 +19,7 @@ from wanjax.sharding import device_platform
 from wanjax.stores.results import ResultCache
 
 SAFE_SET, FAST_SET = OPTION_SETS = ("safe", "fast")
-FASTER_SET_KIND = "compiler"  # the kind under which `ResultCache` stores the faster set
+FASTER_SET_KIND = "compiler"  # the kind of results under which `ResultCache` stores the faster set
 XLA_LEVEL_O1, XLA_LEVEL_O2 = 19, 29  # XLA's numbers for its optimization levels; O2 is the default
 KINDS_WITHOUT_SPARSE_CORES = ("TPU v5 lite", "TPU v5e")
 LARGE_VMEM_KINDS = ("TPU v6 lite", "TPU v6e")
@@ -36,9 +36,9 @@ def scan_options(program_target: Target | None = None) -> dict[str, str]:
     """Return the options of a program that scans over the blocks of a network.
 
     On CPUs, XLA would cast the half-precision weights of all blocks to float32 before the loop, which needs three times
-    as much memory. An option switches that pass off, so that XLA casts one block at a time. On TPUs, all-to-alls and
-    all-gathers become asynchronous, so that they overlap other work. A ring sends keys, values and the matrices of a
-    block at the same time, which are more permutes than the five that XLA allows.
+    as much memory. An option makes XLA cast one block at a time. On TPUs, options make all-to-alls and all-gathers
+    asynchronous, so that they overlap other work. A ring sends keys, values and the matrices of a block at the same
+    time. These are more than the five permutes that XLA allows by default, so an option allows more.
     """
     options = {
         "cpu": {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"},
@@ -54,7 +54,8 @@ def scan_options(program_target: Target | None = None) -> dict[str, str]:
 def random_options(program_target: Target | None = None) -> dict[str, str]:
     """Return the options of a program that draws random numbers. Such a program runs once for a video.
 
-    On CPUs, XLA's default level takes four times as long to compile the generator, and makes nothing faster.
+    On CPUs, XLA's default optimization level takes four times as long to compile the generator, and the program is no
+    faster.
     """
     return (
         {"xla_backend_optimization_level": "2"}
@@ -92,7 +93,8 @@ def fast_matmul_options(program_target: Target | None = None) -> dict[str, str]:
 def offload_options(program_target: Target | None = None) -> dict[str, bool]:
     """Return the options of a program whose blocks are copied from the host's memory.
 
-    By default XLA starts such a copy on a card just before its result is needed, and on TPUs as early as it can.
+    By default, XLA starts such a copy late on a card, just before the copy's result is needed. On TPUs, XLA starts it
+    as early as possible.
     """
     is_card = (program_target or target()).platform == "gpu"
     return {"xla_gpu_enable_latency_hiding_scheduler": True} if is_card else {}
@@ -101,8 +103,9 @@ def offload_options(program_target: Target | None = None) -> dict[str, bool]:
 def conv_options(program_target: Target | None = None) -> dict[str, int]:
     """Return the options of a program that spends its time in convolutions.
 
-    For TPUs, XLA's default level searches for the best tiles of each convolution. The search takes four fifths of the
-    compile time and saves a quarter of the run time (docs/performance.md), so it is left to the set `fast`.
+    For TPUs, XLA's default optimization level searches for the best tiles of each convolution. The search takes four
+    fifths of the compile time and saves a quarter of the run time (docs/performance.md). Only the set `fast` has this
+    search.
     """
     return {"optimization_level": XLA_LEVEL_O1} if (program_target or target()).platform == "tpu" else {}
 
@@ -132,7 +135,7 @@ def save_option_set(compiler: str) -> None:
 
 def _machine_key() -> dict[str, str]:
     """Return the number and the kind of the devices, and the versions of their compiler and of JAX."""
-    device_platform()  # raises a WanjaxError if there are no devices
+    device_platform()  # raises WanjaxError if there are no devices
     devices = jax.devices()
     kind = f"{len(devices)} x {devices[0].device_kind}"
     return {"devices": kind, "platform": devices[0].client.platform_version, "jax": jax.__version__}

@@ -6,7 +6,8 @@ from functools import cache
 
 import numpy as np
 
-HADAMARD_SIZES = (256, 64, 16)  # possible numbers of channels that are rotated together, the best first
+# possible numbers of channels in a group that is rotated together, the best number first
+HADAMARD_SIZES = (256, 64, 16)
 
 
 @cache
@@ -22,6 +23,6 @@ def regular_hadamard(size: int) -> np.ndarray:
 
 
 def choose_hadamard_size(features: int) -> int:
-    """Return how many channels to rotate together, for this number of input channels. Return 0 if no size of a group
-    divides the number."""
+    """Return how many channels to rotate together. Return 0 if no size in `HADAMARD_SIZES` divides the number of input
+    channels."""
     return next((group for group in HADAMARD_SIZES if features % group == 0), 0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A TPU kernel that computes SiLU of a channel norm, for video autoencoders, in one pass over memory.
 
-XLA sums the squares of a pixel's channels in one pass, copies the sums to lay pixels along the lanes and back, and
-scales in a second pass. The kernel reads each value once.
+XLA takes two passes: one sums the squares of a pixel's channels, and one scales. In between, it copies the sums to
+another memory layout and back. The kernel reads each value once.
 """
 
 from functools import partial
@@ -20,9 +20,9 @@ from wanjax.kernels.autodiff import with_gradient
 from wanjax.kernels.target import target
 from wanjax.sharding import current_partitioner
 
-# Numbers of frames that fill a tile; for these, XLA keeps height and width outermost, so that a transpose is free
+# Numbers of frames that fill a tile. For these numbers, XLA keeps height and width outermost, so a transpose is free
 NUM_SUBLANES = 8
-# Bytes of a block in float32: larger blocks are not faster, and with smaller blocks, transfers are too short
+# Bytes of a block in float32. Larger blocks are not faster, and smaller blocks make transfers too short
 BLOCK_BYTES = 2**20
 MIN_SQUARE_SUM = 1e-24  # avoids a division by zero
 
@@ -46,7 +46,7 @@ def normed_silu(
 
 
 def reference(x: Float[Array, "*B C"], gamma: Float[Array, " C"], dtype: DTypeLike) -> Float[Array, "*B C"]:
-    """`normed_silu` in plain JAX: the specification of the kernel, and its gradient."""
+    """Compute `normed_silu` in plain JAX. This is the specification of the kernel, and gives its gradient."""
     return jax.nn.silu(channel_norm(x, gamma, jnp.float32)).astype(dtype)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """TPU kernels that process heads between a projection and attention, each in one pass over memory.
 
-To join the halves of a head, XLA copies queries and keys to a layout with tokens along the lanes, and back. To split
+To swap the halves of a head, XLA copies queries and keys to a layout with tokens along the lanes, and back. To split
 the width of a token into parts for other devices, XLA copies twice. The kernels here read rows of all heads in the
-layout of the projection, swap the halves of a head by a rotation of lanes, and write each part contiguously.
+layout of the projection. They swap the halves of a head by a rotation of lanes, and write each part contiguously.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from wanjax.kernels.autodiff import with_gradient
 from wanjax.kernels.target import target
 from wanjax.sharding import TILE_ROWS, Partitioner, current_partitioner
 
-MAX_BLOCK_TOKENS = 256  # tokens of a block: more tokens are not faster, and with fewer tokens, transfers are too short
+MAX_BLOCK_TOKENS = 256  # tokens of a block: more tokens are not faster, and fewer tokens make transfers too short
 
 
 def normed_rotary(
@@ -37,8 +37,9 @@ def normed_rotary(
 ) -> Float[Array, "B L E"]:
     """Compute x · inverse · scale, then rotate channels p and p + P of each head of 2 P channels by the p-th angle.
 
-    The computation is in float32, and the result is rounded once to x's dtype. Each of several devices computes its own
-    tokens, and only its own heads if heads are sharded. `interpret` runs the kernel without a TPU, slowly, for tests.
+    The computation is in float32, and the result is rounded once to x's dtype. If there are several devices, each
+    device computes its own tokens and, if heads are sharded, its own heads. `interpret` runs the kernel without a TPU,
+    slowly, for tests.
     """
     if not interpret and (not _uses_kernel(x, "normed_rotary") or 2 * cos.shape[1] != LANES):
         return reference(x, inverse_rms, scale, cos, sin)
@@ -79,7 +80,7 @@ def head_normed_rotary(
 
 
 def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
-    """If an all-to-all will send the heads of x, order the heads in memory by destination device."""
+    """Order the heads of x in memory by destination device, if an all-to-all will send them."""
     partitioner = current_partitioner()
     if not _uses_kernel(x, "heads_apart") or x.shape[2] % LANES:
         return x
@@ -116,7 +117,7 @@ def reference(
     cos: Float32[Array, "L P"],
     sin: Float32[Array, "L P"],
 ) -> Float[Array, "B L E"]:
-    """`normed_rotary` in plain JAX: the specification of the kernel, and its gradient."""
+    """Compute `normed_rotary` in plain JAX. This is the specification of the kernel, and gives its gradient."""
     y = (x.astype(jnp.float32) * inverse_rms * scale[None, None]).reshape(*x.shape[:2], -1, 2 * cos.shape[1])
     return apply_rotary(y, cos, sin).astype(x.dtype).reshape(x.shape)
 
@@ -130,7 +131,7 @@ def reference_by_head(
     *,
     eps: float,
 ) -> Float[Array, "B L E"]:
-    """`head_normed_rotary` in plain JAX: the specification of the kernel, and its gradient."""
+    """Compute `head_normed_rotary` in plain JAX. This is the specification of the kernel, and gives its gradient."""
     y = x.astype(jnp.float32).reshape(*x.shape[:2], -1, len(scale))
     y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
@@ -194,7 +195,7 @@ def _pallas_call(
 
 
 def concatenate_parts(parts: Float[Array, "_N B L E"]) -> Float[Array, "B L _E"]:
-    """Join parts along the width. The compiler removes this if the parts are then split again."""
+    """Join parts along the width. If the parts are then split again, the compiler removes both operations."""
     return jnp.moveaxis(parts, 0, 2).reshape(*parts.shape[1:3], -1)
 
 
@@ -235,7 +236,7 @@ def _head_normed_rotary_kernel(x_ref, scale_ref, bias_ref, cos_ref, sin_ref, out
 
 
 def _identity(x: Array) -> Array:
-    """`pack_for_all_to_all` in plain JAX. The function returns x, because packing does not change values."""
+    """Compute `pack_for_all_to_all` in plain JAX: return x, because packing does not change values."""
     return x
 
 

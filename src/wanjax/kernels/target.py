@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from wanjax.sharding import local_devices
 
 _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
-_MULTIPLY_BFLOAT16 = {"amx_bf16", "avx512_bf16"}  # instruction sets, by the names that Linux uses
+_MULTIPLY_BFLOAT16 = {"amx_bf16", "avx512_bf16"}  # Linux's names of the instruction sets
 
 
 class Target(NamedTuple):
@@ -26,7 +26,7 @@ class Target(NamedTuple):
 
 
 def target_of(device: Any) -> Target:
-    """Return the target of a JAX device, which may be absent."""
+    """Return the target of a JAX device, or of a described device that this process does not have."""
     platform = str(device.platform)
     return Target(_PLATFORMS.get(platform, platform), device.device_kind)
 
@@ -42,7 +42,7 @@ def multiplies_bfloat16(x: jax.Array) -> bool:
 
 @cache
 def instructions() -> frozenset[str]:
-    """Return the names of this processor's instruction sets that Linux lists. On other systems there are none.
+    """Return the names of this processor's instruction sets, as Linux lists them. The result is empty on other systems.
 
     Programs for CPUs are compiled for the processor that compiles them.
     """
@@ -64,9 +64,10 @@ def target(x: jax.Array | jax.ShapeDtypeStruct | None = None) -> Target:
     """Return the target of an array, or of the program that is being traced.
 
     The target follows from the array's sharding. Without a sharding, it follows from the mesh that `jax.set_mesh` set.
-    Without a mesh, it is JAX's default device. A mesh may have absent devices (`jax.experimental.topologies`), so a
-    program that a CPU compiles ahead of time for TPUs has a TPU as its target. `jax.lax.platform_dependent` is no
-    alternative: it decides at lowering, traces all branches, and cannot report which branch was taken.
+    Without a mesh, it is JAX's default device. A mesh may have devices that this process does not have
+    (`jax.experimental.topologies`). If a CPU compiles a program ahead of time for TPUs, the target is therefore a TPU.
+    `jax.lax.platform_dependent` is no alternative, because it decides at lowering, traces all branches, and cannot
+    report which branch was taken.
     """
     meshes = (getattr(_sharding(x), "mesh", None), jax.sharding.get_abstract_mesh())
     for device in (getattr(mesh, "abstract_device", None) for mesh in meshes):
@@ -85,7 +86,7 @@ def _default_device(x: jax.Array | jax.ShapeDtypeStruct | None) -> Any:
         return default_device
     if default_device is None:
         return local_devices()[0]
-    # An array on this platform would also show the device, but creating an array runs a program
+    # An array would also show the device, but creating an array runs a program
     return jax.local_devices(backend=default_device)[0]
 
 

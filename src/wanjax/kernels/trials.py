@@ -14,7 +14,7 @@ from wanjax.kernels.attention import trials
 from wanjax.kernels.attention.trials import normal
 from wanjax.kernels.quantized_matmul import trials as quantized_trials
 
-BFLOAT16_TOLERANCE = 6e-3  # the largest error of results that are rounded once to bfloat16
+BFLOAT16_TOLERANCE = 6e-3  # the largest error of a result that is rounded once to bfloat16
 TOKEN_COUNTS = {"whole blocks": 512, "a ragged tail": 300}  # tokens
 
 

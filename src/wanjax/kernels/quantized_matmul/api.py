@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions of quantized products. The functions check the arguments, and call an implementation that
-supports the arguments."""
+"""The public functions of quantized products. They check their arguments, and call an implementation that supports
+these arguments."""
 
 from collections.abc import Callable
 from functools import partial
@@ -48,18 +48,17 @@ def quantized_matmul(
     inputs the product has no gradient.
 
     Args:
-        x: The inputs [... I], which are cast to `dtype`; or inputs that `quantize_tokens` has quantized for several
-            products.
+        x: The inputs [... I], which are cast to `dtype`, or the result of `quantize_tokens`.
         weight: The weight [I O], from `quantize_weight` or from a file.
         bias: The bias [O], or None.
         hadamard_size: How many input channels of the weight were rotated together; 0 for none.
-        activations: The format to which each row of x is quantized, after the row is rotated. The format must be that
-            of the weight. None does not quantize inputs.
+        activations: The format to which each row of x is quantized after its rotation, equal to the weight's format.
+            None does not quantize inputs.
         dtype: The dtype of the result. If inputs are not quantized, it is also the dtype of the operands.
         modulation: A layer norm of x and its modulation, which come first.
         eps: The epsilon of the layer norm.
         gelu: Whether to apply GELU, by its tanh formula.
-        gated_sum: A gated sum with a residual, which comes last. The result then has the residual's dtype.
+        gated_sum: A gated sum with a residual, which is computed last. The result then has the residual's dtype.
 
     Raises:
         WanjaxError: The shapes or dtypes of the operands do not fit each other.
@@ -171,8 +170,8 @@ def quantized_mlp(
 ) -> Float[Array, "*B _E"]:
     """Return a product, GELU, and a second product.
 
-    On TPUs the first product quantizes its results, so that they go to memory and back in 8 bits. Then each of several
-    parts of a row has its own scale.
+    On TPUs the first product quantizes its results before it writes them to memory. Each row of these results is
+    divided into parts with their own scales.
 
     Args:
         x: The inputs [... I].

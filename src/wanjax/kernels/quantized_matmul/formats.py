@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Represent weights and tokens by numbers of 8 bits. A weight has a scale for each output channel, and a token has its
-own scale.
+"""Represent weights and tokens by numbers of 8 bits. A weight has a scale for each output channel. Each token has a
+scale.
 
 Before a row is quantized, each group of its input channels may be rotated by a regular Hadamard matrix (ConvRot,
 arXiv:2512.03673). The rotation spreads a channel with large numbers over its group. Without the rotation, such a
@@ -21,7 +21,7 @@ from wanjax.kernels.hadamard import regular_hadamard
 NumberFormat = Literal["int8", "fp8"]
 FORMATS: dict[str, jnp.dtype] = {"int8": jnp.dtype(jnp.int8), "fp8": jnp.dtype(jnp.float8_e4m3fn)}
 """The dtype of the numbers of each format."""
-# The largest number of each format; with -128, the range of int8 would be uneven
+# The largest number of each format. Int8 leaves -128 out, so that its range is symmetric
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 SMALLEST_ABSMAX = 1e-30  # a lower bound of a row's maximum, so that the scale of a row of zeros is not zero
 

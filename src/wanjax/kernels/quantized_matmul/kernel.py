@@ -5,9 +5,9 @@ kernel that only quantizes rows.
 A grid step of the product has the whole depth of a row tile and of a column tile in VMEM, so it needs no accumulator. A
 row tile stays in VMEM while its column tiles run. Before the first column tile, the rows are normed, rotated and
 quantized into scratch memory, unless they already have 8 bits. After each product, while its sums are still in
-registers, the kernel applies scales, bias and the epilogue. The epilogue is GELU, a gated sum, or GELU and the
-quantization of the next product's rows. Or it is the norm of whole rows of the result, and the rotation of their heads:
-then the rows of the result stay in VMEM too, and the kernel finishes them after the last column tile.
+registers, the kernel applies scales, bias and the epilogue. There are four epilogues: GELU; a gated sum; GELU and the
+quantization of the next product's rows; or the norm of whole rows of the result and the rotation of their heads. In the
+last case the rows of the result stay in VMEM too, and the kernel finishes them after the last column tile.
 """
 
 import math
@@ -64,8 +64,8 @@ class Epilogue(NamedTuple):
         gelu: The dtype in which GELU is computed; None for no GELU.
         quantization: How the result is quantized for the next product; None for a result in floats.
         norm_eps: The epsilon of an RMS norm of whole rows of the result; None for no norm.
-        norm_per_head: Whether the norm is of each head of 128 channels instead.
-        parts: Into how many groups of heads normed rows are written, each of which is contiguous.
+        norm_per_head: Whether each head of 128 channels has a separate norm.
+        parts: The number of groups of heads into which normed rows are split. Each group is contiguous in memory.
     """
 
     gelu: DTypeLike | None = None
@@ -254,9 +254,9 @@ def _matmul_kernel(
 
 
 def _write_columns(y_ref: Any, rows: Any, column_tile: Any, y: Float[Array, "_L _E"]) -> None:
-    """Write a strip of a column tile into rows whose groups of heads are apart."""
+    """Write a strip of a column tile into rows that are split into groups of heads."""
     width, columns = y_ref.shape[2], y.shape[1]
-    size = math.gcd(width, columns)  # columns that lie in one group
+    size = math.gcd(width, columns)  # the columns of one group
     for offset in range(0, columns, size):
         start = column_tile * columns + offset
         part, start = (0, start) if len(y_ref) == 1 else (start // width, start % width)
@@ -307,8 +307,8 @@ def _inverse_rms(square_sums: Float32[Array, "_L _P"], channels: int, eps: float
 
 
 def _product(ref: Refs, rows: Any, columns: slice, gelu: DTypeLike | None) -> Float[Array, "_L _E"]:
-    """Return some rows and columns of the product, after adding the bias. If a dtype for GELU is given, apply GELU in
-    it."""
+    """Return some rows and columns of the product, after adding the bias. If `gelu` is a dtype, apply GELU in this
+    dtype."""
     depth, groups = ref["weight"].shape[0], ref["row_scale"].shape[1]
     sum_dtype = jnp.int32 if ref["weight"].dtype == jnp.int8 else jnp.float32
     y: Any = None
@@ -383,7 +383,7 @@ def _second_mask(ref: Refs, name: str, rows: Any, columns: int) -> Bool[Array, "
 def _by_token(
     ref: Refs, name: str, columns: slice, second_mask: Bool[Array, "_L _E"] | None
 ) -> Float32[Array, "_L _E"] | Float32[Array, "1 _E"]:
-    """Return the vector of each token, or the only vector of all tokens."""
+    """Return the vector of each token. If all tokens share a vector, return this vector."""
     if second_mask is None:
         return ref[name][:, columns]
     return jnp.where(second_mask, ref[name][1:2, columns], ref[name][0:1, columns])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations that may come before and after a quantized product in a transformer block, computed in plain JAX."""
+"""The operations that may surround a quantized product in a transformer block, in plain JAX."""
 
 from typing import NamedTuple
 
@@ -65,13 +65,13 @@ def modulated_norm(x: Float[Array, "B L E"], modulation: Modulation, eps: float)
 
 
 def _by_token(vectors: Float[Array, "B T E"], second_mask: Bool[Array, " L"] | None) -> Float32[Array, "B _L E"]:
-    """Return the vector of each token, or the only vector of all tokens."""
+    """Return the vector of each token. If all tokens share a vector, return this vector."""
     vectors = vectors.astype(jnp.float32)
     return vectors if second_mask is None else jnp.where(second_mask[None, :, None], vectors[:, 1:], vectors[:, :1])
 
 
 def normed_heads(y: Float[Array, "B L E"], norm: HeadsNorm, eps: float) -> Float[Array, "B L E"]:
-    """Divide rows, or heads, by their root mean square, scale their channels, and rotate heads. Round once to y's
+    """Divide rows (or heads) by their root mean square, scale their channels, and rotate the heads. Round once to y's
     dtype."""
     y32, size = y.astype(jnp.float32), len(norm.scale)
     if size < y.shape[-1]:

@@ -50,7 +50,7 @@ def quantized_heads(
 ) -> Float[Array, "B L _E"]:
     """Return x · weight + bias, normed over all channels, with rotated heads.
 
-    The product is rounded to `dtype` before the norm, and the result again at the end.
+    The product is rounded to `dtype` before the norm. The result is rounded to `dtype` too.
     """
     options = {"hadamard_size": hadamard_size, "activations": activations, "modulation": modulation, "eps": eps}
     return normed_heads(quantized_matmul(x, weight, bias, dtype=dtype, **options), norm, norm_eps)

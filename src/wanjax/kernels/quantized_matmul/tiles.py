@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tile sizes of the kernels of quantized products. The defaults are the fastest ones by the compiler's estimates in
+"""Tile sizes of the kernels of quantized products. The default sizes are the fastest by the compiler's estimates in
 docs/quantized_matmul.md."""
 
 from dataclasses import dataclass
@@ -10,22 +10,23 @@ from wanjax.kernels.alignment import LANES, ceil_div, round_up
 
 CHUNK = 256  # channels that one product rotates: the size of a tile of the matrix unit
 ROW_TILE = 32  # rows of 8-bit numbers in a tile of memory
-COMPILER_VMEM_BYTES = 20 << 20  # VMEM for the compiler, which spills the sums of a strip to it
-MAX_ROWS, MIN_COLUMNS, MAX_COLUMNS = 2304, 512, 1536  # the most rows of a grid step; more rows are not faster
+COMPILER_VMEM_BYTES = 20 << 20  # VMEM that is left to the compiler, which spills the sums of a strip
+MAX_ROWS, MIN_COLUMNS, MAX_COLUMNS = 2304, 512, 1536  # maximum rows of a grid step; more rows are not faster
 # Rows of one product; with more rows, GELU or a deep product would spill the sums
 MAX_STRIP, MAX_SPILLED_STRIP = 704, 352
 MAX_PREPARED_STRIP, MIN_PREPARED_STRIP = 192, 96  # rows that are rotated and quantized together
-MAX_QUANTIZED_COLUMNS = 4608  # the most columns of a column tile whose rows have one scale; more columns are not faster
+MAX_QUANTIZED_COLUMNS = 4608  # maximum columns of a column tile whose rows have one scale; more columns are not faster
 QUANTIZED_TILE_ROWS, QUANTIZED_STRIP_ROWS = (
     256,
     128,
 )  # rows of a grid step of the kernel that only quantizes, and rows that it quantizes together
-NORMED_STRIP = 192  # the most rows of the result that are normed together
-# The most input channels for which the product quantizes its rows; with more, row tiles would be too small
+NORMED_STRIP = 192  # maximum rows of the result that are normed together
+# The maximum number of input channels for which the product quantizes its rows; with more, row tiles would be too small
 MAX_DEPTH = 8192
-# Overheads: of a strip and of a row tile, in rows; of a column tile
+# The overheads of a strip and of a row tile, in rows, and the overhead of a column tile
 STRIP_OVERHEAD, STEP_OVERHEAD, COLUMN_OVERHEAD = 16, 16, 128
-# Overhead of an additional scale of a row, in columns: the next product computes the parts of a row one after another
+# The overhead of each further scale of a row, in columns; the next product computes the parts of a row one after
+# another
 SCALE_OVERHEAD = 96
 ROWS_PER_FETCH = 700  # the number of rows whose products take as long as fetching the weights
 
@@ -35,7 +36,7 @@ class Tiles:
     """Tile sizes of a product.
 
     Attributes:
-        rows: Rows of a grid step, whole strips of `strip` and of `prepared`.
+        rows: Rows of a grid step, a multiple of `strip` and of `prepared`.
         columns: Output channels of a grid step.
         strip: Rows of one product.
         prepared: Rows that are normed, rotated and quantized together.
@@ -82,7 +83,7 @@ class Product:
 
     def vmem_bytes(self, tiles: Tiles) -> int:
         """Return the bytes of VMEM that the kernel needs: two buffers of each block, and scratch memory."""
-        scales = 3 * 4 * LANES  # numbers of a row, each of which occupies a row of lanes
+        scales = 3 * 4 * LANES  # the numbers of a row; each number occupies a whole row of lanes
         row_bytes = self.depth * (2 * self.itemsize + 1 if self.quantizes else 2) + scales
         result_bytes = 2 if self.quantizes_result else (2 + 2 * self.adds) * self.itemsize
         result_columns = self.columns if self.norms_result else tiles.columns
@@ -129,8 +130,8 @@ def _cost(product: Product, tiles: Tiles) -> float:
 
 
 def _column_sizes(product: Product) -> set[int]:
-    """Return the sizes of equal column tiles. If the result is quantized, column tiles consist of whole chunks. If its
-    rows are normed, whole column tiles fill them."""
+    """Return the possible sizes of column tiles. If the result is quantized, a column tile consists of whole chunks. If
+    rows of the result are normed, a row consists of whole column tiles."""
     columns = product.columns
     if product.quantizes_result:
         sizes = {size for size in range(CHUNK, MAX_QUANTIZED_COLUMNS + 1, CHUNK) if columns % size == 0}
@@ -143,7 +144,7 @@ def _column_sizes(product: Product) -> set[int]:
 
 
 def _row_sizes(product: Product) -> set[tuple[int, int]]:
-    """Return the sizes of equal row tiles and of their strips."""
+    """Return the possible sizes of row tiles, with the sizes of their strips."""
     spills = product.gelu or product.quantizes_result or product.depth > MAX_DEPTH
     max_strip, least = MAX_SPILLED_STRIP if spills else MAX_STRIP, ceil_div(product.rows, MAX_ROWS)
     sizes = set()

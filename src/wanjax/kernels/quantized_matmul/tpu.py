@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized products on TPUs, by the kernels in `kernel`. Each of several devices computes its own rows."""
+"""Quantized products on TPUs, by the kernels in `kernel`. If there are several devices, each device computes its own
+rows."""
 
 from dataclasses import replace
 from functools import partial
@@ -35,7 +36,7 @@ DTYPES = ("float32", "bfloat16")
 MATMUL_SCOPE = "quantized_products"
 INTERPRETED_VMEM_BYTES = 128 << 20
 BFLOAT16_VECTORS = 6  # the first generation of TPUs with bfloat16 in its vector unit
-INPUTS = ("x", "shift", "factor", "second_mask")  # the operands that are only needed to quantize rows
+INPUTS = ("x", "shift", "factor", "second_mask")  # the operands that only the quantization of rows needs
 Operands = dict[str, Any]
 
 
@@ -122,7 +123,7 @@ def quantized_heads(
     interpret: bool = False,
 ) -> Float[Array, "B L _E"]:
     """Compute a product, then the norm of whole rows and the rotation of their heads, while the rows are in VMEM. The
-    result is `parts` groups of heads, each of which is contiguous in memory."""
+    result is `parts` groups of heads. Each group is contiguous in memory."""
     operands = _input_operands(x, modulation) | _weight_operands(weight, bias)
     size, columns = len(norm.scale), weight.values.shape[1]
     operands |= {"norm_scale": jnp.tile(norm.scale.astype(jnp.float32), columns // size)[None]}
@@ -174,7 +175,7 @@ def quantized_mlp(
     interpret: bool = False,
 ) -> Float[Array, "B L _E"]:
     """Compute a product, GELU and a second product. The first product applies GELU and quantizes its results before it
-    writes them. So each row has several scales, one for each column tile of the first product.
+    writes them. Each row then has a scale for each column tile of the first product.
     """
     operands = _input_operands(x, modulation) | _weight_operands(*up)
     operands |= {f"down_{name}": value for name, value in _weight_operands(*down).items()}

@@ -20,7 +20,7 @@ from wanjax.kernels.target import multiplies_float8
 DEPTH, COLUMNS, HADAMARD_SIZE = 512, 768, 256
 TILES = Tiles(128, 256, 64, 64)
 TOKENS = {"whole tiles, a norm and GELU": 256, "a ragged tail and a gated sum": 300}
-TOLERANCE = 1e-2  # results in bfloat16, and numbers halfway between two steps of rounding, give an error of about 2e-3
+TOLERANCE = 1e-2  # bfloat16 results, and numbers halfway between two steps of rounding, give an error of about 2e-3
 MLP_TOLERANCE = 2e-2  # kernel and reference quantize the rows of the second product with different scales
 EPS = 1e-6
 
