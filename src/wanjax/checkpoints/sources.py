@@ -39,7 +39,7 @@ from wanjax.layers.precision import FLOATS, Precision
 from wanjax.stores.paths import missing_file
 
 CONFIGS = ("config.json", "scheduler_config.json", "guider_config.json")
-WEIGHT_SUFFIXES = {*SUFFIXES, ".msgpack", ".h5", ".onnx"}  # some of these quantizations are not supported
+WEIGHT_SUFFIXES = {*SUFFIXES, ".msgpack", ".h5", ".onnx"}  # wanjax cannot read the added suffixes
 Module = TypeVar("Module", bound=nnx.Module)
 ReaderTransform = Callable[[TensorReader], TensorReader]
 """A function that changes a network's tensors, for example merges LoRAs. The tensors have diffusers' names."""

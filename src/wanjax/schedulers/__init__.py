@@ -48,7 +48,8 @@ SCHEDULERS: Mapping[str, Scheduler] = {
     "rcm": RCM(),
     "rcm-ode": RCMEuler(),
 }
-UNIPC_SHIFT = "flow_shift"  # the name of the flow shift in UniPC's config; other flows' configs call it `shift`
+# the name of the flow shift in UniPC's config; the configs of other flow schedulers call it `shift`
+UNIPC_SHIFT = "flow_shift"
 _OPTION_EXAMPLES = "unipc:order=1", "consistency:timesteps=1000,757,522", "rcm:sigma_max=200"
 
 # For each entry of a config: the reference's default, and the values that wanjax supports.
@@ -160,7 +161,7 @@ def shift_of(config: Mapping[str, Any]) -> Any:
 
 
 def parse(text: object, usable_names: Collection[str] = tuple(SCHEDULERS)) -> Scheduler:
-    """Parse a scheduler's name with an optional option, such as `unipc` or `unipc:order=1`.
+    """Parse a scheduler's name, perhaps with an option, such as `unipc` or `unipc:order=1`.
 
     An error suggests only `usable_names`.
 
@@ -185,7 +186,8 @@ def parse(text: object, usable_names: Collection[str] = tuple(SCHEDULERS)) -> Sc
 
 
 def name_of(scheduler: Scheduler) -> str:
-    """Return the text that `parse` reads as this scheduler. If no text can express the scheduler, return its `repr`.
+    """Return the text from which `parse` creates this scheduler. If there is no such text, return the scheduler's
+    `repr`.
 
     Values that come from the checkpoint are not part of the text.
     """
@@ -220,7 +222,7 @@ def _schedule_options(scheduler: Scheduler) -> set[str]:
 
 
 def _usable_with(original: Scheduler) -> list[str]:
-    """Return the names of the schedulers that can replace a checkpoint's own."""
+    """Return the names of the schedulers that can replace the scheduler of a checkpoint."""
     options = _schedule_options(original)
     return [
         name
@@ -233,7 +235,7 @@ def resolve(scheduler: str | Scheduler, original: Scheduler) -> Scheduler:
     """Return the scheduler that replaces a checkpoint's scheduler.
 
     Args:
-        scheduler: The new scheduler, or its name. A scheduler given by name takes over `checkpoint_fields` from
+        scheduler: The new scheduler, or its name. For a name, the new scheduler takes over `checkpoint_fields` from
             `original`.
         original: The checkpoint's scheduler.
 

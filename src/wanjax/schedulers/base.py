@@ -43,7 +43,7 @@ SigmaSchedule = Literal[
 ]  # the noise levels of flows; comfy: ComfyUI's schedule "simple"
 COMFY = "comfy"  # the start of the names of ComfyUI's schedules
 RHO = 7.0  # the exponent of ComfyUI's schedule "karras"
-LINEAR_NOISE = 0.025  # how far the linear half of ComfyUI's schedule "linear_quadratic" falls
+LINEAR_NOISE = 0.025  # the linear half of ComfyUI's schedule "linear_quadratic" falls by this number
 BETA = 0.6  # both parameters of the distribution of ComfyUI's schedule "beta"
 AnyArray = np.ndarray | Array  # a NumPy array until it is passed to a program
 Index = int | Int[Array, ""]
@@ -53,9 +53,9 @@ Sample = Float[Array, "..."]
 class Schedule(NamedTuple):
     """The numbers for the steps: the network's timesteps, the noise levels in falling order, and the solver's weights.
 
-    There is one more noise level than steps: the last step ends at the last level. `weights` multiply the terms that a
-    step adds up; they are None for a solver that needs only the levels. A schedule for training has a single step,
-    which starts and ends at the same level, and one level per sample.
+    The number of noise levels is the number of steps plus one, because the last step ends at the last level. `weights`
+    multiply the terms of a step's sum. A solver that needs only the levels has no weights: None. A schedule for
+    training has a single step, which starts and ends at the same level. It has one level per sample.
     """
 
     timesteps: Float32[AnyArray, " steps *B"]
@@ -179,7 +179,7 @@ class Flow(Scheduler):
     def _levels(self, steps: int, shift: float, sigma_schedule: str) -> tuple[np.ndarray, np.ndarray]:
         """Return timesteps and noise levels, without the last level, which is 0.
 
-        By default the levels are evenly spaced, or those of a schedule of ComfyUI.
+        The levels are evenly spaced, unless `sigma_schedule` names a schedule of ComfyUI.
         """
         all_levels = (
             comfy_levels(steps, shift, sigma_schedule)
@@ -204,8 +204,8 @@ def shift_sigmas(sigmas: np.ndarray, shift: float) -> np.ndarray:
 def even_levels(steps: int, shift: float, sigma_schedule: str) -> np.ndarray:
     """Return evenly spaced, shifted noise levels in falling order, without the last level, which is 0.
 
-    Before the shift, the official levels fall evenly from 1. diffusers shifts twice: it first shifts both ends of the
-    range, and then shifts every level between these ends.
+    Before the shift, the official levels fall evenly from 1. diffusers shifts twice. It first shifts both ends of the
+    range. Then it spaces levels evenly between these ends, and shifts each level.
     """
     if sigma_schedule == "official":
         levels = np.linspace(1, 0, steps + 1)[:-1].astype(np.float32)
@@ -263,8 +263,8 @@ def comfy_levels(steps: int, shift: float, sigma_schedule: str) -> np.ndarray:
 
 
 def _linear_quadratic(steps: int) -> np.ndarray:
-    """Return levels that fall from 1 along a line, and then along a parabola that leaves the line in its direction and
-    reaches 0 at the end of the last step."""
+    """Return levels that fall from 1 along a line, and then along a parabola. At the start of the parabola the slopes
+    are equal. The parabola reaches 0 at the end of the last step."""
     half = steps // 2
     if half == 0:
         return np.ones(1)
@@ -285,7 +285,8 @@ def _beta_entries(steps: int) -> np.ndarray:
 def _beta_cdf(x: np.ndarray) -> np.ndarray:
     """Compute the distribution function of the symmetric beta distribution with both parameters `BETA`.
 
-    The density is x^(a-1) (1-x)^(a-1) / B. Up to the middle, the binomial series of its second factor is integrated.
+    The density is x^(a-1) (1-x)^(a-1) / B. Up to the middle, the function integrates the binomial series of the second
+    factor.
     """
     n = np.arange(64)  # below 1/2, the terms fall at least as powers of 1/2
     factors = np.cumprod(np.append(1, (n[1:] - BETA) / n[1:]))

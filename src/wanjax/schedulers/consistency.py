@@ -5,7 +5,7 @@
 
 Follows multistep consistency sampling (Song et al., "Consistency Models", 2303.01469), in the form that distilled video
 models use. A network that was distilled at a few timesteps works best at these timesteps. A schedule with fewer steps
-uses the first of them. A schedule with more steps interpolates evenly between them.
+uses the first of these timesteps. A schedule with more steps interpolates evenly between them.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,8 @@ class MultistepConsistency(Flow):
     def init(
         self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
     ) -> NoiseSource:
-        """Return the source of the steps' noise: `noise` [steps, shape of x] if provided, else draws from `keys`.
+        """Return the source of the steps' noise: `noise` [steps, shape of x] if there is one, otherwise the random
+        keys.
 
         Raises WanjaxError for noise of another shape.
         """
@@ -57,9 +58,9 @@ class Consistency(MultistepConsistency):
     750, 500, 250. Follows pipeline/causal_inference.py and utils/scheduler.py of guandeh17/Self-Forcing, and diffusers'
     schedulers/scheduling_flow_match_lcm.py.
 
-    Explicit `timesteps` are passed to the network without a shift. Each timestep has the nearest of the thousand
-    shifted noise levels of training. Follows causvid/models/wan/bidirectional_inference.py of tianweiy/CausVid, and
-    fastvideo/pipelines/stages/denoising.py of hao-ai-lab/FastVideo.
+    Explicit `timesteps` are passed to the network without a shift. The noise level of a timestep is the nearest of the
+    thousand shifted noise levels of training. Follows causvid/models/wan/bidirectional_inference.py of
+    tianweiy/CausVid, and fastvideo/pipelines/stages/denoising.py of hao-ai-lab/FastVideo.
     """
 
     timesteps: tuple[float, ...] = ()
@@ -98,7 +99,7 @@ class RCMLevels(Flow):
 
     sigma_max: float = 80.0
     option: ClassVar[str] = "sigma_max"
-    angles: ClassVar[tuple[float, ...]] = (1.5, 1.4, 1.0)  # the angles after the first
+    angles: ClassVar[tuple[float, ...]] = (1.5, 1.4, 1.0)  # the angles after the first angle
 
     def __post_init__(self):
         min_sigma_max = float(np.ceil(np.tan(self.angles[0])))
@@ -144,7 +145,7 @@ def _check_official(sigma_schedule: str) -> None:
 def _points_along(points: Sequence[float], steps: int) -> np.ndarray:
     """Return the first `steps` points.
 
-    If `steps` exceeds their number, interpolate evenly along the points and down to 0.
+    If there are more steps than points, interpolate evenly along the points and down to 0.
     """
     if steps <= len(points):
         return np.array(points[:steps], np.float64)

@@ -7,10 +7,10 @@ form of diffusers' schedulers/scheduling_dpm_cogvideox.py. A step advances λ = 
     x' = σ'/σ e^-h x + α' (1 - e^-2h) D + σ' √(1 - e^-2h) noise,    D = x0 + (x0 - previous x0) / 2r
 
 r is the previous step's h divided by this step's h. The first step has no previous x0. The last step, which ends
-without noise, does not use the previous x0. λ is infinite at pure noise and at no noise; e^-h is then 0.
+without noise, does not use the previous x0. λ is infinite at pure noise and without noise. Then e^-h is 0.
 
-In a second-order step, the reference draws noise twice and uses the second draw; wanjax draws once, unless it repeats
-the numbers of the reference.
+In a second-order step, the reference draws noise twice and uses the second draw. wanjax draws once, except when it
+reproduces the random numbers of the reference.
 """
 
 from dataclasses import dataclass

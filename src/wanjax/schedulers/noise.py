@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise for the steps of a stochastic solver: drawn from one key per sample, or provided by the caller, for every step
-or for a single step."""
+"""Noise for the steps of a stochastic solver. Each step draws it from one random key per sample, or the caller provides
+it, for all steps or for a single step."""
 
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,14 +19,14 @@ class DrawnNoise(NamedTuple):
 
 
 class ProvidedNoise(NamedTuple):
-    """Noise provided for every step, and the index of the next step."""
+    """Noise that the caller provides for every step, and the index of the next step."""
 
     noise: Float[Array, "steps ..."]
     next_step: Int32[Array, ""]
 
 
 class NextNoise(NamedTuple):
-    """Noise provided for the next step only, and the source of the noise of the steps after it."""
+    """Noise that the caller provides for the next step only, and the source of the noise for later steps."""
 
     noise: Float[Array, "..."]
     later: DrawnNoise
@@ -39,7 +39,8 @@ Tree = TypeVar("Tree")
 def noise_source(
     schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None
 ) -> NoiseSource:
-    """Return the source of the first step's noise: `noise` [steps, shape of x] if provided, else the keys.
+    """Return the source of the first step's noise: `noise` [steps, shape of x] if there is one, otherwise the random
+    keys.
 
     Raises WanjaxError for noise of another shape.
     """

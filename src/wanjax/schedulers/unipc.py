@@ -3,12 +3,13 @@
 
 Follows Zhao et al., "UniPC: A Unified Predictor-Corrector Framework for Fast Sampling of Diffusion Models", 2302.04867,
 with B(h) = e^-h - 1, on predictions m of the clean sample. With λ = log((1 - σ) / σ), the predictor and the corrector
-both move from one noise level to the next by the same expansion, which is linear in the sample and the predictions:
+use the same expansion to move from one noise level to the next. The expansion is linear in the sample and the
+predictions:
 
     x' = w0 x + w1 m + Σ wk (mk - m)
 
 x and m belong to the level at which the step starts. The predictor has one mk: the prediction before m. The corrector
-repeats the previous step, and has one more mk: the prediction at the level where the previous step ended. The weights
+repeats the previous step with a second mk: the prediction at the level where the previous step ended. The weights
 depend only on the order and the noise levels, so they are part of the schedule.
 """
 
@@ -53,7 +54,7 @@ class ExponentialIntegrator(Flow):
         Raises WanjaxError for an invalid shift or sigma schedule, or if two levels are equal in float32.
         """
         schedule = super().schedule(steps, shift=shift, sigma_schedule=sigma_schedule, skip=skip)
-        s = np.asarray(schedule.sigmas, np.float64)  # from float32, as in the references
+        s = np.asarray(schedule.sigmas, np.float64)  # converted from float32, as in the references
         if (s[0] == 1 and not self.starts_at_pure_noise) or (np.diff(s) >= 0).any():
             raise WanjaxError(
                 f"{pluralize(steps, 'step')} at a flow shift of {shift} have equal noise levels: use fewer steps"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA layers for training: each adapted projection gets a low-rank projection; its own weights stay frozen.
+"""LoRA layers for training. Each adapted projection gets a low-rank projection, and its own weights stay frozen.
 
 y = W x + alpha / rank · B A dropout(x) (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2106.09685). A
 is initialised uniformly within 1 / sqrt(in), as in PEFT. B is initialised with zeros, so that training starts from the
@@ -30,7 +30,7 @@ Network = TypeVar("Network", bound=nnx.Module)
 FACTORS = ("lora_down", "lora_up")
 DIFF = "diff"
 FULL_RANK = "proj_l"  # the output projection of linear attention, which is trained at full rank
-OPT_IN_ENDINGS = ("mod", FULL_RANK)  # adapted only if they are targets; `mod` projects the timestep
+OPT_IN_ENDINGS = ("mod", FULL_RANK)  # these layers are only adapted if they are targets; `mod` projects the timestep
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,9 @@ class LoraConfig:
 def check_trainable_precision(precision: Precision, lora: LoraConfig | None) -> None:
     """Raise WanjaxError unless a model in this precision can be trained.
 
-    Frozen weights of 8 bits have exact gradients of their inputs. A product with quantized inputs has none:
-    quantization is flat almost everywhere, and a substitute for its derivative would add noise to every layer.
+    A product with frozen weights of 8 bits has an exact gradient of its inputs. A product with quantized inputs has no
+    useful gradient. Quantization is flat almost everywhere, and a substitute for its derivative would add noise to
+    every layer.
 
     Args:
         precision: The precision of the model.
@@ -92,13 +93,13 @@ def check_trainable_precision(precision: Precision, lora: LoraConfig | None) -> 
 
 
 class DropoutKey(nnx.Variable):
-    """The data of the random key for dropout in an adapted projection. Each step replaces this data."""
+    """The data of the random key for dropout in an adapted projection. Each training step replaces this data."""
 
 
 class LoraLinear(nnx.Module):
     """A projection plus a low-rank projection. The projection's weight may have 8 bits.
 
-    `kernel` is the merged weight, for callers that read the weight instead of calling the layer. It ignores dropout.
+    `kernel` is the merged weight, without dropout, for callers that read the weight instead of calling the layer.
     `dropout_key` is None without dropout.
     """
 
@@ -126,7 +127,7 @@ class LoraLinear(nnx.Module):
 
     @property
     def kernel(self) -> Float[Array, "... _E E"]:
-        assert isinstance(self.base, Linear)  # projections whose weights are read stay in floats
+        assert isinstance(self.base, Linear)  # a projection whose weight is read directly stays in floats
         delta = jnp.matmul(self.lora_down.kernel[...], self.lora_up.kernel[...], precision="highest")
         return self.base.kernel[...].astype(jnp.float32) + self.scale * delta
 
@@ -224,7 +225,7 @@ def remove_adapters(network: Network) -> Network:
 
 
 def _place(network: nnx.Module, partitioner: Partitioner | None) -> None:
-    """Move the factors to the mesh. Abstract factors stay as they are."""
+    """Move the factors to the mesh. Abstract factors stay unchanged."""
     if partitioner is None:
         return
     for path, weight in nnx.to_flat_state(nnx.state(network)):
@@ -236,7 +237,7 @@ def _place(network: nnx.Module, partitioner: Partitioner | None) -> None:
 
 
 def is_factor(path: Sequence[Any], weight: Any) -> bool:
-    """Tell whether a parameter is a factor of a LoRA, or the change of a projection that is trained at full rank."""
+    """Return True if a parameter is a factor of a LoRA, or the change of a projection that is trained at full rank."""
     return len(path) > 1 and path[-2] in (*FACTORS, DIFF)
 
 
@@ -300,7 +301,7 @@ def export_factors(
         down, up = (np.asarray(values[f"{path}.{factor}.kernel"]) for factor in FACTORS)
         exported_up = ExportedTensors(
             {f"{path}.kernel": up}, rules
-        )  # export B like the weight: both have the same rows
+        )  # the rules for the weight also convert B, because both have the same rows
         for i, key in enumerate(exported_up.specs):
             name = key.removesuffix(".weight")
             factors[f"{name}.lora_A.weight"] = np.ascontiguousarray((down[i] if down.ndim == 3 else down).T)

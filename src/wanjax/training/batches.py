@@ -24,8 +24,8 @@ class Batches:
     """The batches of a training run. A batch has clips of one bucket. Each epoch has a new random order.
 
     If the clips of an epoch do not fill the last batch of a bucket, that batch also takes clips from the bucket's next
-    epoch. In `size` epochs, each clip is therefore shown exactly `size` times, even if its bucket has fewer clips than
-    a batch.
+    epoch. `size` epochs therefore show each clip exactly `size` times, even if the clip's bucket has fewer clips than a
+    batch.
 
     Args:
         clips: The clips.
@@ -59,7 +59,8 @@ class Batches:
         self._permutation = lru_cache(maxsize=2 * len(self._buckets))(self._permute_bucket)
 
     def _order_round(self, round_number: int) -> list[tuple[int, int]]:
-        """Return the order of batches in a round of `size` epochs, as pairs of a bucket and a batch's index in it."""
+        """Return the order of batches in a round of `size` epochs. Each batch is a pair of a bucket and the batch's
+        index in the bucket."""
         rng, epochs = (
             np.random.default_rng([self.seed, 1, round_number]),
             [list[tuple[int, int]]() for _ in range(self.size)],

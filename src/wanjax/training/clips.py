@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut clips from files at the model's frame rate. Few sizes and lengths occur, so that few programs are compiled."""
+"""Cut clips from files at the model's frame rate. The clips have few different sizes and lengths, so that few programs
+are compiled."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,8 @@ from wanjax.media.video import VIDEO_ENCODERS
 
 CutMode = Literal["head", "uniform", "windows"]
 MAX_FRAMES = 1024  # the maximum number of frames to read from a file, at the model's frame rate
-ASPECT_RATIOS = (9 / 16, 3 / 4, 1.0, 4 / 3, 16 / 9)  # width / height of further sizes, besides the default size
+# width / height of the possible sizes, in addition to the default size
+ASPECT_RATIOS = (9 / 16, 3 / 4, 1.0, 4 / 3, 16 / 9)
 VIDEO_SUFFIXES = (".gif", *VIDEO_ENCODERS)
 
 
@@ -39,9 +41,9 @@ class Cutting:
     Args:
         sizes: Possible sizes (height, width).
         lengths: Possible numbers of frames, in descending order.
-        fps: Frames a second.
-        cut: `head` takes the first frames of a file, `uniform` takes frames at equal distances, and `windows` takes
-            consecutive clips.
+        fps: Frames per second.
+        cut: How clips are cut from a long file: the first frames (`head`), frames at equal distances (`uniform`), or
+            consecutive clips (`windows`).
         resize: How frames are resized: `crop`, `pad` or `stretch`.
     """
 
@@ -56,7 +58,7 @@ class Cutting:
             raise WanjaxError(f"cut is {self.cut!r}: give {', '.join(get_args(CutMode))}")
 
     def clips(self, file: Path) -> Iterator[Clip]:
-        """Yield the clips of a file, each with the shape of a bucket; a picture is a clip of one frame.
+        """Yield the clips of a file, each with the shape of a bucket. A picture is a clip of one frame.
 
         Raises WanjaxError if the file cannot be read, or is shorter than the shortest clip.
         """
@@ -86,9 +88,10 @@ class Cutting:
 
 
 def bucket_lengths(frames: int, factor: int, min_frames: int | None = None) -> tuple[int, ...]:
-    """List possible lengths of clips: `frames`, about a half of it, a quarter and so on. Each length is `factor` n + 1.
+    """List the possible lengths of clips: `frames`, and about a half, a quarter, an eighth and so on of `frames`. Each
+    length is `factor` n + 1.
 
-    Raises WanjaxError if none of them is at least `min_frames`.
+    Raises WanjaxError if no length is at least `min_frames`.
     """
     candidates, chunks = [], (frames - 1) // factor
     while chunks:
@@ -105,7 +108,8 @@ def bucket_lengths(frames: int, factor: int, min_frames: int | None = None) -> t
 def bucket_sizes(
     size: tuple[int, int], size_for: Callable[[tuple[int, int, int]], tuple[int, int]], use_buckets: bool
 ) -> tuple[tuple[int, int], ...]:
-    """List possible sizes (height, width) of clips: `size` and, with `use_buckets`, others of about the same area."""
+    """List the possible sizes (height, width) of clips: `size` and, with `use_buckets`, other sizes of about the same
+    area."""
     if not use_buckets:
         return (size,)
     other_sizes = [size_for((3600, round(3600 * ratio), 3)) for ratio in ASPECT_RATIOS]

@@ -23,7 +23,7 @@ class TrainConfig:
         steps: Training steps.
         batch_size: Clips in a step.
         grad_accum_steps: The number of microbatches in a step; it must divide `batch_size`.
-        seed: Seed of everything random.
+        seed: The seed of all random numbers.
         lora: The LoRA to train; None trains all weights.
         optimizer: The optimiser and its schedule.
         size: (height, width) of the clips, in pixels. None is the model's default size.
@@ -46,7 +46,8 @@ class TrainConfig:
         ema_decay: Decay of the exponential moving average of the weights. The result of training is then the average.
             None computes no average.
         expert: Which network to train, if the model has two.
-        holdout_every: One clip in this many is held out for the validation loss; 0 holds out no clip.
+        holdout_every: Every clip whose number is a multiple of this is held out for the validation loss; 0 holds out no
+            clip.
         validation_every: Steps between validation losses.
         sample_every: Steps between sample videos.
         save_every: Steps between checkpoints.

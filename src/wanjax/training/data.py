@@ -2,8 +2,8 @@
 """List data sets of clips and pictures with captions: a folder with a text file for each clip or picture, or a table.
 
 A table is `metadata.csv` or `metadata.jsonl` in the folder, or any CSV or JSONL file, with the column names of common
-trainers. Unusable entries, such as a caption in an unknown encoding, are skipped. For each, the result has a sentence
-that says why.
+trainers. Unusable entries, such as a caption in an unknown encoding, are skipped. The result has a sentence with the
+reason for each skipped entry.
 """
 
 import csv
@@ -46,9 +46,9 @@ class Example:
     Args:
         file: The clip or picture.
         caption: Its caption.
-        repeats: How often an epoch shows it.
-        preserve: Whether it is for prior preservation: after training, the model should predict the same for this clip
-            as before.
+        repeats: How often an epoch shows the clip.
+        preserve: Whether the clip is for prior preservation. For such a clip, the trained model should predict the same
+            as the untrained model.
     """
 
     file: Path
@@ -59,7 +59,7 @@ class Example:
 
 @dataclass
 class DataListing:
-    """The examples of a data set, and what was found in the files that are not used.
+    """The examples of a data set, and reports about files that are not used.
 
     Args:
         folder: The folder of the data.
@@ -77,7 +77,7 @@ class DataListing:
 
 
 def check_outside(data: Path, out: Path) -> None:
-    """Raise WanjaxError if a training would write its sample videos among its own clips.
+    """Raise WanjaxError if a training run would write its sample videos into the folder of its clips.
 
     Args:
         data: The folder or table of the data.
@@ -111,7 +111,8 @@ def list_data(data: str | Path) -> DataListing:
 
 
 def _tables_in(folder: Path) -> list[Path]:
-    """Return the tables of a folder of data, of which the first is read. Without one, all its files are listed."""
+    """Return the tables in a folder of data. The first table is read. If there is no table, the clips and pictures of
+    the folder are listed."""
     return [folder / name for name in TABLES if (folder / name).is_file()]
 
 
@@ -237,7 +238,7 @@ def _read_jsonl(lines: Sequence[str], table: Path) -> Iterator[Mapping[str, Any]
         except ValueError:
             if is_text(line):
                 raise _not_object(number, table) from None
-            yield "is not UTF-8 text"  # in some encodings, the bytes of a letter include bytes of JSON's syntax
+            yield "is not UTF-8 text"  # in some encodings, the bytes of a letter include bytes that are JSON syntax
             continue
         if row is not None:
             if not isinstance(row, Mapping):
@@ -268,7 +269,7 @@ def _read_csv(lines: Sequence[str], table: Path) -> Iterator[Mapping[str, Any] |
             if not header:
                 raise WanjaxError(f"the header of {table} cannot be read: {error}") from error
             yield f"cannot be read, perhaps because of quotes in an unquoted caption: {error}"
-            start_line += lines_read + 1  # skip an unclosed quote, which would otherwise consume all later lines
+            start_line += lines_read + 1  # skip an unclosed quote; the reader would take all later lines as its text
 
 
 def _parse_row(header: Sequence[str], fields: list[str]) -> Mapping[str, Any] | str:
@@ -299,7 +300,8 @@ def _parse_row(header: Sequence[str], fields: list[str]) -> Mapping[str, Any] | 
 
 
 def _first_column(row: Mapping[str, Any], names: tuple[str, ...], row_name: str, table: Path) -> Any:
-    """Return the value of the first of these columns that a row has; raise WanjaxError if it has none of them."""
+    """Return the value of the first of these columns that a row has. Raise WanjaxError if the row has none of the
+    columns."""
     for name in names:
         if name in row:
             return row[name]

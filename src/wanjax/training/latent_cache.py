@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of encoded clips and captions beside the data, computed by the pipeline's own encoders.
+"""A cache of encoded clips and captions, in the folder of the data. The pipeline's own encoders compute its entries.
 
 The name of each file is a digest of everything that determines its contents: the clip or caption, how clips are cut,
-and the weights of the encoders. Clips are read, encoded and written one at a time, and the encoders are freed before
+and the weights of the encoders. Clips are read, encoded and written one at a time. The encoders are freed before
 training.
 """
 
@@ -182,7 +182,7 @@ def encoder_fingerprint(pipe: Pipeline) -> dict[str, Any]:
     if source is None:
         return identity | {"model": pipe.model_name}
     files: list[Any] = []
-    if source.revision is None:  # a folder can get new files under the same path
+    if source.revision is None:  # the files of a folder can change while its path stays the same
         paths = sorted(
             path
             for path in source.root.rglob("*")
@@ -197,7 +197,8 @@ def _is_denoiser_file(path: Path) -> bool:
 
 
 def _file_stamp(file: Path) -> str:
-    """Return a digest of a file's path, size and times. If it changes, the file's contents are digested again."""
+    """Return a digest of a file's path, size and times. If this digest changes, the digest of the file's contents is
+    computed again."""
     try:
         status = file.stat()
     except OSError as error:
@@ -227,7 +228,7 @@ def load_features(file: Path) -> dict[str, np.ndarray]:
 
 
 def join_batch(files: Iterable[tuple[Path, Path]], conditioning_type: type[Any]) -> tuple[np.ndarray, Any]:
-    """Load a batch: the latents [B C T H W], and the conditioning as a `conditioning_type`."""
+    """Load a batch: the latents [B C T H W], and the conditioning, of the type `conditioning_type`."""
     clips, captions = [], []
     for latents_file, text_file in files:
         clips.append(load_safetensors(latents_file))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training loop that prefetches batches, writes checkpoints, and resumes from the last one.
+"""A training loop that prefetches batches, writes checkpoints, and resumes from the last checkpoint.
 
 The batch and the random key of a step depend only on the seed and the step's number. A run that is stopped and resumed
 therefore gives bit-identical weights to an uninterrupted run.
@@ -29,9 +29,10 @@ from wanjax.training.step import FINITE, Filter, all_parameters, begin_training,
 
 STATES_FOLDER = "checkpoints"
 RUN_IDENTITY_FILE = "training.json"
-STEPS, LEARNING_RATE = "steps", "optimizer.learning_rate"  # the entries of the identity that may change on resume
+STEPS, LEARNING_RATE = "steps", "optimizer.learning_rate"  # the entries of the identity that a resumed run may change
 MAX_DIFFERENCES = 5  # the maximum number of differences in a message
-MAX_VALUE_CHARS, CONTEXT_CHARS = 60, 20  # how much of a value a message shows, in all and before the first difference
+# the number of characters of a value in a message: in all, and before the first difference
+MAX_VALUE_CHARS, CONTEXT_CHARS = 60, 20
 DrawBatch = Callable[[int, np.random.Generator], Any]
 AfterStep = Callable[[int, Mapping[str, jax.Array]], Any]
 
@@ -52,7 +53,7 @@ class NotFiniteError(WanjaxError):
     """The loss or the state is no longer finite. All checkpoints are still finite.
 
     Attributes:
-        start_step: The step of the checkpoint from which training diverges at once at any learning rate, or None if
+        start_step: The step of a checkpoint from which training diverges at once, whatever the learning rate. None if
             there is no such checkpoint.
     """
 
@@ -86,8 +87,8 @@ class Trainer:
         partitioner: The mesh. None is one device.
         identity: JSON with everything that determines the result. On resume it must equal the folder's identity. None
             accepts any folder.
-        max_checkpoints: The number of checkpoints to keep. The number is above 1, because training may diverge from the
-            last checkpoint.
+        max_checkpoints: The number of checkpoints to keep. The number must be above 1, because training may diverge
+            from the last checkpoint.
 
     Raises:
         WanjaxError: The folder holds a training run with other settings, or cannot be written.
@@ -148,9 +149,9 @@ class Trainer:
             raise WanjaxError(
                 f"{file} is not a training run's file: wanjax did not write it, or another program rewrote it"
             )
-        names = sorted({**current, **previous}, key=lambda name: "[" in name)  # items of long lists come last
+        names = sorted({**current, **previous}, key=lambda name: "[" in name)  # list the items of long lists last
         names = [name for name in names if previous.get(name) != current.get(name)]
-        steps_left = current.get(STEPS, math.inf) > self.step  # the learning rate of a finished run may not change
+        steps_left = current.get(STEPS, math.inf) > self.step  # a finished run must keep its learning rate
         allowed = [
             name for name in names if _is_allowed_change(name, previous.get(name), current.get(name), steps_left)
         ]
@@ -178,7 +179,7 @@ class Trainer:
 
     def _restore(self) -> None:
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, self.state)
-        for x in jax.tree.leaves(self.state):  # even if the network shares the arrays
+        for x in jax.tree.leaves(self.state):  # also if the network shares these arrays
             x.delete()  # frees the old state before the new state is read
         self.state = dict(self.manager.restore(self.step, args=ocp.args.StandardRestore(abstract)))
 
@@ -189,7 +190,7 @@ class Trainer:
         after_step: AfterStep = lambda step, metrics: None,
         save_every: int = 500,
     ) -> None:
-        """Train up to step `last_step`. Do nothing if an earlier run has taken that step.
+        """Train up to step `last_step`. Do nothing if an earlier run has already taken this step.
 
         Args:
             last_step: The step after which training ends.
@@ -291,14 +292,14 @@ def _flatten_json(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _is_allowed_change(name: str, previous: Any, current: Any, steps_left: bool) -> bool:
-    """Tell whether a resumed run may have another value for an entry of the identity."""
+    """Return True if a resumed run may have another value for an entry of the identity."""
     if name not in (STEPS, LEARNING_RATE) or type(previous) not in (int, float) or type(current) not in (int, float):
         return False
     return current > previous if name == STEPS else steps_left
 
 
 def _describe_difference(name: str, previous: Any, current: Any) -> str:
-    """Describe an entry and its two values, which are shortened to the part where they begin to differ."""
+    """Describe an entry and its two values. Long values are shortened to the part where they begin to differ."""
     texts = ["none" if x is None else repr(x) for x in (previous, current)]
     common_length = next((i for i, (x, y) in enumerate(zip(*texts, strict=False)) if x != y), min(map(len, texts)))
     start = max(0, common_length - CONTEXT_CHARS)

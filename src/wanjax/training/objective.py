@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loss of a family's denoiser: the mean squared error of its prediction at random noise levels.
 
-For a flow model this is flow matching (Lipman et al., 2023). For v-prediction the loss equals the error of the clean
-sample, weighted by 1 / (1 - ᾱ), because the two errors differ by the factor σ. The reference uses that weighted loss in
-examples/cogvideo/train_cogvideox_lora.py.
+For a flow model this is flow matching (Lipman et al., 2023). For v-prediction, the error of the prediction and the
+error of the clean sample differ by the factor σ. The loss therefore equals the error of the clean sample, weighted by 1
+/ (1 - ᾱ). The reference uses this weighted loss in examples/cogvideo/train_cogvideox_lora.py.
 """
 
 import math
@@ -138,7 +138,7 @@ def denoising_error(
     alphas, sigmas = (x[0].reshape(-1, 1, 1, 1, 1) for x in (levels.alphas, levels.sigmas))
     x = alphas * x0 + sigmas * noise
     runtime, model = pipe.runtime.with_strategy(Inline()), pipe.model
-    seed_words = jnp.zeros((len(x), 2), jnp.uint32)  # unused, because all noise is an argument
+    seed_words = jnp.zeros((len(x), 2), jnp.uint32)  # not used, because all noise comes from an argument
     sampled = draw_posteriors(
         model.spec.posteriors, latents_of(batch.conditioning), seed_words, _picture_noise(pipe, batch, key)
     )

@@ -13,7 +13,8 @@ from wanjax.errors import WanjaxError
 
 OptimizerName = Literal["adamw", "adafactor", "muon"]
 LrScheduler = Literal["constant", "cosine", "linear"]
-MIN_FLOAT, MAX_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # devices use float32
+# the range of float32, the dtype on devices
+MIN_FLOAT, MAX_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class OptimizerConfig:
         learning_rate: The peak learning rate.
         warmup_steps: Steps in which the learning rate rises linearly to its peak.
         lr_scheduler: The learning rate after the warm-up: `constant`, or `cosine` or `linear` down to 0.
-        max_grad_norm: The maximum norm of the gradients, to which they are clipped; 0 does not clip.
+        max_grad_norm: The norm to which larger gradients are clipped; 0 does not clip.
         weight_decay: Coefficient of decoupled weight decay, which is multiplied by the learning rate.
         beta1: AdamW's decay of the first moment.
         beta2: AdamW's decay of the second moment.
@@ -103,7 +104,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 def muon_dimensions(weights: Any) -> Any:
     """Return the axes of each weight that Muon treats as a matrix (Jordan, 2024).
 
-    Of a kernel these are the last two axes; other weights get None.
+    For a kernel, these are the last two axes. For other weights, the result is None.
     """
 
     def axes(path: Any, weight: Any) -> Any:

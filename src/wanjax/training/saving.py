@@ -24,7 +24,8 @@ from wanjax.training.adapters import LoraConfig
 LoraFormat = Literal["diffusers", "comfy"]
 DIFFUSERS_PREFIX, COMFY_PREFIX = "transformer", "diffusion_model"  # prefixes of keys
 FACTOR_SUFFIXES = (".lora_A.weight", ".lora_B.weight")
-SUFFIXES = (*FACTOR_SUFFIXES, ".diff", ".diff_b")  # the last two are for a projection that is trained at full rank
+# the last two suffixes are for a projection that is trained at full rank
+SUFFIXES = (*FACTOR_SUFFIXES, ".diff", ".diff_b")
 
 
 def save_lora(
@@ -43,8 +44,9 @@ def save_lora(
         factors: The factors by diffusers' names, as `adapters.export_factors` returns them.
         config: The LoRA.
         network: The network that the LoRA adapts.
-        lora_format: With `diffusers`, keys begin with `transformer`, even for a second expert, and the metadata has
-            PEFT's config. With `comfy`, modules have the model authors' names, and each module has an alpha.
+        lora_format: `diffusers` or `comfy`. With `diffusers`, keys begin with `transformer`, even for a second expert,
+            and the metadata has PEFT's config. With `comfy`, modules have the model authors' names, and each module has
+            an alpha.
         training_info: JSON for the metadata.
 
     Raises:

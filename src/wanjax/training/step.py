@@ -54,7 +54,7 @@ class ConstantArrays(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TrainingStep:
-    """The static argument of a step's programs. The argument is hashed and compared by identity.
+    """The static argument of a step's programs. Two arguments are equal only if they are the same object.
 
     Args:
         graphdef: The network's graph definition.
@@ -73,7 +73,7 @@ class TrainingStep:
     grad_accum_steps: int = 1
 
     def network(self, weights: Any, constants: ConstantArrays, key: jax.Array | None = None) -> Any:
-        """Build the network with these weights. If `key` is not None, draw dropout keys from it."""
+        """Build the network with these weights. If there is a `key`, draw dropout keys from it."""
         keys = constants.keys
         if key is not None and jax.tree.leaves(keys):
             keys = redraw_dropout_keys(keys, jax.random.fold_in(key, 1))
@@ -148,13 +148,13 @@ def compute_loss(
 
 
 def _is_finite(state: Any) -> Bool[Array, ""]:
-    """Tell whether all numbers of a state are finite."""
+    """Return True if all numbers of a state are finite."""
     numbers = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in numbers])
 
 
 def _accumulate(value_and_grad: Callable[..., Any], weights: Any, batch: Any, key: jax.Array, parts: int) -> Any:
-    """Average losses, metrics and gradients over microbatches, which are computed one after another."""
+    """Compute the microbatches one after another, and average their losses, metrics and gradients."""
     split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
     first, keys = jax.tree.map(lambda x: x[0], split), jax.random.split(key, parts)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(value_and_grad, weights, first, key))

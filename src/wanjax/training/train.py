@@ -54,7 +54,7 @@ LORA, CHECKPOINT, SAMPLES, LOCK = "lora.safetensors", "checkpoint", "samples", "
 EXPERTS = {"high": 0, "low": 1}
 LEVELS = 8  # the number of fixed noise levels of the validation loss
 SKIPPED_FILE, TRUNCATED_FILE = "left_out.txt", "cut_captions.txt"
-MAX_SENTENCES = 5  # the maximum number of sentences in a note; a file has all of them
+MAX_SENTENCES = 5  # the maximum number of sentences in a note; a file has all sentences
 IN_FLIGHT = 2  # the number of steps that may run before their metrics are read
 Note = Callable[[str], Any]
 ReportProgress = Callable[[str, int, int], Any]  # unit, done, total
@@ -96,8 +96,8 @@ class Training:
         trainer: The trainer of the current network, which `begin` loads.
 
     Raises:
-        WanjaxError: The settings or the data cannot be used. Everything that can be checked before encoding is checked
-            here.
+        WanjaxError: The settings or the data cannot be used. The constructor checks everything that can be checked
+            before encoding.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Training:
         return Path(self.config.latent_cache or self.listing.folder / CACHE_FOLDER)
 
     def has_saved_work(self) -> bool:
-        """Whether another run would resume from files of this run: from encoded clips, or from a state."""
+        """Whether another run would resume from files of this run: encoded clips, or a saved state."""
         return any(self.latent_cache.glob(CLIP_FILES)) or any(
             path.name.isdigit() for path in self.out.glob(f"**/{STATES_FOLDER}/*")
         )
@@ -205,7 +205,7 @@ class Training:
                     file.write_text("\n".join(sentences) + "\n", encoding="utf-8", errors="backslashreplace")
 
     def run(self) -> Path:
-        """Train, and return the LoRA file or the checkpoint, or the folder of the LoRA files of two networks.
+        """Train. Return the LoRA file or the checkpoint. For LoRAs of two networks, return the folder of their files.
 
         Also raises WanjaxError if another process is training in the folder.
         """
@@ -234,7 +234,7 @@ class Training:
         return result
 
     def _train(self, name: str) -> None:
-        """Train a network; resume from an earlier checkpoint if training diverges from the last one."""
+        """Train a network. If training diverges from the last checkpoint, resume from an earlier checkpoint."""
         while True:
             self.begin(name)
             with closing(self.trainer), closing(self.metrics):
@@ -247,7 +247,7 @@ class Training:
                         f"training diverges from the checkpoint of step {start_step}: resuming from the previous one"
                     )
                     self.trainer.delete_checkpoint(start_step)
-            del self.trainer  # frees the old network before the new one is loaded
+            del self.trainer  # frees the old network before the new network is loaded
 
     def begin(self, name: str) -> None:
         """Load a network and, if there is one, its last checkpoint. Call `encode` first."""
@@ -347,7 +347,8 @@ class Training:
             self.save(self.folder / f"lora-{step:06}.safetensors")
 
     def _write_metrics(self, pending: int, *, show_progress: bool = True) -> None:
-        """Write the metrics of all steps but the last `pending`; raise NotFiniteError if a value is not finite."""
+        """Write the metrics of all steps except the last `pending` steps. Raise NotFiniteError if a value is not
+        finite."""
         while len(self._pending) > pending:
             step, finish_time, metrics = self._pending[0]
             values = {name: float(value) for name, value in metrics.items() if name != FINITE}
@@ -444,7 +445,7 @@ class Training:
 
 
 def _attention_entry(pipe: Pipeline) -> dict[str, str]:
-    """Return the metadata entry for the sparse attention of this training; return no entry for dense attention."""
+    """Return the metadata entry for the sparse attention of this training run. Return no entry for dense attention."""
     return {"attention": str(pipe.attention)} if pipe.attention.sparse else {}
 
 
@@ -500,7 +501,7 @@ def train(
         config: The settings. **settings: Fields of `TrainConfig`, which override the fields of `config`.
 
     Returns:
-        The LoRA file or the checkpoint, or the folder of the LoRA files of two networks.
+        The LoRA file or the checkpoint. For LoRAs of two networks, the folder of their files.
 
     Raises:
         WanjaxError: The data or the settings cannot be used.
