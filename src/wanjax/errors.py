@@ -27,6 +27,24 @@ MAX_LISTED_NAMES = 8  # the most names in a message
 MIN_PREFIX = 3  # a shorter mistyped name is not taken for the start of a name
 # The least similarity of a mistyped name and a suggestion, from 0 to 1: "mesh" and "frames" have 0.6
 MIN_SIMILARITY = 0.72
+COMFY_SOLVERS = {
+    "uni_pc": "unipc",
+    "uni_pc_bh2": "unipc",
+    "euler": "euler",
+    "dpmpp_2m": "dpm++",
+    "lcm": "consistency",
+}
+"""ComfyUI's solvers, each with the same or the nearest solver of wanjax."""
+OTHER_SOLVER_NAMES = COMFY_SOLVERS | {
+    "UniPCMultistepScheduler": "unipc",
+    "DPMSolverMultistepScheduler": "dpm++",
+    "FlowMatchEulerDiscreteScheduler": "euler",
+    "FlowMatchLCMScheduler": "consistency",
+    "CogVideoXDDIMScheduler": "ddim",
+    "CogVideoXDPMScheduler": "dpm",
+}
+"""Names of solvers in ComfyUI and diffusers, each with the same or the nearest solver of wanjax, for the advice in
+a message."""
 LIBRARY = __name__.partition(".")[0]
 UNREACHABLE_ERRNOS = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 

@@ -13,13 +13,12 @@ import click
 from click.core import ParameterSource
 
 from wanjax.cli.arguments import complete_files, complete_models, our_name
-from wanjax.errors import WanjaxError, repr_short, suggest_choice
+from wanjax.errors import OTHER_SOLVER_NAMES, WanjaxError, repr_short, suggest_choice
 from wanjax.layers.offload import Offload
 from wanjax.media.bounds import MEDIA_LIMITS
 from wanjax.media.inputs import IMAGE, INPUT_SPECS, InputSpec
 from wanjax.pipelines.mesh_sizes import parse_mesh
 from wanjax.pipelines.settings import MAX_VIDEOS, Settings, schema
-from wanjax.solver_names import OTHER_NAMES
 from wanjax.stores.paths import missing_file, parse_path
 
 Decorator = Callable[[Any], Any]
@@ -72,8 +71,8 @@ def check_choice(option: str, text: str | None) -> None:
     name, names = (text or "").partition(":")[0], CHOICES[option]
     if text is not None and name not in names:
         description = CHOICE_DESCRIPTIONS.get(option, option.replace("_", " "))
-        is_other_name = option == "scheduler" and name in OTHER_NAMES
-        advice = f"did you mean {OTHER_NAMES[name]}?" if is_other_name else suggest_choice(name, names)
+        is_other_name = option == "scheduler" and name in OTHER_SOLVER_NAMES
+        advice = f"did you mean {OTHER_SOLVER_NAMES[name]}?" if is_other_name else suggest_choice(name, names)
         raise WanjaxError(
             f"--{option.replace('_', '-')} got {repr_short(text)}, which names no {description}: "
             f"{advice}"

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from wanjax.errors import WanjaxError, near_names, repr_short
+from wanjax.errors import OTHER_SOLVER_NAMES, WanjaxError, near_names, repr_short
 from wanjax.schedulers.base import TRAIN_STEPS, Scheduler, check_flow, one_step
 from wanjax.schedulers.consistency import RCM, Consistency, RCMEuler
 from wanjax.schedulers.ddim import DDIM
@@ -16,7 +16,6 @@ from wanjax.schedulers.dpm import DPM
 from wanjax.schedulers.flow_dpm import FlowDPM
 from wanjax.schedulers.flow_euler import FlowEuler
 from wanjax.schedulers.unipc import UniPC
-from wanjax.solver_names import OTHER_NAMES
 
 __all__ = [
     "DDIM",
@@ -176,7 +175,11 @@ def parse(text: object, usable_names: Collection[str] = tuple(SCHEDULERS)) -> Sc
         else None
     )
     if scheduler is None or (colon and value is None):
-        similar = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in usable_names else near_names(name, usable_names, 1)
+        similar = (
+            [OTHER_SOLVER_NAMES[name]]
+            if OTHER_SOLVER_NAMES.get(name) in usable_names
+            else near_names(name, usable_names, 1)
+        )
         examples = [example for example in _OPTION_EXAMPLES if example.partition(":")[0] in usable_names]
         with_options = f", or with options {', '.join(examples)}" if examples else ""
         choices = f"give {', '.join(usable_names)}{with_options}"

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from wanjax.checkpoints.lora_keys import HIGH, LOW
-from wanjax.errors import WanjaxError
+from wanjax.errors import COMFY_SOLVERS, WanjaxError
 from wanjax.figures import join_with_and, pluralize
 from wanjax.media.inputs import INPUT_SPECS, VIDEO
 from wanjax.pipelines.settings import COMFY, COMFY_SCHEDULES, TORCH
-from wanjax.solver_names import COMFY_SOLVERS
 from wanjax.workflows.composition import Composition, read_composition
 from wanjax.workflows.evaluate import MediaSize, Reader
 from wanjax.workflows.families import (
@@ -34,7 +33,6 @@ from wanjax.workflows.graph import Graph, Node, Output, shown
 from wanjax.workflows.segments import join_segments
 from wanjax.workflows.values import Batch, File, Film, Latents, Pictures, Sampled, Steps, Unknown, base_name
 
-"""ComfyUI's solvers, each with wanjax's nearest."""
 SAME_SOLVERS = ("euler",)  # the videos of these are the same in both
 CLASSIFIER_FREE = "none"  # the guidance rule without a name of its own
 ZERO_STAR = "cfg-zero"  # a guidance rule that needs guidance
