@@ -14,17 +14,17 @@ from wanjax.pipelines.run import Run
 
 
 @pytest.fixture
-def standing_for(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Arguments]:
-    """Let commands pass their arguments to what keeps them, and not run: `standing_for({stages: ["generate"]})`."""
+def record_arguments(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Arguments]:
+    """Record the arguments of commands instead of running them: `record_arguments({stages: ["generate"]})`."""
 
-    def kept(commands: dict[ModuleType, list[str]]) -> Arguments:
+    def record(commands: dict[ModuleType, list[str]]) -> Arguments:
         arguments = Arguments()
         for module, names in commands.items():
             for name in names:
                 monkeypatch.setattr(module, name, partial(arguments.keep, command=name))
         return arguments
 
-    return kept
+    return record
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`info` and `generate --from`: what made a video is told, and makes the same video again."""
+"""`info` prints the settings of a video, and `generate --from` reproduces the video from them."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def image(tmp_path_factory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, tmp_path_factory, monkeypatch):
+def _in_temporary_folder(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
@@ -95,15 +95,15 @@ def test_info_of_each_format(text, name):
     record = json.loads(succeeded(wanjax("info", name, "--json")).stdout)
     assert record == read_metadata(name) == load_settings(Path("d"))
     if name == "a":
-        for other in ("a/frame_00002.png", "d", "d/generation_config.json", "d/stage2_latents.safetensors"):
-            entries = json.loads(succeeded(wanjax("info", other, "--json")).stdout)
+        for path in ("a/frame_00002.png", "d", "d/generation_config.json", "d/stage2_latents.safetensors"):
+            entries = json.loads(succeeded(wanjax("info", path, "--json")).stdout)
             assert entries.items() <= record.items()
             assert {**entries, "fps": 8} == record
         encoded = json.loads(succeeded(wanjax("info", "d/stage1_embeddings.safetensors", "--json")).stdout)
         assert encoded == {"prompt": "a red circle", "negative_prompt": "grey"}
 
 
-def test_info_of_all_that_can_be_chosen(image):
+def test_info_of_all_settings(image):
     Image.fromarray(np.full((16, 32, 3), 200, np.uint8)).save("red.png")
     more = ("--image", "red.png", "--tile", "--scheduler", "unipc:order=1")
     succeeded(wanjax("a", "--model", image, *ONE_FRAME, *more, "--seed", "-1", "--dir", "d", "--out", "a.mp4"))
@@ -195,7 +195,7 @@ def test_why_a_file_has_no_settings(name, words):
         assert "rewrote" not in message
 
 
-def test_a_video_is_made_again_to_the_bit(text):
+def test_a_video_is_reproduced_to_the_bit(text):
     options = ("--model", text, *SMALL, "--guidance-scale", "3.5", "--scheduler", "euler", "--attention", "chunked")
     succeeded(wanjax("a red circle", *options, "--seed", "-1", "--fps", "8", "--dir", "one", "--out", "one.mp4"))
     succeeded(wanjax("generate", "--from", "one.mp4", "--dir", "two", "--out", "two.mp4"))
@@ -221,7 +221,7 @@ def test_the_printed_command_makes_the_video_again(image, options):
     np.testing.assert_array_equal(frames("two.mp4"), frames("one.mp4"))
 
 
-def test_what_is_typed_wins(text):
+def test_typed_options_win(text):
     succeeded(wanjax("a red circle", "--model", text, *ONE_FRAME, "--seed", "7", "--out", "one.mp4"))
     metadata = read_metadata("one.mp4")
     changes = ("--seed", "8", "--steps", "1", "--negative-prompt", "blur")
@@ -239,14 +239,14 @@ def test_what_is_typed_wins(text):
 
 
 def test_another_model_keeps_its_own_scheduler(text, tmp_path):
-    other = tiny_checkpoint(tmp_path / "other")
+    copy = tiny_checkpoint(tmp_path / "other")
     succeeded(wanjax("a", "--model", text, *SMALL, "--scheduler", "euler", "--out", "one.mp4"))
-    output = succeeded(wanjax("--from", "one.mp4", "--model", other, "--out", "two.mp4")).stderr
-    assert has_line_with(output, f"note: settings video by {text} {other}")
-    one, two = read_metadata("one.mp4"), read_metadata("two.mp4")
-    assert [*two.pop("digests").values()] == [*one.pop("digests").values()]  # two copies of one model
-    assert two == one | {"model": str(other), "scheduler": "unipc"}
-    succeeded(wanjax("--from", "one.mp4", "--model", other, "--scheduler", "euler", "--out", "two.mp4", "--force"))
+    output = succeeded(wanjax("--from", "one.mp4", "--model", copy, "--out", "two.mp4")).stderr
+    assert has_line_with(output, f"note: settings video by {text} {copy}")
+    record, two = read_metadata("one.mp4"), read_metadata("two.mp4")
+    assert [*two.pop("digests").values()] == [*record.pop("digests").values()]  # two copies of one model
+    assert two == record | {"model": str(copy), "scheduler": "unipc"}
+    succeeded(wanjax("--from", "one.mp4", "--model", copy, "--scheduler", "euler", "--out", "two.mp4", "--force"))
     assert read_metadata("two.mp4")["scheduler"] == "euler"
 
 
@@ -271,7 +271,7 @@ def test_videos_of_the_library(text):
     np.testing.assert_array_equal(frames("two.webp"), frames("one.webp"))
 
 
-def test_pictures_and_noise_that_are_gone(image, text):
+def test_missing_pictures_and_noise(image, text):
     Image.fromarray(np.full((16, 32, 3), 200, np.uint8)).save("red.png")
     succeeded(wanjax("a", "--model", image, "--image", "red.png", *ONE_FRAME, "--out", "one.mp4"))
     succeeded(wanjax("--from", "one.mp4", "--out", "two.mp4"))
@@ -306,7 +306,7 @@ PLACES = (
 """Names of parameters and options that a stranger's record might use for a file to write or read."""
 
 
-def test_a_record_of_a_stranger_chooses_no_file(text):
+def test_metadata_of_a_stranger_chooses_no_file(text):
     Path("kept.mp4").write_bytes(b"the user's")
     trap = {name: "trap/kept.mp4" for name in PLACES} | {"force": True, "processes": "10.0.0.1:1,2,0", "offload": "x"}
     trap |= {"out": "kept.mp4", "seeds": "0..9", "count": 3, "quiet": True, "json": True, "preview": True}
@@ -318,8 +318,8 @@ def test_a_record_of_a_stranger_chooses_no_file(text):
     assert Path("kept.mp4").read_bytes() == b"the user's"
 
 
-def test_a_record_names_files_that_are_what_they_were(image, tmp_path):
-    """What is read comes from a record only where its digest agrees: a record may be a stranger's."""
+def test_metadata_names_files_that_are_unchanged(image, tmp_path):
+    """A file that metadata names is read only if its digest agrees: the metadata may be a stranger's."""
     shutil.copytree(image, "model")
     Image.fromarray(np.full((16, 32, 3), 200, np.uint8)).save("red.png")
     succeeded(wanjax("a", "--model", "model", "--image", "red.png", *ONE_FRAME, "--dir", "d", "--out", "one.mp4"))
@@ -347,7 +347,7 @@ def test_a_record_names_files_that_are_what_they_were(image, tmp_path):
         assert has_line_with(refused(*options), f"--model {record['model']}")
 
 
-def test_other_devices_and_versions_are_told(text):
+def test_other_devices_and_versions_are_reported(text):
     succeeded(wanjax("a", "--model", text, *SMALL, "--dir", "d", "--out", "one.mp4"))
     output = succeeded(wanjax("--from", "one.mp4", "--out", "two.mp4")).stderr
     assert "last digits" not in output
@@ -387,14 +387,14 @@ URL = "s3://videos/served/video_1/image.png"
         ),
     ],
 )
-def test_records_of_what_is_not_so(change, message):
+def test_invalid_metadata(change, message):
     Path("a.safetensors").write_bytes(b"another")
     record = json.dumps({"model": "nano", "prompt": "a", "steps": 1, **change})
     Path("one.json").write_text(record.replace("HERE", str(Path().absolute())))
     assert has_line_with(refused("--from", "one.json"), message)
 
 
-def test_records_of_the_scripts_before():
+def test_metadata_of_earlier_scripts():
     config = {"model_id": "nano", "prompt": "a red circle", "num_frames": 1, "num_inference_steps": 1, "seed": 2}
     Path("generation_config.json").write_text(json.dumps(config))
     assert lines(succeeded(wanjax("info", ".")).stdout)["steps"] == "1"
@@ -416,10 +416,10 @@ def test_names_that_are_not_utf_8(text):
     wrong = [[b"info", b"\xe9.mp4"], [b"a", b"--image", b"\xe9.png"], [b"a", b"--out", b"\xe9.avi"]]
     words = [word for command in (first, *message, again, *wrong) for word in (*command, b"::")]
     done = subprocess.run([sys.executable, "-c", EACH, *words], env=environment, capture_output=True)
-    path, plain, of_file, of_folder, of_second, *nothing = done.stdout.split(b"\0")
+    path, named_file, of_file, of_folder, of_second, *nothing = done.stdout.split(b"\0")
     assert done.stderr.split(b"\0")[1::2] == 5 * [b"0"] + 3 * [b"2"], done.stderr
     assert path == os.fsencode(Path.cwd()) + b"/na\xefve.mp4\n"
-    assert rb"caf\udce9.png" in plain
+    assert rb"caf\udce9.png" in named_file
     record = json.loads(of_file)
     assert os.fsencode(record["image"]) == os.fsencode(Path.cwd()) + b"/" + picture
     assert json.loads(of_folder) == record
@@ -429,13 +429,13 @@ def test_names_that_are_not_utf_8(text):
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.webm", "a.gif", "a.webp", "b.png"])
-def test_a_video_that_is_cut_short_is_told(name):
-    """Where its settings are left, as in most of a film, they are shown; else the reason is not the wrong one."""
+def test_a_truncated_video_is_reported(name):
+    """Its settings are printed if they are still in the file; if not, the message names the truncation."""
     write_video(name, FRAMES[: 1 if name.endswith(".png") else None], 8, {"prompt": "a", "model": "nano"})
-    whole = Path(name).read_bytes()
+    content = Path(name).read_bytes()
     assert "truncated" not in succeeded(wanjax("info", name)).output
-    for length in (len(whole) * 9 // 10, len(whole) // 3, 60):
-        Path(name).write_bytes(whole[:length])
+    for length in (len(content) * 9 // 10, len(content) // 3, 60):
+        Path(name).write_bytes(content[:length])
         result = wanjax("info", name)
         assert has_line_with(result.stderr, f"{name} truncated"), (length, result.output)
         assert result.exit_code == 2 or "nano" in result.stdout

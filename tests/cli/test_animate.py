@@ -43,12 +43,12 @@ def of(folder: Path, *more: str | Path) -> tuple[str | Path, ...]:
 def test_a_video_is_as_long_as_the_clip_and_has_the_picture_s_proportions(folder, tmp_path):
     result = succeeded(wanjax(*of(folder, "--out", tmp_path / "whole.mp4")))
     assert has_line_with(result.output, "window 2 of 2 48x64")
-    whole = read_clip(tmp_path / "whole.mp4", 100, 24)
-    assert whole.shape == (13, 64, 48, 3)
+    frames = read_clip(tmp_path / "whole.mp4", 100, 24)
+    assert frames.shape == (13, 64, 48, 3)
     succeeded(wanjax(*of(folder, "--windows", "1", "--out", tmp_path / "first.mp4")))
     first = read_clip(tmp_path / "first.mp4", 100, 24)
     assert len(first) == 9
-    assert np.abs(first.astype(int) - whole[:9]).mean() < 2  # the mp4 is lossy
+    assert np.abs(first.astype(int) - frames[:9]).mean() < 2  # the mp4 is lossy
     record = json.loads(succeeded(wanjax("info", tmp_path / "whole.mp4", "--json")).output)
     assert (record["windows"], record["frames"], record["width"], record["clip_prompt"]) == (
         2,
@@ -57,15 +57,15 @@ def test_a_video_is_as_long_as_the_clip_and_has_the_picture_s_proportions(folder
         "人物动作的参考视频",
     )
     succeeded(wanjax("generate", "--from", tmp_path / "whole.mp4", "--out", tmp_path / "again.mp4"))
-    np.testing.assert_array_equal(read_clip(tmp_path / "again.mp4", 100, 24), whole)
+    np.testing.assert_array_equal(read_clip(tmp_path / "again.mp4", 100, 24), frames)
 
 
 def test_the_library_makes_the_same_frames_and_the_clip_s_prompt_counts(folder):
     pipe = library.load(folder / "model", dtype="float32")
     inputs = {"image": folder / "character.png", "video": folder / "driving.mp4", "seed": 1}
-    video, other = pipe("a woman", **inputs), pipe("a woman", **inputs, clip_prompt="a man dances")
+    video, with_clip_prompt = pipe("a woman", **inputs), pipe("a woman", **inputs, clip_prompt="a man dances")
     assert video.frames.shape == (13, 64, 48, 3)
-    assert (video.frames != other.frames).any()
+    assert (video.frames != with_clip_prompt.frames).any()
     noise = np.zeros((2, 4, 4, 8, 6), np.float32)
     assert (pipe("a woman", **inputs, noise=noise).frames != video.frames).any()
     embeddings = pipe.encode("a woman", **inputs, windows=1)
@@ -90,7 +90,7 @@ def test_noise_of_a_file_has_a_row_for_each_segment(folder, tmp_path):
         (("--overlap", "3"), "overlap 3 1 5"),
     ],
 )
-def test_what_a_character_is_not_made_of(folder, arguments, words):
+def test_inputs_that_do_not_fit_a_character(folder, arguments, words):
     changed = [folder / x if "." in x and x[0] not in "-0" else x for x in arguments]
     assert has_line_with(refused(*of(folder, *changed)), words)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`generate --at` beside servers that are cut off, hostile, or no wanjax: one sentence, and no file."""
+"""`generate --at` with servers that are cut off, hostile, or no wanjax: an error message, and no file."""
 
 import base64
 import json
@@ -26,28 +26,28 @@ from wanjax.jobs.batch import MANIFEST
 
 ID, VIDEO = "video_1", b"0123456789"
 MODEL = {"id": "nano", "defaults": {"seed": 42}, "settings": {}, "started_with": {}, "loras": []}
-MADE = {"model": "nano", "prompt": "a cat", "seed": 42}
+METADATA = {"model": "nano", "prompt": "a cat", "seed": 42}
 PLACE = f"/v1/videos/{ID}"
 Answers = Mapping[str, Any]
 
 
-def answers(**other: Any) -> dict[str, Any]:
+def answers(**values: Any) -> dict[str, Any]:
     """Return what a server answers by path, with other answers in place of some."""
     return {
-        "/v1/models": other.get("models", {"data": [MODEL]}),
+        "/v1/models": values.get("models", {"data": [MODEL]}),
         "/v1/videos": {"id": ID},
-        PLACE: other.get("job", {"status": "completed", "notes": []}),
-        f"{PLACE}/record": other.get("record", {"prompt": "a cat", "seed": 42}),
-        f"{PLACE}/content": other.get("content", VIDEO),
+        PLACE: values.get("job", {"status": "completed", "notes": []}),
+        f"{PLACE}/record": values.get("record", {"prompt": "a cat", "seed": 42}),
+        f"{PLACE}/content": values.get("content", VIDEO),
         f"{PLACE}/cancel": {},
     }
 
 
 @contextmanager
 def answering(
-    responses: Answers, whole: Callable[[str], int] = lambda path: 0, posted: list[tuple[str, Any]] | None = None
+    responses: Answers, extra_length: Callable[[str], int] = lambda path: 0, posted: list[tuple[str, Any]] | None = None
 ) -> Iterator[str]:
-    """Run a server that answers by path, and yield its address; `whole` are bytes that it promises beside.
+    """Run a server that answers by path and yield its address; `extra_length` is added to the announced length.
 
     An iterator has one answer after another; a number is a status of HTTP, and a pair has both.
     `posted` receives what is posted.
@@ -62,7 +62,7 @@ def answering(
             status, result = result if isinstance(result, tuple) else (200, result)
             data = result if isinstance(result, bytes) else json.dumps(result).encode()
             self.send_response(result if isinstance(result, int) else status)
-            self.send_header("Content-Length", str(len(data) + whole(self.path)))
+            self.send_header("Content-Length", str(len(data) + extra_length(self.path)))
             self.end_headers()
             self.wfile.write(data)
 
@@ -85,43 +85,43 @@ def answering(
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+def _in_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_video_is_written_as_it_was_answered():
+def test_a_video_is_written_as_received():
     with answering(answers()) as url:
         succeeded(wanjax("a cat", "--at", url, "--out", "cat.mp4"))
     assert Path("cat.mp4").read_bytes() == VIDEO
 
 
 @pytest.mark.parametrize("end", ["/", "/v1", "/v1/"])
-def test_an_address_may_end_as_other_clients_take_it(end):
+def test_an_url_may_end_as_in_other_clients(end):
     with answering(answers()) as url:
         succeeded(wanjax("a cat", "--at", url + end, "--out", "cat.mp4"))
     assert Path("cat.mp4").read_bytes() == VIDEO
 
 
-def test_each_window_is_told_as_it_is_made(monkeypatch):
+def test_progress_reports_each_window(monkeypatch):
     monkeypatch.setattr(remote, "POLL_INTERVALS", (0, 0))
     waiting = {"status": "queued", "window": 1, "settings": {"windows": 3}}
     numbers = [*(1, 1, 2, 3), *("4", 4, None, 10**9)]  # those at the end are no windows
     jobs = [waiting, *(waiting | {"status": "in_progress", "window": number} for number in numbers)]
-    alone = waiting | {"status": "in_progress", "settings": [7]}
-    with answering(answers(job=iter([*jobs, alone, waiting | {"status": "completed"}]))) as url:
+    single = waiting | {"status": "in_progress", "settings": [7]}
+    with answering(answers(job=iter([*jobs, single, waiting | {"status": "completed"}]))) as url:
         output = succeeded(wanjax("a cat", "--at", url, "--out", "cat.mp4")).stderr
     assert [line for line in output.splitlines() if "window" in line] == [
         f"window {number} of 3" for number in (1, 2, 3)
     ]
 
 
-def test_a_connection_that_is_cut_leaves_no_video():
+def test_a_cut_connection_leaves_no_video():
     with answering(answers(), lambda path: 5 * path.endswith("content")) as url:
         assert has_line_with(refused("a cat", "--at", url, "--out", "cat.mp4"), url)
     assert files(".") == []
 
 
-def test_a_server_that_ends_keeps_the_video_that_it_was_asked_for(monkeypatch):
+def test_a_stopped_server_keeps_the_requested_video(monkeypatch):
     monkeypatch.setattr(remote, "POLL_INTERVALS", (0, 0))
     with answering(answers(job=iter([{"status": "queued"}]))) as url:
         output = refused("a cat", "--at", url, "--out", "cat.mp4", status=1)
@@ -135,7 +135,7 @@ def test_without_a_server_the_message_says_what_to_start():
     assert has_line_with(refused("a cat", "--at", url, status=1), f"{url} refused: `wanjax serve` address")
 
 
-def test_https_to_a_plain_server_is_answered_with_http():
+def test_https_to_a_server_of_http_suggests_http():
     with answering(answers()) as url:
         https_url = url.replace("http", "https")
         assert f"{https_url} does not speak HTTPS: give {url}" in refused("a cat", "--at", https_url)
@@ -192,7 +192,7 @@ HOSTILE = {
 
 
 REFUSED = [  # what a server answers, the options of the command, and what the sentence names
-    *((told, ("--out", "cat.mp4", "--quiet"), f"{{url}} {words}") for told, words in HOSTILE.values()),
+    *((name, ("--out", "cat.mp4", "--quiet"), f"{{url}} {words}") for name, words in HOSTILE.values()),
     ({"models": {"data": [MODEL | {"loras": ["a", 7]}]}}, ("--lora", "a.safetensors"), "{url} none"),
     ({"models": 404}, (), "{url} not wanjax serve 404 address"),
     ({}, ("--image", "gone.png"), "gone.png"),
@@ -205,7 +205,7 @@ REFUSED = [  # what a server answers, the options of the command, and what the s
 
 
 @pytest.mark.parametrize(("responses", "options", "words"), REFUSED)
-def test_answers_and_options_that_are_refused(responses, options, words):
+def test_responses_and_options_that_are_refused(responses, options, words):
     written = [record(image=str(Path("gone.png").absolute()))]
     with answering(answers(**responses)) as url:
         assert has_line_with(refused("a cat", "--at", url, *options), words.format(url=url))
@@ -221,7 +221,7 @@ def test_answers_and_options_that_are_refused(responses, options, words):
         ("--mesh sp=2", {"mesh": "dp=1,sp=2,tp=1"}, "--mesh dp=1,sp=2,tp=1"),
     ],
 )
-def test_an_option_of_the_server_is_compared_however_it_is_given(options, same, message):
+def test_an_option_of_the_server_is_compared_from_any_source(options, same, message):
     arguments = ("a cat", *options.split(), "--out", "cat.mp4", "--at")
     with answering(answers()) as url:
         assert has_line_with(refused(*arguments, url), f"{message} server {url} none")
@@ -242,23 +242,23 @@ def record(**more: Any) -> str:
     return "generation_config.json"
 
 
-@pytest.mark.parametrize("own", [{}, {"compiler": "fast"}])
+@pytest.mark.parametrize("options", [{}, {"compiler": "fast"}])
 @pytest.mark.parametrize("theirs", [{}, {"compiler": "fast"}])
-def test_a_compiler_set_that_nobody_typed_is_no_difference(own, theirs):
+def test_a_compiler_set_that_nobody_typed_is_no_difference(options, theirs):
     posted: list[Any] = []
     with answering(
         answers(models={"data": [MODEL | {"started_with": theirs | {"model": "nano"}}]}), posted=posted
     ) as url:
-        again = ("generate", "--from", record(steps=3, **own), "--at", url, "--out", "cat.mp4", "--force")
+        again = ("generate", "--from", record(steps=3, **options), "--at", url, "--out", "cat.mp4", "--force")
         succeeded(wanjax(*again))
         usual = theirs.get("compiler", "safe")
         succeeded(wanjax(*again, "--compiler", usual))
-        other = "safe" if theirs else "fast"
-        assert has_line_with(refused(*again, "--compiler", other), f"--compiler {other} {url}")
+        different = "safe" if theirs else "fast"
+        assert has_line_with(refused(*again, "--compiler", different), f"--compiler {different} {url}")
     assert [(body["prompt"], body["seed"], body["steps"]) for _, body in posted] == [("a cat", 7, 3)] * 2
 
 
-def test_what_was_asked_for_before_a_prompt_was_extended_goes_with_it():
+def test_the_original_prompt_is_sent_with_the_extended_one():
     posted: list[Any] = []
     again = ("generate", "--from", record(original_prompt="cat"), "--at")
     models = {"data": [MODEL | {"started_with": {"model": "nano"}}]}
@@ -271,7 +271,7 @@ def test_what_was_asked_for_before_a_prompt_was_extended_goes_with_it():
     assert bodies == [("a cat", "cat"), ("a dog", None), ("a cat", "cat"), ("a cat", "cat")]
 
 
-def test_a_picture_is_sent_with_each_of_several_videos_and_decides_their_names():
+def test_a_picture_is_sent_with_each_video_and_shapes_its_name():
     posted: list[Any] = []
     names = []
     for content in (b"one", b"two"):
@@ -280,11 +280,11 @@ def test_a_picture_is_sent_with_each_of_several_videos_and_decides_their_names()
             ask = ("a cat", "--image", "a.png", "--count", "2", "--out", "cats", "--at", url)
             names += succeeded(wanjax(*ask)).stdout.split()
     assert len({*names}) == 4
-    sent = [base64.b64decode(body["image"].partition(",")[2]) for _, body in posted]
-    assert sent == [b"one", b"one", b"two", b"two"]
+    pictures = [base64.b64decode(body["image"].partition(",")[2]) for _, body in posted]
+    assert pictures == [b"one", b"one", b"two", b"two"]
 
 
-def test_the_last_line_is_that_of_a_video_that_is_done(monkeypatch):
+def test_the_last_line_names_a_finished_video(monkeypatch):
     monkeypatch.setattr(remote, "POLL_INTERVALS", (0, 0))
     under_way = {"status": "in_progress", "stage": "step", "stage_done": 3, "stage_total": 4}
     with answering(answers(job=iter([under_way, {"status": "completed"}]))) as url:
@@ -305,7 +305,7 @@ def several(*jobs: Any) -> dict[str, Any]:
 DONE = {"status": "completed"}
 
 
-def test_several_videos_are_asked_for_ahead_and_written_in_order():
+def test_several_videos_are_requested_ahead_and_written_in_order():
     posted: list[Any] = []
     with answering(several(*[DONE] * 7), posted=posted) as url:
         result = succeeded(wanjax("a cat", "--at", url, "--seeds", "1..7", "--out", "cats")).stdout.split()
@@ -333,7 +333,7 @@ def test_a_row_may_have_its_seed_drawn():
     assert str(body["seed"]) in files("made")[0]
 
 
-def test_what_is_there_is_not_asked_for_again():
+def test_existing_videos_are_not_requested_again():
     ask = ("a cat", "--seeds", "1..3", "--out", "cats", "--at")
     with answering(several(DONE, DONE, DONE)) as url:
         result = succeeded(wanjax(*ask, url)).stdout.split()
@@ -353,7 +353,7 @@ BROKEN = {"status": "failed", "error": {"message": "the lamp is out"}}
 
 
 @pytest.mark.parametrize(("broken", "why"), [(BROKEN, "lamp"), (404, "404")])
-def test_requests_of_a_file_and_one_that_fails(broken, why):
+def test_requests_of_a_file_of_which_one_fails(broken, why):
     Path("p.jsonl").write_text('{"prompt": "a", "size": "64x32"}\n{"prompt": "b", "seed": 5}\n{"prompt": "c"}\n')
     posted: list[Any] = []
     with answering(several(DONE, broken, DONE), posted=posted) as url:
@@ -365,8 +365,8 @@ def test_requests_of_a_file_and_one_that_fails(broken, why):
     assert [(row["row"], row["prompt"], row["seed"]) for row in rows] == [(1, "a", 42), (2, "b", 5), (3, "c", 42)]
     assert [why in row.get("error", "") for row in rows] == [False, True, False]
     assert {row["file_name"] for row in rows if "error" not in row} == {*files("made")} - {MANIFEST}
-    own = [{name: body.get(name) for name in ("prompt", "height", "width", "seed", "steps")} for _, body in posted]
-    assert own == [
+    bodies = [{name: body.get(name) for name in ("prompt", "height", "width", "seed", "steps")} for _, body in posted]
+    assert bodies == [
         {"prompt": "a", "height": 32, "width": 64, "seed": 42, "steps": 2},
         {"prompt": "b", "height": None, "width": None, "seed": 5, "steps": 2},
         {"prompt": "c", "height": None, "width": None, "seed": 42, "steps": 2},
@@ -391,15 +391,15 @@ def test_a_wrong_token_is_answered_with_the_variable(monkeypatch, token, words):
 
 
 @pytest.mark.parametrize(("status", "exit_status"), [(503, 1), (500, 1), (403, 2)])
-def test_a_server_that_fails_is_nobody_s_mistake(status, exit_status):
+def test_a_failing_server_is_not_a_user_mistake(status, exit_status):
     with answering(answers(models=status)) as url:
         assert has_line_with(refused("a cat", "--at", url, status=exit_status), f"{url} {status}")
 
 
-def test_a_video_of_a_server_that_is_there_is_left(monkeypatch):
+def test_an_existing_video_of_a_server_is_not_replaced(monkeypatch):
     posted: list[Any] = []
     with answering(answers(), posted=posted) as url:
-        monkeypatch.setattr(ExistingFile, "find", lambda file, other: ExistingFile(file, {**MADE, "fps": 8}, other))
+        monkeypatch.setattr(ExistingFile, "find", lambda file, other: ExistingFile(file, {**METADATA, "fps": 8}, other))
         ask = ("a cat", "--at", url, "--out", "cat.mp4")
         assert succeeded(wanjax(*ask)).stdout == f"{Path('cat.mp4').absolute()}\n"
         for more, name in ((("--seed", "3"), "seed"), (("--steps", "4"), "steps"), (("--image", __file__), "file")):
@@ -408,7 +408,7 @@ def test_a_video_of_a_server_that_is_there_is_left(monkeypatch):
         succeeded(wanjax(*ask, "--force"))
 
 
-def test_a_queue_that_is_full_is_waited_for_and_a_wrong_request_is_passed_over(monkeypatch):
+def test_the_command_waits_for_a_full_queue_and_skips_a_wrong_request(monkeypatch):
     monkeypatch.setattr(remote, "POLL_INTERVALS", (0, 0))
     responses = several(DONE, DONE)
     responses["/v1/videos"] = iter([429, {"id": "video_0"}, 429, 422, {"id": "video_1"}])
@@ -421,7 +421,7 @@ def test_a_queue_that_is_full_is_waited_for_and_a_wrong_request_is_passed_over(m
         assert has_line_with(refused("a cat", "--at", url, "--seeds", "1..3"), f"{url} 422")
 
 
-def test_ctrl_c_cancels_those_that_wait(monkeypatch):
+def test_ctrl_c_cancels_queued_jobs(monkeypatch):
     posted: list[Any] = []
     queued = {"status": "queued"}
     with answering(several(DONE, *[queued] * 8), posted=posted) as url:

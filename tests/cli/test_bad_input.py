@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes of the user: one sentence, exit status 2, no traceback, no incomplete files."""
+"""Mistakes of the user: an error message, exit status 2, no traceback, no incomplete files."""
 
 import errno
 import json
@@ -54,7 +54,7 @@ def damaged(intact, tmp_path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+def _in_temporary_folder(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 
@@ -130,11 +130,11 @@ MAKE_MESH = """if True:  # where it may be the first to ask for devices
 STARTED = {"make_mesh": ["-c", MAKE_MESH]} | {
     name: ["-m", "wanjax", name] for name in ("a red circle", "bench", "warmup")
 }
-ASKED = [(platform, command) for platform in WITHOUT_DEVICES for command in STARTED]
+PLATFORM_CASES = [(platform, command) for platform in WITHOUT_DEVICES for command in STARTED]
 
 
 @pytest.mark.parametrize(
-    ("platform", "command"), quick([("cuda", "bench"), ("abacus", "warmup"), ("cuda", "make_mesh")], ASKED)
+    ("platform", "command"), quick([("cuda", "bench"), ("abacus", "warmup"), ("cuda", "make_mesh")], PLATFORM_CASES)
 )
 @pytest.mark.skipif(any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl"))), reason="there is a card")
 def test_a_platform_without_devices(platform, command):
@@ -150,7 +150,7 @@ def test_a_platform_without_devices(platform, command):
 
 
 @pytest.mark.skipif(any(map(glob, TPUS)), reason="there is a TPU")
-def test_a_tpu_that_is_asked_for_without_libtpu():
+def test_a_requested_tpu_without_libtpu():
     """In a new process that cannot import libtpu, for all commands."""
     code = """if True:
         import sys
@@ -174,7 +174,7 @@ def test_a_tpu_that_is_asked_for_without_libtpu():
     assert left() == []
 
 
-def test_processes_that_are_not_there(intact):
+def test_missing_processes(intact):
     """In a new process, because JAX joins others before it chooses its devices."""
     command = [sys.executable, "-m", "wanjax", "a", "--model", intact, "--processes", "auto"]
     run = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
@@ -278,7 +278,7 @@ NOT_FINITE = {f"{Q}.lora_A.weight": np.full((2, 24), np.nan, np.float32), f"{Q}.
     ],
     ids=["another shape", "fewer axes", "another name", "not finite"],
 )
-def test_tensors_that_are_of_no_use(intact, option, tensors, message):
+def test_unusable_tensors(intact, option, tensors, message):
     with unchecked():
         save_safetensors("given.safetensors", tensors)
     assert has_line_with(refused("a", "--model", intact, *SMALL, option, "given.safetensors"), message)
@@ -359,7 +359,7 @@ STAGES = {  # the command, what was done to the files, and what the sentence nam
 
 
 @pytest.mark.parametrize(("command", "harm", "message"), STAGES.values(), ids=STAGES)
-def test_stages_that_cannot_go_on(stages, command, harm, message):
+def test_stages_that_cannot_continue(stages, command, harm, message):
     harm(stages)
     assert has_line_with(refused(*command.split()), message)
 

@@ -161,7 +161,7 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("arguments", MISTAKES)
-def test_a_mistake_is_told_before_jax_is_imported(answers, arguments):
+def test_a_mistake_is_reported_before_jax_is_imported(answers, arguments):
     status, message, imported = answers[arguments]
     assert status == 2
     assert message.startswith("wanjax: ")
@@ -171,7 +171,7 @@ def test_a_mistake_is_told_before_jax_is_imported(answers, arguments):
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "right"),
+    ("option", "value", "message"),
     [
         ("--cache", "foo", "'foo' easycache"),
         ("--cache", "magcache:-1", "magcache:-1.0 0.06"),
@@ -180,22 +180,22 @@ def test_a_mistake_is_told_before_jax_is_imported(answers, arguments):
         ("--guidance-rule", "foo", "'foo' apg"),
     ],
 )
-def test_what_a_published_model_refuses_is_told_before_it_is_downloaded(tmp_path, monkeypatch, option, value, right):
+def test_settings_that_a_model_refuses_are_reported_before_its_download(tmp_path, monkeypatch, option, value, message):
     monkeypatch.chdir(tmp_path)
-    assert has_line_with(refused("a", "--model", "wan2.1-t2v-1.3b", option, value), right)
+    assert has_line_with(refused("a", "--model", "wan2.1-t2v-1.3b", option, value), message)
 
 
 @pytest.mark.parametrize("kind", ["image", "images"])
-def test_a_clip_in_place_of_a_picture_is_answered_with_the_input_for_clips(tmp_path, kind):
+def test_a_clip_given_as_a_picture_names_the_input_for_clips(tmp_path, kind):
     (tmp_path / "clip.mp4").write_bytes(bytes(100))
     options, spec = {"image": tmp_path / "clip.mp4"}, IMAGE
     if kind == "images":
         options, spec = {"references": [tmp_path / "clip.mp4"]}, REFERENCES
     with pytest.raises(WanjaxError, match=line_with_words("clip.mp4 clip input video")):
         read_pictures(options, (spec, VIDEO), frames=5, fps=8)
-    with pytest.raises(WanjaxError, match=r"clip\.mp4") as alone:
+    with pytest.raises(WanjaxError, match=r"clip\.mp4") as error:
         read_pictures(options, (spec,), frames=5, fps=8)
-    assert "video" not in str(alone.value)
+    assert "video" not in str(error.value)
     (tmp_path / "a.txt").write_text("no clip either")
     with pytest.raises(WanjaxError, match=r"a\.txt") as text:
         read_pictures({"image": tmp_path / "a.txt"}, (IMAGE, VIDEO), frames=5, fps=8)

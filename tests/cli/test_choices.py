@@ -35,7 +35,7 @@ def model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+def _in_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -47,18 +47,18 @@ def latents(folder: str) -> bytes:
     return read(folder).tobytes()
 
 
-def test_a_scheduler_is_chosen_and_kept_for_the_next_stage(model):
+def test_a_chosen_scheduler_is_used_by_the_next_stage(model):
     succeeded(wanjax("encode", "a", "--model", model, "--dir", "one"))
     succeeded(wanjax("denoise", *SMALL, "--dir", "one"))
-    own = latents("one")
+    default = latents("one")
     succeeded(wanjax("denoise", *SMALL, "--scheduler", "euler", "--dir", "one", "--force"))
     euler = latents("one")
-    assert euler != own
+    assert euler != default
     assert load_settings(Path("one"))["scheduler"] == "euler"
     succeeded(wanjax("denoise", *SMALL, "--dir", "one", "--force"))
     assert latents("one") == euler
     succeeded(wanjax("denoise", *SMALL, "--scheduler", "unipc", "--dir", "one", "--force"))
-    assert latents("one") == own
+    assert latents("one") == default
 
 
 @pytest.mark.parametrize(
@@ -70,17 +70,17 @@ def test_a_scheduler_is_chosen_and_kept_for_the_next_stage(model):
         ("scheduler", schedulers.parse, {*schedulers.SCHEDULERS}),
     ],
 )
-def test_the_names_that_are_known_without_jax_are_those_that_there_are(option, read, least):
-    """A name that is missing there could not be given; the tables that read it need JAX."""
+def test_names_listed_without_jax_are_valid_and_complete(option, read, least):
+    """An option refuses a name that is missing from this list; the tables that read it need JAX."""
     assert least <= {*CHOICES[option]}
     for name in CHOICES[option]:
         read(name)
 
 
 @pytest.fixture
-def given(standing_for) -> Arguments:
+def parsed(record_arguments) -> Arguments:
     """The arguments that the command line passes to `generate` or to `plan`, which do not run."""
-    return standing_for({stages: ["generate"], planning: ["plan"]})
+    return record_arguments({stages: ["generate"], planning: ["plan"]})
 
 
 @pytest.mark.parametrize(
@@ -109,10 +109,10 @@ def given(standing_for) -> Arguments:
         ("--rules tp", "rules", "tp"),
     ],
 )
-def test_options_of_scripts(given, options, name, value):
+def test_options_of_scripts(parsed, options, name, value):
     for command in (["a"], ["plan"]):
         succeeded(wanjax(*command, *options.split()))
-        assert (str(given[name]) if isinstance(given[name], AttentionConfig) else given[name]) == value
+        assert (str(parsed[name]) if isinstance(parsed[name], AttentionConfig) else parsed[name]) == value
 
 
 @pytest.mark.parametrize(
@@ -134,20 +134,20 @@ def test_options_of_scripts(given, options, name, value):
         ("--scheduler unipc:2", "unipc:order=1 consistency:timesteps=1000,757,522 rcm:sigma_max=200"),
     ],
 )
-def test_options_that_cannot_be_or_contradict_each_other(model, options, sentence):
+def test_invalid_or_contradictory_options(model, options, sentence):
     assert has_line_with(refused("a", "--model", model, *SMALL, *options.split()), sentence)
 
 
-def test_the_model_of_a_plan_has_two_ways(given):
+def test_plan_takes_its_model_as_argument_or_option(parsed):
     for command in (
         ["plan", "wan2.1-t2v-14b"],
         ["plan", "--model", "wan2.1-t2v-14b"],
         ["plan", "--model_id", "wan2.1-t2v-14b", "wan2.1-t2v-14b"],
     ):
         succeeded(wanjax(*command))
-        assert given["model"] == command[-1]
+        assert parsed["model"] == command[-1]
     succeeded(wanjax("plan"))
-    assert given["model"] == "nano"
+    assert parsed["model"] == "nano"
     assert has_line_with(refused("plan", "nano", "--model", "wan2.1-t2v-14b"), "model nano --model wan2.1-t2v-14b")
 
 

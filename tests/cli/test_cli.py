@@ -49,15 +49,15 @@ def xla(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, tmp_path_factory, monkeypatch):
+def _in_temporary_folder(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture
-def given(standing_for) -> Arguments:
+def parsed(record_arguments) -> Arguments:
     """The arguments that the command line passes to a stage, which does not run."""
-    return standing_for({stages: ["generate", "encode", "denoise", "decode"]})
+    return record_arguments({stages: ["generate", "encode", "denoise", "decode"]})
 
 
 def test_help_lists_the_commands():
@@ -264,8 +264,8 @@ def test_generate(model):
     assert "chunk 2 of 2" in result.stderr
 
 
-def test_three_stages_are_one_run(model):
-    one = succeeded(
+def test_three_stages_equal_one_generate(model):
+    result = succeeded(
         wanjax("a red circle", "--model", model, *SMALL, "--seed", "5", "--dir", "one", "--out", "one/frames")
     )
     succeeded(wanjax("encode", "a red circle", "--model", model, "--dir", "three", "--dtype", "float32"))
@@ -279,7 +279,7 @@ def test_three_stages_are_one_run(model):
     assert len(frames) == 5
     for name in frames:
         assert (Path("one/frames") / name).read_bytes() == (Path("three/frames") / name).read_bytes()
-    assert one.stdout.strip().endswith("one/frames")
+    assert result.stdout.strip().endswith("one/frames")
     assert three.stdout.strip().endswith("three/frames")
 
 
@@ -339,8 +339,8 @@ def test_denoising_from_a_video(model):
     options = ("--video", "first", *SMALL)
     output = succeeded(wanjax("b", "--model", model, *options, "--strength", "0.5", "--out", "second", *HERE)).stderr
     assert "step 1 of 1" in output or "1 of 1" in output
-    kept = load_safetensors(Path("stage_outputs") / stage_files.EMBEDDINGS_FILE)
-    assert kept["video_latents"].shape == (1, 4, 2, 2, 4)
+    embeddings = load_safetensors(Path("stage_outputs") / stage_files.EMBEDDINGS_FILE)
+    assert embeddings["video_latents"].shape == (1, 4, 2, 2, 4)
     assert video_files.read_metadata("second/frame_00000.png")["strength"] == 0.5
     latents = load_safetensors(Path("stage_outputs") / stage_files.LATENTS_FILE)["latents"].copy()
     succeeded(wanjax("denoise"))  # from the files of the first stage
@@ -392,7 +392,7 @@ def test_an_interrupted_denoising_leaves_the_embeddings(model, failing_in, monke
     assert load_settings(Path("stage_outputs"))["steps"] == 2  # as in the first command
 
 
-def test_windows_that_are_stopped_before_their_first_step_start_again(failing_in, monkeypatch):
+def test_windows_stopped_before_their_first_step_restart(failing_in, monkeypatch):
     command = ["a red circle", "--size", "32x32", "--frames", "5", "--steps", "2", "--windows", "2"]
     monkeypatch.setattr(sys, "argv", ["wanjax", *command])
     with failing_in("latents", KeyboardInterrupt()):
@@ -401,7 +401,7 @@ def test_windows_that_are_stopped_before_their_first_step_start_again(failing_in
     assert result.stderr.endswith(f"no work is complete; start again with: {shlex.join(['wanjax', *command])}\n")
 
 
-def test_a_setting_that_is_wrong_has_no_command_that_would_fail_again(model, failing_in):
+def test_no_resume_command_is_printed_for_a_wrong_setting(model, failing_in):
     """A step cache that reads the weights refuses its number of steps only then."""
     with failing_in("latents", SettingError("the step cache teacache:0.13 reuses nothing: take more steps", "cache")):
         result = wanjax("a", "--model", model, *SMALL, *HERE)
@@ -409,7 +409,7 @@ def test_a_setting_that_is_wrong_has_no_command_that_would_fail_again(model, fai
     assert result.stderr.endswith("reuses nothing: take more steps\n")
 
 
-def test_steps_of_other_settings_are_not_thrown_away(model, monkeypatch):
+def test_steps_of_other_settings_are_not_discarded(model, monkeypatch):
     """In a folder that the user named, as a finished stage is not."""
 
     def interrupt(observer, step):
@@ -419,9 +419,9 @@ def test_steps_of_other_settings_are_not_thrown_away(model, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(ResumeObserver, "stepped", interrupt)
         assert wanjax("a", "--model", model, *SMALL, *HERE).exit_code == 130
-    others = ("a", "--model", model, *SMALL, *HERE, "--guidance-scale", "3")
+    changed = ("a", "--model", model, *SMALL, *HERE, "--guidance-scale", "3")
     before = {name: (Path("stage_outputs") / name).read_bytes() for name in files("stage_outputs")}
-    assert has_line_with(refused(*others), "stage2_state guidance scale --dir --force")
+    assert has_line_with(refused(*changed), "stage2_state guidance scale --dir --force")
     assert {name: (Path("stage_outputs") / name).read_bytes() for name in files("stage_outputs")} == before
     assert "resumed after 1 of 2 steps" in succeeded(wanjax("a", "--model", model, *SMALL, *HERE)).stderr
     with monkeypatch.context() as patch:
@@ -493,8 +493,8 @@ def test_models():
         )
 
 
-def test_the_command_runs_beside_a_folder_of_its_name():
-    """As beside a clone, where `import wanjax` finds the folder before an editable install."""
+def test_the_command_runs_next_to_a_folder_of_its_name():
+    """As in a clone's parent folder, where `import wanjax` imports the folder before an editable install."""
     Path("wanjax").mkdir()
     code = "from wanjax.__main__ import main; main()"  # as the installed script does
     for command in (["-m", "wanjax"], ["-c", code]):

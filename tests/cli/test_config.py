@@ -41,7 +41,7 @@ json = true
 
 
 @pytest.fixture(autouse=True)
-def given(monkeypatch, tmp_path, standing_for) -> Arguments:
+def parsed(monkeypatch, tmp_path, record_arguments) -> Arguments:
     """The arguments that the command line passes to commands, which do not run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "")  # is restored, because a test may set it
@@ -53,7 +53,7 @@ def given(monkeypatch, tmp_path, standing_for) -> Arguments:
     Path("stage_outputs", CONFIG_FILE).write_text("{}")
     for name in (EMBEDDINGS_FILE, LATENTS_FILE):
         Path("stage_outputs", name).touch()
-    return standing_for(
+    return record_arguments(
         {
             stages: ["generate", "encode", "denoise", "decode"],
             many: ["generate"],
@@ -63,10 +63,10 @@ def given(monkeypatch, tmp_path, standing_for) -> Arguments:
     )
 
 
-def test_options_for_all_commands_and_for_one(given):
+def test_shared_and_per_command_options(parsed):
     succeeded(wanjax("a cat", "--config", "my.toml"))
     assert (
-        given.items()
+        parsed.items()
         >= {
             "prompt": "a cat",
             "model": "wan2.1-t2v-14b",
@@ -85,80 +85,80 @@ def test_options_for_all_commands_and_for_one(given):
     )
     succeeded(wanjax("plan", "--config", "my.toml"))
     options = {"model": "wan2.1-t2v-14b", "as_json": True, "height": 480, "frames": 33}
-    assert given.items() >= options.items()
-    assert given["steps"] is None
+    assert parsed.items() >= options.items()
+    assert parsed["steps"] is None
     succeeded(wanjax("encode", "a", "--config", "my.toml"))
-    assert (given["tile"], given["height"], "steps" in given) == (True, 480, False)
+    assert (parsed["tile"], parsed["height"], "steps" in parsed) == (True, 480, False)
     succeeded(wanjax("decode", "--config", "my.toml"))
-    assert (given["model"], given["tile"], given["fps"]) == ("wan2.1-t2v-14b", True, None)
+    assert (parsed["model"], parsed["tile"], parsed["fps"]) == ("wan2.1-t2v-14b", True, None)
     succeeded(wanjax("warmup", "--config", "my.toml"))
-    assert (given["steps"], given["seed"]) == (None, 7)
+    assert (parsed["steps"], parsed["seed"]) == (None, 7)
 
 
-def test_what_is_typed_wins(given):
+def test_typed_options_win(parsed):
     typed = ("--size", "640x320", "--seed", "8", "--lora", "c.safetensors", "--model", "nano")
     succeeded(wanjax(*typed, "a cat", "--config", "my.toml"))
-    assert (given["height"], given["width"]) == (320, 640)
-    assert (given["seed"], given["lora"], given["model"], given["steps"]) == (8, ("c.safetensors",), "nano", 30)
+    assert (parsed["height"], parsed["width"]) == (320, 640)
+    assert (parsed["seed"], parsed["lora"], parsed["model"], parsed["steps"]) == (8, ("c.safetensors",), "nano", 30)
     succeeded(wanjax("a cat", "--width", "1280", "--config", "my.toml"))
-    assert (given["height"], given["width"]) == (704, 1280)
+    assert (parsed["height"], parsed["width"]) == (704, 1280)
     succeeded(wanjax("plan", "wan2.1-t2v-1.3b", "--config", "my.toml"))
-    assert given["model"] == "wan2.1-t2v-1.3b"
+    assert parsed["model"] == "wan2.1-t2v-1.3b"
 
 
-def test_typed_options_take_the_place_of_their_rivals(given):
+def test_typed_options_replace_conflicting_ones(parsed):
     Path("my.toml").write_text('seeds = "0..3"\nprompts = "lines.txt"\nstrength = 0.5\n')
     Path("lines.txt").write_text("a red circle\n")
     succeeded(wanjax("generate", "--config", "my.toml"))
-    assert (given["prompts"], given["prompt"], given["seeds"]) == ("lines.txt", None, "0..3")
-    assert given["strength"] == 0.5  # for those lines that name a video
+    assert (parsed["prompts"], parsed["prompt"], parsed["seeds"]) == ("lines.txt", None, "0..3")
+    assert parsed["strength"] == 0.5  # for those lines that name a video
     succeeded(wanjax("a cat", "--count", "2", "--config", "my.toml"))
-    assert (given["prompts"], given["prompt"], given["seeds"], given["count"]) == (None, "a cat", None, 2)
+    assert (parsed["prompts"], parsed["prompt"], parsed["seeds"], parsed["count"]) == (None, "a cat", None, 2)
     succeeded(wanjax("a cat", "--seed", "2", "--config", "my.toml"))
-    assert (given["seed"], given["seeds"], given["strength"]) == (2, None, None)
+    assert (parsed["seed"], parsed["seeds"], parsed["strength"]) == (2, None, None)
     succeeded(wanjax("a cat", "--seed", "2", "--video", "b.mp4", "--config", "my.toml"))
-    assert given["strength"] == 0.5
+    assert parsed["strength"] == 0.5
 
 
-def test_a_record_comes_before_the_file(given):
+def test_metadata_overrides_the_config_file(parsed):
     Path("made.json").write_text('{"model": "nano", "prompt": "b", "seed": 1, "height": 32, "width": 64, "steps": 3}')
     for order in (("--config", "my.toml", "--from", "made.json"), ("--from", "made.json", "--config", "my.toml")):
         succeeded(wanjax(*order))
-        assert [given[name] for name in ("model", "prompt", "seed", "height", "width", "steps")] == [
+        assert [parsed[name] for name in ("model", "prompt", "seed", "height", "width", "steps")] == [
             "nano", "b", 1, 32, 64, 3,
         ]  # fmt: skip
-        assert (given["guidance_scale"], given["tile"], given["lora"], given["mesh"]) == (None, False, (), None)
-        assert given["attention"] is None
-        assert given["out"] == "a.mp4"
+        assert (parsed["guidance_scale"], parsed["tile"], parsed["lora"], parsed["mesh"]) == (None, False, (), None)
+        assert parsed["attention"] is None
+        assert parsed["out"] == "a.mp4"
     Path("my.toml").write_text("[generate]\nfrom = 'made.json'\n")
     assert has_line_with(refused("a", "--config", "my.toml"), "'from'")
 
 
-def test_flags_of_reports(given):
+def test_report_flags(parsed):
     Path("my.toml").write_text("quiet = true\njson = true\n")
     succeeded(wanjax("a cat", "--config", "my.toml"))
-    assert (given["report"].quiet, given["report"].in_json) == (True, True)
+    assert (parsed["report"].quiet, parsed["report"].in_json) == (True, True)
     succeeded(wanjax("convert", "nano", "there", "--config", "my.toml"))
-    assert (given["report"].quiet, given["report"].in_json) == (True, False)
+    assert (parsed["report"].quiet, parsed["report"].in_json) == (True, False)
 
 
-def test_every_command_takes_it():
+def test_every_command_takes_a_config():
     Path("my.toml").write_text("json = true\n")
     Path("made.json").write_text('{"model": "nano", "prompt": "b"}')
     for command in main.commands.values():
-        own = {name for parameter in command.params for name in parameter.opts}
-        assert ("--config" in own) == (command.name != "help")
+        options = {name for parameter in command.params for name in parameter.opts}
+        assert ("--config" in options) == (command.name != "help")
     for command in (["models"], ["info", "made.json"]):
         assert json.loads(succeeded(wanjax(*command, "--config", "my.toml")).stdout)
 
 
-def test_empty_files_and_tables_change_nothing(given):
+def test_empty_files_and_tables_change_nothing(parsed):
     succeeded(wanjax("a"))
-    plain = {**given, "report": None}
+    defaults = {**parsed, "report": None}
     for text in ("", "[generate]\n[plan]\n"):
         Path("my.toml").write_text(text)
         succeeded(wanjax("a", "--config", "my.toml"))
-        assert {**given, "report": None} == plain
+        assert {**parsed, "report": None} == defaults
 
 
 @pytest.mark.parametrize(
@@ -193,10 +193,10 @@ def test_mistakes(text, message):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-def test_a_file_with_a_mark(given, encoding):
+def test_a_config_with_a_byte_order_mark(parsed, encoding):
     Path("my.toml").write_bytes(CONFIG.replace("\n", "\r\n").encode(encoding))
     succeeded(wanjax("a cat", "--config", "my.toml"))
-    assert (given["steps"], given["out"]) == (30, "a.mp4")
+    assert (parsed["steps"], parsed["out"]) == (30, "a.mp4")
 
 
 def test_a_video(tmp_path_factory, monkeypatch):

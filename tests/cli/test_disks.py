@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disks that cannot be written, and disks that are full: one sentence with the path, and nothing half-written."""
+"""Disks that cannot be written, and disks that are full: an error message with the path, and no partial file."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ pytestmark = [
 SMALL = ("--size", "32x32", "--frames", "5")
 PROMPT = ("a red circle", *SMALL, "--steps", "1")
 CLOSED = Path("/sys")  # of Linux, in which not even root makes files
-COMMANDS = {  # what each is told to write into the folder DISK
+COMMANDS = {  # what each writes into the folder DISK
     "generate --out": (*PROMPT, "--out", "DISK/a.mp4"),
     "generate --dir": (*PROMPT, "--dir", "DISK/stages"),
     "encode": ("encode", "a red circle", *SMALL, "--dir", "DISK/stages"),
@@ -83,12 +83,12 @@ def test_a_disk_that_is_full(stages, command):
     before = files(stages)
     with no_file_above(100):
         assert str(stages) in refused(*arguments(command, stages), status=1)
-    kept = ("trained", ".converted.partial")  # from which the same command goes on
-    assert not [path for path in files(stages) if path not in before and not {*kept} & {*path.parts}]
+    resumable = ("trained", ".converted.partial")  # from which the same command goes on
+    assert not [path for path in files(stages) if path not in before and not {*resumable} & {*path.parts}]
 
 
 @pytest.mark.parametrize("command", ["train", "convert"])
-def test_where_no_work_is_complete_the_command_starts_again(stages, command, monkeypatch):
+def test_the_command_restarts_if_no_work_is_complete(stages, command, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An empty prompt is asked for on a terminal, and elsewhere a mistake at every interface but the library's."""
+"""An empty prompt is confirmed on a terminal, and elsewhere a mistake at every interface but the library's."""
 
 import json
 import os
@@ -18,19 +18,19 @@ SHORT = ("--steps", "1", "--frames", "5", "--guidance-scale", "1")
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+def _in_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("prompt", [[], [""], [" \t"], ["--prompt", ""]], ids=str)
 @pytest.mark.parametrize("command", ["generate", "encode"])
-def test_a_command_is_refused(command, prompt):
+def test_an_empty_prompt_of_a_command_is_refused(command, prompt):
     output = refused(command, *prompt)
     assert has_line_with(output, "prompt --allow-empty-prompt")
     assert has_line_with(output, "empty" if prompt else "missing")
 
 
-def test_a_video_of_no_prompt_is_made_where_it_is_meant_and_again_from_its_record():
+def test_an_intended_empty_prompt_makes_a_video_that_its_metadata_reproduces():
     succeeded(wanjax("", "--allow-empty-prompt", *SHORT, "--out", "a.mp4"))
     succeeded(wanjax("--from", "a.mp4", "--out", "b.mp4"))
     assert video_files.read_metadata("a.mp4")["prompt"] == video_files.read_metadata("b.mp4")["prompt"] == ""
@@ -45,27 +45,27 @@ def test_a_video_of_no_prompt_is_made_where_it_is_meant_and_again_from_its_recor
     ],
     ids=str,
 )
-def test_a_row_may_have_none(row):
+def test_a_row_may_have_an_empty_prompt(row):
     Path("rows.jsonl").write_text(json.dumps(row))
     assert read_requests("rows.jsonl")[0].fields == {"prompt": row.get("prompt", "")}
 
 
-def test_a_terminal_is_asked_for_it():
+def test_a_terminal_is_prompted_for_the_prompt():
     terminal, child = os.openpty()
     command = [sys.executable, "-m", "wanjax", "generate", "--model", "nowhere/at/all"]
     process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child)
     os.close(child)
-    shown = b""
-    while b"show?" not in shown:
-        shown += os.read(terminal, 1024)
+    output = b""
+    while b"show?" not in output:
+        output += os.read(terminal, 1024)
     os.write(terminal, b"\na red circle\n")  # an empty line asks again
     try:
         while piece := os.read(terminal, 1024):
-            shown += piece
+            output += piece
     except OSError:  # the terminal's end
         pass
     os.close(terminal)
     assert process.wait() == 2
-    assert b"nowhere/at/all" in shown
-    assert shown.count(b"show?") == 2
-    assert b"Traceback" not in shown
+    assert b"nowhere/at/all" in output
+    assert output.count(b"show?") == 2
+    assert b"Traceback" not in output

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that a language model extends: what is asked, kept and refused, against a server on the loopback."""
+"""Prompts that a language model extends: what is sent, stored and refused, against a server on the loopback."""
 
 import copy
 import json
@@ -45,7 +45,7 @@ def files_with(secret: str, folder: Path) -> list[Path]:
     return [file for file in folder.rglob("*") if file.is_file() and secret.encode() in file.read_bytes()]
 
 
-def test_a_video_keeps_both_prompts_and_is_made_again_without_asking(model, tmp_path):
+def test_a_video_stores_both_prompts_and_is_reproduced_without_the_language_model(model, tmp_path):
     with chatting(longer) as chat:
         extend = ("--extend-prompt", chat.url, "--extend-model", "small")
         messages = succeeded(run("a cat", "--model", model, *SMALL, *extend, "--dir", "stages", "--out", "one.png"))
@@ -67,7 +67,7 @@ def test_a_video_keeps_both_prompts_and_is_made_again_without_asking(model, tmp_
     assert "original prompt  a cat" in run("info", "one.png").output
 
 
-def test_a_prompt_of_a_record_that_was_never_extended_is():
+def test_an_unextended_prompt_of_metadata_is_extended():
     record = {"model": "nano", "prompt": "a cat", "original_prompt": "", "frames": 1, "steps": 1}
     Path("one.json").write_text(json.dumps(record))
     with chatting(longer) as chat:
@@ -75,7 +75,7 @@ def test_a_prompt_of_a_record_that_was_never_extended_is():
     assert read_metadata("two.png")["original_prompt"] == "a cat"
 
 
-def test_each_prompt_of_a_list_is_asked_for_once(model):
+def test_each_prompt_of_a_list_is_extended_once(model):
     Path("list.txt").write_text("a cat\na dog\n")
     options = ("--prompts", "list.txt", "--seeds", "1,2", "--model", model, *SMALL, "--out", "many")
     with chatting(longer) as chat:
@@ -144,7 +144,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_hostile_answers_are_one_sentence(kind, monkeypatch):
+def test_hostile_responses_are_refused(kind, monkeypatch):
     monkeypatch.setattr(prompt_extension, "TIMEOUT", 0.5)
     result, message = HOSTILE[kind]
     start = time.monotonic()
@@ -157,7 +157,7 @@ def test_hostile_answers_are_one_sentence(kind, monkeypatch):
     assert is_failure(error.value) == (kind in ("nothing", "drips", "broken"))
 
 
-def test_thoughts_and_quotation_marks_are_no_part_of_a_prompt():
+def test_thoughts_and_quotation_marks_are_removed_from_a_prompt():
     with chatting(lambda *_: (200, completion('<think>a\nb</think>\n"A cat."'))) as chat:
         result = wanjax.extend_prompt("a cat", chat.url)
     assert (result, result.original) == ("A cat.", "a cat")
@@ -188,7 +188,7 @@ NOBODY = "http://127.0.0.1:9"
         (NOBODY, "sk\nsecret"),
     ],
 )
-def test_an_address_is_one_and_holds_no_key_which_is_one_line(url, key, monkeypatch):
+def test_an_url_is_valid_without_a_key_and_a_key_is_one_line(url, key, monkeypatch):
     monkeypatch.setenv(prompt_extension.KEY_VARIABLE, key)
     with pytest.raises(WanjaxError, match=line_with_words(prompt_extension.KEY_VARIABLE)) as error:
         wanjax.extend_prompt("a cat", url)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any value of any option, typed, in the TOML of `--config` and in the record of `--from`: a start, or one sentence.
+"""Any value of any option, typed, in the TOML of `--config` and in the metadata of `--from`: a start or an error.
 
 Commands go as far as they would before the first network is loaded, or the first program is recorded.
 """
@@ -22,10 +22,10 @@ from wanjax.media.stage_files import CONFIG
 from wanjax.pipelines.video_metadata import DIGESTS_KEY
 
 ONE = "--frames", "1", "--steps", "1"
-OWN = "a red circle", *ONE
+REQUEST = "a red circle", *ONE
 COMMANDS = {
-    "generate": OWN,
-    "encode": (*OWN, "--dir", "d"),
+    "generate": REQUEST,
+    "encode": (*REQUEST, "--dir", "d"),
     "plan": ("nano", "--chip", "cpu", *ONE),
     "warmup": ("nano", *ONE),
 }
@@ -91,7 +91,7 @@ GENERATE = visible(main.commands["generate"])
 
 
 def check(*arguments: str) -> None:
-    """Run a command, which has to begin, or to be refused in one sentence of moderate length."""
+    """Run a command, which has to begin, or to be refused with a message of moderate length."""
     result = wanjax(*arguments)
     assert result.exit_code in (0, 2), (arguments, result.exception)
     assert result.exception is None or isinstance(result.exception, SystemExit), (arguments, result.exception)
@@ -143,18 +143,18 @@ def toml_value(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(("value", "message"), [("a\0b", r"\\(x0)?0"), ("9" * 400, "99999"), ("file/below", "file")])
 @pytest.mark.parametrize("option", ["dir", "profile", "out", "noise"])
-def test_names_that_no_file_has(option, value, message):
+def test_unknown_names_in_files(option, value, message):
     Path("file").touch()
     Path("my.toml").write_text(f"{option} = {json.dumps(value)}\n")
-    for given_so in ((f"--{option}", value), ("--config", "my.toml")):
-        assert re.search(message, refused(*OWN, *given_so))
+    for arguments in ((f"--{option}", value), ("--config", "my.toml")):
+        assert re.search(message, refused(*REQUEST, *arguments))
 
 
 def toml_text(data: st.DataObject) -> None:
     Path("my.toml").write_bytes(
         data.draw(st.one_of(st.binary(), st.text().map(lambda x: x.encode("utf-8", "replace"))))
     )
-    check(*OWN, "--config", "my.toml")
+    check(*REQUEST, "--config", "my.toml")
 
 
 KEYS = [
@@ -176,7 +176,7 @@ def recorded_value(data: st.DataObject) -> None:
     record |= data.draw(st.dictionaries(st.sampled_from([*KEYS, "out", "folder", "dir"]), VALUES, max_size=2))
     Path("theirs").mkdir(exist_ok=True)
     Path("theirs", CONFIG).write_text(json.dumps(record))
-    check("--from", f"theirs/{CONFIG}", "--out", "mine.mp4", *(OWN[:1] * data.draw(st.integers(0, 1))))
+    check("--from", f"theirs/{CONFIG}", "--out", "mine.mp4", *(REQUEST[:1] * data.draw(st.integers(0, 1))))
     assert {path.name for path in Path().iterdir()} <= {"theirs", "mine.mp4"}
 
 

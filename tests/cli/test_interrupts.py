@@ -25,7 +25,7 @@ from wanjax.cli.report import Report
 from wanjax.media import stage_files
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="sends signals of POSIX")
-GIVEN = ("a", "--size", "32x16", "--frames", "5", "--dtype", "float32", "--dir", "d")
+ARGUMENTS = ("a", "--size", "32x16", "--frames", "5", "--dtype", "float32", "--dir", "d")
 CODE = """
 import jax, jax.numpy as jnp, numpy as np
 from jax import lax
@@ -77,7 +77,7 @@ def inputs(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+def _in_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -115,7 +115,7 @@ class Run:
         self.process.send_signal(signal.SIGINT)
 
     def ended(self, seconds: float) -> int:
-        """Return the exit status; fails if the process goes on for longer."""
+        """Return the exit status; fail if the process runs for longer."""
         status = self.process.wait(seconds)
         self.read()
         return status
@@ -172,7 +172,7 @@ def test_ctrl_c_ends_a_command_at_any_moment(environment, inputs, command, secon
 @pytest.mark.slow  # the next one is quick: the second ends what a process does, and what it has started
 @pytest.mark.parametrize("work", ["compute", "compile"])
 def test_a_second_ctrl_c_ends_what_xla_is_doing(model, environment, work):
-    command = blocked("latents", f"lambda *_, **__: (call() for call in [{work}])", *GIVEN, "--model", model)
+    command = blocked("latents", f"lambda *_, **__: (call() for call in [{work}])", *ARGUMENTS, "--model", model)
     with Run(command, environment) as run:
         run.wait_for("encode: done", 300)
         time.sleep(2)
@@ -183,7 +183,7 @@ def test_a_second_ctrl_c_ends_what_xla_is_doing(model, environment, work):
         run.press()
         assert run.ended(5) == 130
     assert run.said.endswith(
-        f"\nwanjax: stopped at once\n{CONTINUE}{shlex.join(['wanjax', *GIVEN, '--model', model])}\n"
+        f"\nwanjax: stopped at once\n{CONTINUE}{shlex.join(['wanjax', *ARGUMENTS, '--model', model])}\n"
     )
     assert files("d") == [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE]
 
@@ -192,7 +192,7 @@ def test_a_second_ctrl_c_ends_what_xla_is_doing(model, environment, work):
 def test_a_second_ctrl_c_leaves_no_unfinished_file(model, environment, out):
     """The encoder of the mp4 writes its file once its input ends, unless it ends too."""
     options = ("--model", model, "--steps", "1", "--out", f"d/{out}")
-    with Run(blocked("frames", "frames", *GIVEN, *options), environment, terminal=True) as run:
+    with Run(blocked("frames", "frames", *ARGUMENTS, *options), environment, terminal=True) as run:
         run.wait_for("chunk 1 of 2", 300)
         run.press()
         run.wait_for("stopping after the current chunks", 5)
@@ -204,8 +204,8 @@ def test_a_second_ctrl_c_leaves_no_unfinished_file(model, environment, out):
     assert files("d") == [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE, stage_files.LATENTS_FILE]
 
 
-def test_one_ctrl_c_stops_after_a_step(model, environment):
-    command = [sys.executable, "-m", "wanjax", *GIVEN, "--model", model, "--steps", "100000"]
+def test_ctrl_c_stops_after_a_step(model, environment):
+    command = [sys.executable, "-m", "wanjax", *ARGUMENTS, "--model", model, "--steps", "100000"]
     with Run(command, environment) as run:
         run.wait_for("encode: done", 300)
         time.sleep(4)
@@ -218,10 +218,10 @@ def test_one_ctrl_c_stops_after_a_step(model, environment):
     assert not (Path("d") / stage_files.LATENTS_FILE).exists()
 
 
-@pytest.mark.slow  # `test_ctrl_c_ends_a_stage_that_does_not_come_to_an_end` is quick
+@pytest.mark.slow  # `test_ctrl_c_ends_an_endless_stage` is quick
 @pytest.mark.parametrize("done", [0, 1, 2])
-def test_one_ctrl_c_ends_a_step_that_takes_long(environment, done):
-    """Those before it are kept, and the printed command goes on from the last."""
+def test_ctrl_c_ends_a_long_step(environment, done):
+    """The steps before it are saved, and the printed command resumes from the last of them."""
     requested = ["a red circle", "--size", "1152x1152", "--frames", "5", "--steps", "6", "--dir", "d"]
     with Run([sys.executable, "-m", "wanjax", *requested], environment, terminal=True) as run:
         run.wait_for(f"step {done} of 6", 300)
@@ -245,7 +245,7 @@ AGAIN = {  # a stage under way, and what is written once it is
 
 
 @pytest.mark.parametrize("command", quick(["denoise"], AGAIN))
-def test_a_stopped_command_says_that_it_goes_on_when_it_is_given_again(environment, inputs, command):
+def test_a_stopped_command_says_that_repeating_it_resumes(environment, inputs, command):
     shutil.copytree(inputs, ".", dirs_exist_ok=True)
     arguments, under_way = AGAIN[command]
     with Run([sys.executable, *arguments], environment) as run:
@@ -268,7 +268,7 @@ MEASURING = {"selftest": (["selftest"], "attention"), "bench": (["bench", "nano"
 
 
 @pytest.mark.parametrize("command", quick(["selftest"], MEASURING))
-def test_one_ctrl_c_ends_a_command_that_keeps_nothing(environment, command):
+def test_ctrl_c_ends_a_command_without_state(environment, command):
     arguments, under_way = MEASURING[command]
     with Run([sys.executable, "-m", "wanjax", *arguments], environment) as run:
         run.wait_for(under_way, 300)
@@ -306,7 +306,7 @@ def test_ctrl_c_keeps_complete_files():
     assert message.resume_command == "wanjax decode"
 
 
-def test_ctrl_c_ends_a_stage_that_does_not_come_to_an_end(monkeypatch):
+def test_ctrl_c_ends_an_endless_stage(monkeypatch):
     """As while the memory is exhausted. Of denoising, the steps that are done are kept first, even if late."""
     ended = threading.Event()
     monkeypatch.setattr("wanjax.cli.report.exit_immediately", lambda *_: ended.set())

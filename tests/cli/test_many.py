@@ -59,7 +59,7 @@ def prompts_in(file):
     return [request.settings["prompt"] for request in read_requests(file)]
 
 
-def test_each_video_is_that_of_its_own_command(tmp_path):
+def test_each_video_equals_that_of_a_single_command(tmp_path):
     message = run("generate", "--prompts", "prompts.txt", "--seeds", "3,4", "--out", "many", *SMALL)
     paths = message.stdout.splitlines()
     assert sorted(os.path.basename(path) for path in paths) == names(tmp_path / "many")
@@ -85,8 +85,8 @@ def test_only_missing_videos_are_made(tmp_path):
     assert has_line_with(complete.stderr, "all 4 videos exist already many")
     assert "videos: 0" not in complete.stderr
     assert len(run(*options, "--force", input=PROMPTS).stdout.splitlines()) == 4
-    other = run(*options, "--guidance-scale", 2, input=PROMPTS).stdout.splitlines()
-    assert len(other) == 4
+    changed = run(*options, "--guidance-scale", 2, input=PROMPTS).stdout.splitlines()
+    assert len(changed) == 4
     assert len(names(tmp_path / "many")) == 8
 
 
@@ -169,7 +169,7 @@ def test_mistakes_of_a_batch(arguments, sentence):
     assert has_line_with(refused("batch", *map(str, arguments)), sentence)
 
 
-def test_what_is_told_before_holds_for_all_rows():
+def test_notes_are_printed_once_for_all_rows():
     rows = ['{"prompt": "a red circle", "steps": 1}', '{"prompt": "a cat", "size": "16x16", "guidance_scale": 1}']
     Path("rows.jsonl").write_text("\n".join(rows))
     messages = run("batch", "rows.jsonl", "--size", "32x32", "--frames", "5", "--steps", "2", "--out", "many").stderr
@@ -185,7 +185,7 @@ def test_what_is_told_before_holds_for_all_rows():
         assert has_line_with(messages, words)
 
 
-def test_what_failed_before_is_the_last_to_be_tried(tmp_path):
+def test_earlier_failures_are_tried_last(tmp_path):
     tasks = [Task(f"{number}.mp4", VideoRequest({"prompt": "a", "seed": number}, row=number)) for number in range(3)]
     Manifest(tmp_path).add(tasks[0], error="the device is gone")
     assert missing(Report(), tasks, tmp_path, False)[0] == [*tasks[1:], tasks[0]]
@@ -212,7 +212,7 @@ WRONG = [
         ),
     ],
 )
-def test_all_wrong_rows_are_told_at_once(model, words):
+def test_all_wrong_rows_are_reported_at_once(model, words):
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in WRONG))
     output = refused("batch", "rows.jsonl", *model, "--out", "videos")
     for line, named in zip(output.splitlines(), words, strict=True):
@@ -220,7 +220,7 @@ def test_all_wrong_rows_are_told_at_once(model, words):
     assert not Path("videos").exists()
 
 
-def test_wrong_rows_are_told_before_jax_is_imported():
+def test_wrong_rows_are_reported_before_jax_is_imported():
     Path("rows.jsonl").write_text('{"prompt": "a", "frames": 6}\n{"prompt": "a", "steps": 0}\n')
     code = "import sys; sys.modules['jax'] = None; from wanjax.cli import main; main(['batch', 'rows.jsonl'])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -237,12 +237,12 @@ def test_lists_of_seeds(single, first, more):
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "right"),
+    ("option", "value", "message"),
     [("--steps", "999999999999", "1000000"), ("--size", "100000x100000", "16384"), ("--frames", "9" * 12, "100000")],
 )
-def test_values_that_no_machine_can_make_are_refused_at_once(option, value, right):
+def test_values_that_no_machine_can_make_are_refused_at_once(option, value, message):
     output = refused("generate", "a", option, value)
-    assert has_line_with(output, f"{right}")
+    assert has_line_with(output, f"{message}")
     assert "memory" not in output
 
 

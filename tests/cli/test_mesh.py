@@ -13,7 +13,7 @@ from wanjax.media.video import read_metadata
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
 
-def test_without_guidance_no_devices_repeat_the_work_of_others():
+def test_without_guidance_no_devices_repeat_work():
     guided, free = (wanjax.load("nano", mesh="auto", video={"guidance_scale": scale}) for scale in (3.0, 1.0))
     assert guided.partitioner.axis_size("dp") == 2
     assert free.partitioner.axis_size("dp") == 1
@@ -21,7 +21,7 @@ def test_without_guidance_no_devices_repeat_the_work_of_others():
 
 
 @pytest.mark.parametrize(("scale", "mesh"), quick([("1", "dp=1")], [("1", "dp=1"), ("4", "dp=2")]))
-def test_the_command_line_chooses_by_its_own_guidance_tells_the_mesh_and_keeps_it(tmp_path, monkeypatch, scale, mesh):
+def test_the_mesh_follows_the_guidance_and_is_reported_and_stored(tmp_path, monkeypatch, scale, mesh):
     monkeypatch.chdir(tmp_path)
     model = str(tiny_checkpoint(tmp_path / "tiny"))
     options = ["--size", "32x32", "--frames", "5", "--steps", "1", "--guidance-scale", scale, "--mesh", "auto"]

@@ -13,10 +13,10 @@ from wanjax.cli.arguments import OLD_SCRIPT_OPTIONS, OTHER_OPTION_NAMES
 
 
 @pytest.fixture(autouse=True)
-def given(tmp_path, monkeypatch, standing_for) -> Arguments:
+def parsed(tmp_path, monkeypatch, record_arguments) -> Arguments:
     """What makes a video gets, which does not run."""
     monkeypatch.chdir(tmp_path)
-    return standing_for({stages: ["generate"]})
+    return record_arguments({stages: ["generate"]})
 
 
 @pytest.mark.parametrize(
@@ -100,39 +100,39 @@ def given(tmp_path, monkeypatch, standing_for) -> Arguments:
         (["plan", "nano", "--chip", "p100"], "'p100' v6e-8 h100 cpu"),
     ],
 )
-def test_a_mistyped_command_makes_no_video(given, arguments, message):
+def test_a_mistyped_command_makes_no_video(parsed, arguments, message):
     assert has_line_with(refused(*arguments), message)
-    assert not given
+    assert not parsed
     assert list(Path().iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("command", "option", "others"),
+    ("command", "option", "names"),
     [
         ("generate", "--cfg", "--config --fps"),
         ("generate", "--sampler", "--compiler"),
         ("serve", "--prt", "--ray --dir"),
     ],
 )
-def test_two_dashes_make_no_two_options_alike(command, option, others):
+def test_unrelated_options_are_not_suggested(command, option, names):
     output = refused(command, option, "1")
-    assert not any(other in output for other in others.split()), output
+    assert not any(name in output for name in names.split()), output
 
 
-def test_the_training_options_of_others_are_answered_with_ours():
+def test_training_options_of_other_libraries_are_answered_with_ours():
     """Those of other trainers, and those that had other names here, on the command line and in a TOML file."""
     ours = {name[2:] for option in main.commands["train"].params for name in option.opts if name.startswith("--")}
-    others = {
+    replacements = {
         old: new for old, new in OTHER_OPTION_NAMES.items() if new in ours and old not in {*ours, *OLD_SCRIPT_OPTIONS}
     }
-    assert {"lr", "rate", "average", "gradient-accumulation-steps"} <= others.keys()
-    for old, new in others.items():
+    assert {"lr", "rate", "average", "gradient-accumulation-steps"} <= replacements.keys()
+    for old, new in replacements.items():
         assert has_line_with(refused("train", "nano", "clips", "--out", "a", f"--{old}", "1"), f"--{old} --{new}")
         Path("train.toml").write_text(f"[train]\n{old} = 1\n")
         assert has_line_with(refused("train", "nano", "clips", "--out", "a", "--config", "train.toml"), f"{old} {new}")
 
 
-def test_what_the_help_does_not_show_is_never_suggested():
+def test_hidden_options_are_never_suggested():
     hidden = 0
     for name, command in main.commands.items():
         for option in (x for x in command.params if isinstance(x, click.Option) and x.hidden):
@@ -143,24 +143,24 @@ def test_what_the_help_does_not_show_is_never_suggested():
 
 
 @pytest.mark.parametrize("prompt", ["cat", "sunset", "decode the message", "help me", "a", "bat", "war", "ge"])
-def test_other_words_are_prompts(given, prompt):
+def test_other_words_are_prompts(parsed, prompt):
     for words in ((prompt, "--seed", "3"), ("--seed", "3", prompt)):
         succeeded(wanjax(*words))
-        assert given.pop("prompt") == prompt
+        assert parsed.pop("prompt") == prompt
 
 
-def test_a_word_before_a_file_is_no_prompt(given):
+def test_a_word_before_a_file_is_no_prompt(parsed):
     Path("x y.mp4").write_bytes(b"film")
     output = refused("show", "x y.mp4")
     assert has_line_with(output, "command 'show' --from 'x y.mp4' info quotes")
-    assert not given
+    assert not parsed
     assert has_line_with(refused("show", "the", "film"), "prompt 3 quotes wanjax generate 'show the film'")
 
 
-def test_a_prompt_may_begin_with_a_dash(given):
+def test_a_prompt_may_begin_with_a_dash(parsed):
     for words in (("generate", "--seed", "1", "--", "-a cat"), ("--", "-a cat")):
         succeeded(wanjax(*words))
-        assert given.pop("prompt") == "-a cat"
+        assert parsed.pop("prompt") == "-a cat"
 
 
 @pytest.mark.parametrize(
@@ -174,18 +174,18 @@ def test_a_prompt_may_begin_with_a_dash(given):
         (["bench", "nano", "--no-keep", "--keep"], "--keep --no-keep one"),
     ],
 )
-def test_an_option_of_one_value_is_given_once(given, arguments, message):
+def test_a_repeated_option_with_two_values_is_refused(parsed, arguments, message):
     assert has_line_with(refused(*arguments), message)
-    assert not given
+    assert not parsed
 
 
-def test_an_option_may_be_repeated_with_the_same_value_or_where_it_takes_several(given):
+def test_an_option_may_be_repeated_with_the_same_value_or_if_it_takes_several(parsed):
     succeeded(wanjax("cat", "--steps", "3", "--num_inference_steps", "3", "--preview", "--preview"))
-    assert given["steps"] == 3
+    assert parsed["steps"] == 3
     for name in ("a.safetensors", "b.safetensors"):
         Path(name).write_bytes(b"")
     succeeded(wanjax("cat", "--lora", "a.safetensors", "--lora", "b.safetensors"))
-    assert given["lora"] == ("a.safetensors", "b.safetensors")
+    assert parsed["lora"] == ("a.safetensors", "b.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_an_option_may_be_repeated_with_the_same_value_or_where_it_takes_several
         (["selftest", "--out"], "folder machine"),
     ],
 )
-def test_a_web_address_for_what_is_written_is_answered_with_the_places_for_it(arguments, places):
+def test_a_web_address_as_output_is_answered_with_valid_outputs(arguments, places):
     output = refused(*arguments, "http://foo/x")
     assert has_line_with(output, f"http://foo/x {places}")
     assert "curl" not in output
@@ -210,13 +210,13 @@ def test_a_web_address_for_what_is_written_is_answered_with_the_places_for_it(ar
     assert list(Path().iterdir()) == []
 
 
-def test_help_is_shown_beside_words_that_are_too_many():
+def test_help_ignores_extra_words():
     assert "--seed" in succeeded(wanjax("generate", "a", "red", "circle", "--help")).stdout
 
 
-def test_a_prompt_may_be_a_command_s_name(given):
+def test_a_prompt_may_be_a_command_s_name(parsed):
     succeeded(wanjax("generate", "decode"))
-    assert given["prompt"] == "decode"
+    assert parsed["prompt"] == "decode"
 
 
 def test_help_is_a_command():
@@ -226,7 +226,7 @@ def test_help_is_a_command():
 
 
 def test_a_file_is_no_prompt(tmp_path):
-    """A shell's pattern finds two films where one is meant: the second would be the prompt."""
+    """A shell's pattern matches two videos instead of one: the second would be the prompt."""
     for name in ("one.mp4", "two.mp4"):
         (tmp_path / name).write_bytes(b"film")
     output = refused("--image", "one.mp4", "two.mp4")
@@ -246,10 +246,10 @@ def test_a_file_is_no_prompt(tmp_path):
         (["cat", "--no-offload"], "none"),
     ],
 )
-def test_an_offload_may_have_a_value(given, arguments, offload):
+def test_an_offload_may_have_a_value(parsed, arguments, offload):
     succeeded(wanjax(*arguments))
-    assert given["prompt"] == "cat"
-    assert (given["offload"] and str(given["offload"])) == offload
+    assert parsed["prompt"] == "cat"
+    assert (parsed["offload"] and str(parsed["offload"])) == offload
 
 
 @pytest.mark.parametrize(
@@ -261,9 +261,9 @@ def test_an_offload_may_have_a_value(given, arguments, offload):
         (["cat", "--offload", "blocks", "--no-offload"], "--offload --no-offload blocks one"),
     ],
 )
-def test_refused_offloads(given, arguments, message):
+def test_refused_offloads(parsed, arguments, message):
     assert has_line_with(refused(*arguments), message)
-    assert not given
+    assert not parsed
 
 
 def test_a_clip_as_a_picture_is_answered_with_video():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of what runs write: no run replaces a finished video, or its stages, unless it is told to.
+"""Names of what runs write: no run replaces a finished video, or its stages, unless a user forces it.
 
 Stage files in the user's cache go when they are of no use.
 """
@@ -45,7 +45,7 @@ def model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+def _in_temporary_folder(tmp_path, monkeypatch):
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -73,12 +73,12 @@ def contents() -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
 
 
-def test_each_run_has_names_of_its_own(model, cached):
+def test_each_run_has_unique_names(model, cached):
     options = ("a red circle, moving right!", "--model", model, *SMALL, "--seed", "7")
     first = succeeded(wanjax(*options))
-    kept = contents()
+    before = contents()
     second = succeeded(wanjax(*options))
-    assert kept.items() <= contents().items()
+    assert before.items() <= contents().items()
     assert len(files("wanjax_videos")) == 2
     assert files(".") == ["wanjax_videos"]
     assert list(cached.iterdir()) == []
@@ -119,8 +119,8 @@ def test_a_prompt_in_a_name(prompt, slug):
     assert names.slug(prompt) == slug
 
 
-def test_what_is_there_is_left_or_replaced_only_by_force(model):
-    """One rule for every command: the same is not made twice, and another is refused in one sentence."""
+def test_existing_files_are_replaced_only_by_force(model):
+    """One rule for every command: the same video is not made twice, and another is refused."""
     options = ("--model", model, *SMALL)
     stages = {
         f"d/{stage_files.EMBEDDINGS_FILE}": ("encode", "a", "--model", model, *SMALL[:4]),
@@ -130,22 +130,22 @@ def test_what_is_there_is_left_or_replaced_only_by_force(model):
     for command in stages.values():
         succeeded(wanjax(*command, "--dir", "d"))
     succeeded(wanjax("a", *options, "--out", "a.mp4"))
-    kept = contents()
+    before = contents()
     for file, command in stages.items():
         assert has_line_with(succeeded(wanjax(*command, "--dir", "d")).stderr, f"{file} already exists --force")
     again = succeeded(wanjax("a", *options, "--out", "a.mp4", "--json"))
     assert json.loads(again.stdout)["file"] == str(Path("a.mp4").absolute())
-    others = {
+    commands = {
         "prompt": ("encode", "b", "--model", model),
         "height": ("encode", "a", "--model", model, "--size", "48x32"),
         "seed": ("denoise", "--seed", "3"),
         "steps": ("denoise", "--steps", "2"),
         "fps": ("decode", "--fps", "3"),
     }
-    for name, command in others.items():
+    for name, command in commands.items():
         assert has_line_with(refused(*command, "--dir", "d", begun=False), f"d/ another {name} --force")
     Path("foreign.mp4").write_bytes(b"a user's")
-    kept |= contents()
+    before |= contents()
     for out, command, what in (
         ("a.mp4", ("generate", "b", *options), "prompt"),
         ("a.mp4", ("generate", "a", *options, "--guidance-scale", "2"), "guidance"),
@@ -156,7 +156,7 @@ def test_what_is_there_is_left_or_replaced_only_by_force(model):
     assert has_line_with(
         refused("generate", "b", *options, "--dir", "d", begun=False), f"d/{stage_files.VIDEO_FILE} prompt --force"
     )
-    assert contents() == kept
+    assert contents() == before
 
 
 @pytest.mark.skipif(os.name != "posix", reason="has a root that users of POSIX may write")
@@ -170,7 +170,7 @@ def test_folders_are_created_but_none_at_the_root(model):
     assert not Path("/nowhere-of-wanjax").exists()
 
 
-def test_force_replaces_what_is_there(model):
+def test_force_replaces_existing_files(model):
     options = ("--model", model, *SMALL)
     succeeded(wanjax("a", *options, "--dir", "d"))
     succeeded(wanjax("b", *options, "--dir", "d", "--force"))
@@ -185,7 +185,7 @@ def test_latents_without_their_video_are_not_lost_to_another_prompt(model):
     assert has_line_with(refused("generate", "b", "--model", model, "--dir", "d"), "d latents decode --dir --force")
 
 
-def test_nothing_is_loaded_for_what_is_known_to_be_another(model, monkeypatch):
+def test_nothing_is_loaded_if_the_output_exists(model, monkeypatch):
     """A download of gigabytes does not go before the refusal."""
     Path("a.mp4").write_bytes(b"a user's")
     monkeypatch.setattr(cli_stages, "load", None)
@@ -195,9 +195,7 @@ def test_nothing_is_loaded_for_what_is_known_to_be_another(model, monkeypatch):
 
 @pytest.mark.parametrize("stage", ["latents", "frames"])
 @pytest.mark.parametrize("has_home", quick([True], [True, False]))
-def test_a_stopped_run_goes_on_to_the_video_s_own_name(
-    model, tmp_path, monkeypatch, cached, failing_in, stage, has_home
-):
+def test_a_stopped_run_resumes_to_the_same_file_name(model, tmp_path, monkeypatch, cached, failing_in, stage, has_home):
     if not has_home:
         _without_home(monkeypatch)
     with failing_in(stage, KeyboardInterrupt()):
@@ -219,7 +217,7 @@ def test_a_stopped_run_goes_on_to_the_video_s_own_name(
     assert list(tmp_path.glob(f"{runs.TEMP_PREFIX}*")) == []
 
 
-def test_a_long_video_that_stops_in_its_first_window_goes_on(cached, monkeypatch):
+def test_a_long_video_stopped_in_its_first_window_resumes(cached, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
@@ -246,7 +244,7 @@ def test_the_frames_of_a_video_get_no_other_settings(command):
     assert read_metadata("frames")["prompt"] == "a red circle"
 
 
-def test_a_stopped_run_with_a_drawn_seed_goes_on_from_its_folder(model, failing_in):
+def test_a_stopped_run_with_a_drawn_seed_resumes_from_its_folder(model, failing_in):
     """The same command would draw another seed."""
     with failing_in("latents", KeyboardInterrupt()):
         result = wanjax("a", "--model", model, *SMALL, "--seed", "random", "--dir", "d", "--out", "a.mp4")
@@ -299,7 +297,7 @@ def test_a_user_without_a_home_has_a_cache_for_as_long_as_the_process(tmp_path, 
     assert user_folders.user_cache().is_dir()
 
 
-def test_a_name_in_a_home_that_is_not_there_is_refused(monkeypatch):
+def test_a_name_in_a_missing_home_is_refused(monkeypatch):
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])  # as of a user that the system does not know
     assert "~" in refused("info", "~/a.mp4")
@@ -325,7 +323,7 @@ def stopped(cached: Path, name: str, *, days: float, size: int = 0) -> Path:
     return folder
 
 
-def test_old_runs_and_the_oldest_of_too_many_go(cached):
+def test_old_runs_and_the_oldest_of_too_many_are_removed(cached):
     old, young = stopped(cached, "old", days=14.1), stopped(cached, "young", days=13.9)
     runs.remove_old_runs()
     assert (old.exists(), young.exists()) == (False, True)
@@ -342,7 +340,7 @@ def test_any_command_cleans(cached, command):
     assert not old.exists()
 
 
-def test_a_run_under_way_is_not_cleaned_by_another_process(cached):
+def test_an_active_run_is_not_cleaned_by_another_process(cached):
     """Neither for its age nor for its size; when its process is killed, it is."""
     code = (
         f"from pathlib import Path; from wanjax.cli.runs import LockedRun; LockedRun(Path({str(cached / 'old')!r})); "
@@ -358,13 +356,13 @@ def test_a_run_under_way_is_not_cleaned_by_another_process(cached):
     assert not (cached / "old").exists()
 
 
-def test_what_is_used_or_not_a_run_s_stays(cached, tmp_path):
-    used, own = stopped(cached, "used", days=30), stopped(cached, "with-a-video", days=30)
+def test_used_folders_and_files_of_the_user_stay(cached, tmp_path):
+    used, with_video = stopped(cached, "used", days=30), stopped(cached, "with-a-video", days=30)
     killed = stopped(cached, "killed", days=30)
     part = killed / ".1@elsewhere.partial.stage2_latents.safetensors"  # of a process that was killed
     part.touch()
     age(part, 30)
-    (own / stage_files.VIDEO_FILE).write_bytes(b"a user's")
+    (with_video / stage_files.VIDEO_FILE).write_bytes(b"a user's")
     foreign = [cached / "notes", cached / "a-folder" / "notes", tmp_path / "elsewhere" / stage_files.LATENTS_FILE]
     for file in foreign:
         file.parent.mkdir(exist_ok=True)
@@ -376,12 +374,12 @@ def test_what_is_used_or_not_a_run_s_stays(cached, tmp_path):
         runs.remove_old_runs(keep=requested)
     assert (used / stage_files.LATENTS_FILE).exists()
     assert (requested / stage_files.LATENTS_FILE).exists()
-    assert files(own) == [stage_files.VIDEO_FILE, runs.LOCK]
+    assert files(with_video) == [stage_files.VIDEO_FILE, runs.LOCK]
     assert all(file.exists() for file in foreign)
     assert not killed.exists()
 
 
-def test_a_run_that_goes_on_is_not_taken_twice(model, cached):
+def test_a_resumed_run_is_not_taken_twice(model, cached):
     folder = stopped(cached, "held", days=0)
     (folder / stage_files.CONFIG).write_text("{}")
     with closing(FileLock(folder / runs.LOCK, "run", "--dir")):
@@ -399,13 +397,13 @@ def test_a_preview_stays_with_the_video(model, tmp_path, cached):
     assert list(cached.iterdir()) == []
 
 
-def test_a_killed_run_that_had_its_latents_is_only_to_be_decoded(model, cached):
+def test_a_killed_run_with_latents_only_decodes(model, cached):
     folder = stopped(cached, "killed", days=0)
     assert f"`wanjax decode --dir {folder}`" in refused("a", "--model", model, *SMALL, "--dir", str(folder))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sets a limit of POSIX")
-def test_a_cache_without_room_costs_no_video(model, cached):
+def test_a_full_cache_loses_no_video(model, cached):
     """A home folder has a quota, the stages' files nobody asked for; those in --dir are asked for."""
     options = ("a", "--model", model, *SMALL, "--out", "a.mp4", "--force")
     succeeded(wanjax(*options))  # its programs are kept from now on
@@ -420,18 +418,18 @@ def test_a_cache_without_room_costs_no_video(model, cached):
     assert list(cached.iterdir()) == []
 
 
-def test_a_folder_of_the_user_s_stays(model, cached):
+def test_a_folder_of_the_user_stays(model, cached):
     succeeded(wanjax("a", "--model", model, *SMALL, "--dir", "d", "--out", "a.mp4"))
     assert files("d") == [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE, stage_files.LATENTS_FILE]
     assert not cached.exists()
 
 
 @pytest.mark.parametrize("name", ["stage2_state", "stage2_state_3", "stage2_state_pass_2", "stage2_state_3_pass_2"])
-def test_every_state_of_a_run_is_a_run_s(tmp_path, name):
+def test_every_state_file_is_recognized(tmp_path, name):
     """Those of windows and of later passes too; nothing else goes with them."""
     run = runs.create_run_folder(lambda: iter(["a"]))
-    state, other = run.folder / f"{name}.safetensors", run.folder / f"{name}.txt"
+    state, text_file = run.folder / f"{name}.safetensors", run.folder / f"{name}.txt"
     state.touch()
-    other.touch()
+    text_file.touch()
     run.close(is_complete=True)
-    assert (state.exists(), other.exists()) == (False, True)
+    assert (state.exists(), text_file.exists()) == (False, True)

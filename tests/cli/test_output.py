@@ -34,7 +34,7 @@ def model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, tmp_path_factory, monkeypatch):
+def _in_temporary_folder(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "")  # is restored, because a test may set it
@@ -55,11 +55,11 @@ def test_quiet(model, option):
 
 
 @pytest.mark.parametrize("option", ["-q", "--json"])
-def test_errors_are_all_that_is_told(model, option):
+def test_quiet_prints_only_errors(model, option):
     assert has_line_with(refused("a", "--model", model, "--size", "32x16", option, "--frames", "6"), "6 frames 4n + 1")
 
 
-def test_how_to_go_on_is_told_even_so(model, failing_in):
+def test_quiet_prints_how_to_resume(model, failing_in):
     with failing_in("frames", KeyboardInterrupt()):
         output = wanjax("a", "--model", model, *SMALL, "-q", "--dir", "d").stderr
     stopped, resume_command = output.splitlines()
@@ -79,7 +79,7 @@ def test_json(model):
     assert "step 2 of 2" in done.stderr
 
 
-def test_json_names_no_folder_that_is_gone(model):
+def test_json_names_no_removed_folder(model):
     [line] = succeeded(wanjax("a", "--model", model, *SMALL, "--json", "--out", "a.mp4")).stdout.splitlines()
     assert json.loads(line).keys() == {"file", "record", "seconds"}
 
@@ -102,17 +102,17 @@ def test_json_of_many_videos_is_a_line_for_each(model):
     Path("prompts.txt").write_text("a red circle\nein Straßenmusikant\n")
     options = ("generate", "--prompts", "prompts.txt", "--seeds", "1,2", "--model", model, *SMALL, "--out", "many")
     result = [json.loads(line) for line in succeeded(wanjax(*options, "--json")).stdout.splitlines()]
-    message = [(one["record"]["prompt"], one["record"]["seed"]) for one in result]
+    message = [(video["record"]["prompt"], video["record"]["seed"]) for video in result]
     assert message == [(p, s) for p in ("a red circle", "ein Straßenmusikant") for s in (1, 2)]
-    for one in result:
-        assert one["record"] == read_metadata(one["file"])
-        assert one["seconds"]["video"] > 0
-    assert {Path(one["file"]).name for one in result} == set(os.listdir("many")) - {"manifest.jsonl"}
+    for video in result:
+        assert video["record"] == read_metadata(video["file"])
+        assert video["seconds"]["video"] > 0
+    assert {Path(video["file"]).name for video in result} == set(os.listdir("many")) - {"manifest.jsonl"}
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has this file, on which there is no room")
 @pytest.mark.parametrize("arguments", [["models"], ["models", "--json"], ["--help"], ["--version"]], ids=" ".join)
-def test_no_room_for_what_is_printed(arguments):
+def test_output_to_a_full_disk(arguments):
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             [sys.executable, "-m", "wanjax", *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
@@ -123,7 +123,7 @@ def test_no_room_for_what_is_printed(arguments):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sets a limit of POSIX")
-def test_a_cache_of_programs_without_room_is_told_once(tmp_path, capsys):
+def test_a_full_compilation_cache_is_reported_once(tmp_path, capsys):
     folder = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
     compilation_cache.reset_cache()
@@ -146,12 +146,12 @@ def test_a_cache_of_programs_without_room_is_told_once(tmp_path, capsys):
         (("--out", "n" * 250 + ".gif"), "name 254 bytes most"),
     ],
 )
-def test_what_could_not_be_written_is_told_before_the_first_step(model, monkeypatch, options, words):
+def test_an_unwritable_output_is_reported_before_the_first_step(model, monkeypatch, options, words):
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", "false")
     assert has_line_with(refused("a", "--model", model, *SMALL, *options, begun=False), words)
 
 
-def test_what_is_left_out_of_a_folder_of_pictures_is_told_once(model):
+def test_settings_that_a_folder_of_pictures_omits_are_reported_once(model):
     Path("clip").mkdir()
     for name in (*(f"{i}.png" for i in range(5)), ".5.png", "notes.pdf"):
         Image.new("RGB", (32, 16)).save(Path("clip") / name, "PNG")

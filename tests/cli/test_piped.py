@@ -28,7 +28,7 @@ def test_a_number_has_its_noun():
     assert pluralize(2, "process") == "2 processes"
 
 
-def test_what_is_printed_into_a_pipe(model, tmp_path, monkeypatch):
+def test_output_into_a_pipe(model, tmp_path, monkeypatch):
     """Each command with one of everything, even where variables ask rich for colours."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -36,15 +36,15 @@ def test_what_is_printed_into_a_pipe(model, tmp_path, monkeypatch):
     Image.new("RGB", (32, 32)).save("data/a.png")
     Path("data/a.txt").write_text("a red circle")
     Path("p.txt").write_text("a red circle\n")
-    own = ("--model", model, "--dtype", "float32", *ONE)
+    options = ("--model", model, "--dtype", "float32", *ONE)
     train = ("--size", "32x32", "--frames", "1", "--steps", "1", "--lora-rank", "1", "--out", "lora")
     for command in (
         ("convert", model, "there"),
         ("convert", "there", "--verify"),
-        ("warmup", *own, "--verbose"),
-        ("generate", "a red circle", *own, "--stats", "--preview", "--out", "a.mp4"),
-        ("generate", "a red circle", *own, "--count", "1", "--out", "many"),
-        ("batch", "p.txt", *own, "--seeds", "42", "--out", "many"),  # which is there already
+        ("warmup", *options, "--verbose"),
+        ("generate", "a red circle", *options, "--stats", "--preview", "--out", "a.mp4"),
+        ("generate", "a red circle", *options, "--count", "1", "--out", "many"),
+        ("batch", "p.txt", *options, "--seeds", "42", "--out", "many"),  # which is there already
         ("train", model, "data", *train),
         ("train", model, "data", *train),
         ("plan", model, "--chip", "cpu", *ONE),

@@ -82,8 +82,8 @@ def test_json_has_every_documented_entry():
     assert sum(plan_json["step_breakdown"].values()) == pytest.approx(plan_json["step_seconds"])
     rows = {row["name"]: row for row in plan_json["programs"]}
     assert rows["step"]["times"] == 7
-    others = plan_json["stages"]["denoise"]["seconds"] - 7 * plan_json["step_seconds"]
-    assert others == pytest.approx(sum(rows[name]["seconds"] for name in ("begin", "context", "finish")))
+    remaining = plan_json["stages"]["denoise"]["seconds"] - 7 * plan_json["step_seconds"]
+    assert remaining == pytest.approx(sum(rows[name]["seconds"] for name in ("begin", "context", "finish")))
     assert plan_json["peak_bytes_per_chip"] == max(
         stage["peak_bytes_per_chip"] for stage in plan_json["stages"].values()
     )
@@ -118,7 +118,7 @@ def test_the_table():
         (["--chip", "h200", "--mesh", "tq=8"], "dp=2,sp=1,tp=4"),
     ],
 )
-def test_an_impossible_request_is_refused_in_one_sentence(arguments, why):
+def test_an_impossible_request_is_refused_with_a_short_message(arguments, why):
     run = CliRunner().invoke(main, ["plan", "nano", *arguments])
     assert run.exit_code == 2
     assert has_line_with(run.stderr, why)
@@ -162,8 +162,8 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
     assert has_line_with(str(result.advice), "v6e-1 denoise 68.2 GiB chip 31.2 v6e-4 --tile decode")
     model = model_description("wan2.1-t2v-14b")
     weights = model.family.network_of(model.model.spec.networks["transformer"]).parameters
-    kept = result.stages["denoise"].kept_bytes_per_chip  # beside the programs that read no weights
-    assert 2 * weights < kept < 2.01 * weights  # the least of them are in float32
+    resident = result.stages["denoise"].kept_bytes_per_chip  # beside the programs that read no weights
+    assert 2 * weights < resident < 2.01 * weights  # the least of them are in float32
 
 
 def test_options_with_which_a_video_fits(monkeypatch):
@@ -213,7 +213,7 @@ def test_a_trace_counts_what_the_formula_does():
     assert step.live_bytes > 0
 
 
-def test_the_pace_of_a_video_made_by_blocks():
+def test_frames_per_second_of_a_video_made_by_chunks():
     """It is that of one more block: steps, renewal, and the chunk that decodes it."""
     shapes = causal_pipeline(4, None).model
     shapes = replace(shapes, text_encoder=TEXT)
@@ -228,23 +228,23 @@ def test_the_pace_of_a_video_made_by_blocks():
     assert result.frames_per_second == pytest.approx(4 / block)
     step = counted(runs["step"])
     assert step.attention + step.matmuls == sum(shapes.cost(video).flops.values())
-    alone = estimate.estimate_video(small(shapes, video.updated({"frames": 3})), "h200")
-    assert alone.frames_per_second is None
+    unchunked = estimate.estimate_video(small(shapes, video.updated({"frames": 3})), "h200")
+    assert unchunked.frames_per_second is None
 
 
-def test_each_program_is_told_when_it_is_begun_and_once_its_price_is_known():
+def test_progress_reports_the_start_and_the_price_of_each_program():
     messages = []
     model = model_description("nano")
-    estimate.estimate_video(model, "h200", on_progress=lambda *known: messages.append(known))
+    estimate.estimate_video(model, "h200", on_progress=lambda *progress: messages.append(progress))
     names = [run.name for run in programs(pipeline(model.model, model.settings), model.settings)]
     assert messages[::2] == [([name], number, len(names)) for number, name in enumerate(names)]
     assert messages[1::2] == [([], number + 1, len(names)) for number in range(len(names))]
 
 
 def test_the_bar_counts_only_what_is_compiled_now(monkeypatch):
-    """Price that were kept come first, before anything is begun."""
+    """Cached prices come first, before anything is compiled."""
 
-    def some_kept(self, place, abstract_calls, begun):
+    def partly_cached(self, place, abstract_calls, begun):
         yield 1, Price(argument_bytes=1, peak_bytes=2)
         begun(0)
         begun(2)
@@ -252,15 +252,15 @@ def test_the_bar_counts_only_what_is_compiled_now(monkeypatch):
         begun(0)  # again, because the compiler's process ended
         yield 0, Price(argument_bytes=3, peak_bytes=4)
 
-    monkeypatch.setattr(Pricer, "prices", some_kept)
+    monkeypatch.setattr(Pricer, "prices", partly_cached)
     messages = []
     abstract_calls = [(name, AbstractCall(lambda: None, ())) for name in "abc"]
-    result = hardware.priced_on(SLICES["v6e-8"], abstract_calls, lambda *known: messages.append(known))
+    result = hardware.priced_on(SLICES["v6e-8"], abstract_calls, lambda *progress: messages.append(progress))
     assert [x.argument_bytes for x in result] == [3, 1, 1]
     assert messages == [(["a"], 0, 2), (["a", "c"], 0, 2), (["a"], 1, 2), (["a"], 1, 2), ([], 2, 2)]
 
 
-def test_progress_is_told_beside_the_result_unless_it_is_unwanted():
+def test_progress_goes_to_stderr_unless_quiet():
     loud = CliRunner().invoke(main, ["plan", "nano", "--chip", "cpu"])
     assert has_line_with(loud.stderr, "plan program of")
     silent = CliRunner().invoke(main, ["plan", "nano", "--chip", "cpu", "-q"])
@@ -273,11 +273,11 @@ def test_how_often_each_program_runs():
     result = {run.name: run.times for run in programs(pipeline(NETWORKS, VIDEO, mesh), VIDEO)}
     assert result == {"encode_prompts": 1, **denoised, "cut": 1, "decode_first": 1, "decode_next": 1}
     video = VIDEO.updated({"frames": 1})
-    alone = [run.name for run in programs(pipeline(NETWORKS, video, mesh), video)]
-    assert alone == ["encode_prompts", *denoised, "cut", "decode_first"]
+    single_device = [run.name for run in programs(pipeline(NETWORKS, video, mesh), video)]
+    assert single_device == ["encode_prompts", *denoised, "cut", "decode_first"]
 
 
-def test_what_is_kept_is_found_by_the_same_key(tmp_path):
+def test_cached_prices_are_read_by_the_same_key(tmp_path):
     ResultCache().put("prices", {"a": 1}, {"seconds": 2.0})
     assert ResultCache().get("prices", {"a": 1}) == {"seconds": 2.0}
     assert ResultCache().get("prices", {"a": 2}) is None
@@ -286,7 +286,7 @@ def test_what_is_kept_is_found_by_the_same_key(tmp_path):
     assert ResultCache().get("prices", {"a": 1}) is None
 
 
-def test_each_set_of_compiler_options_has_prices_of_its_own(monkeypatch):
+def test_each_set_of_compiler_options_has_its_prices(monkeypatch):
     requested = {}
 
     def prices(self, place, programs, begun):
@@ -296,13 +296,13 @@ def test_each_set_of_compiler_options_has_prices_of_its_own(monkeypatch):
         )
 
     monkeypatch.setattr(Pricer, "prices", prices)
-    kept_in = {}
+    keys = {}
     for compiler, options in (("safe", ()), ("fast", ("--compiler", "fast"))):
         plan_json = plan("--chip", "v6e-8", *options)
         assert plan_json["compiler"] == compiler
         assert plan_json["doubts"] == ["an option was refused"]
-        kept_in.setdefault(compiler, set()).add(tuple(json.dumps(PRICER.key(job)) for job in requested["jobs"]))
-    [safe], [fast] = kept_in["safe"], kept_in["fast"]
+        keys.setdefault(compiler, set()).add(tuple(json.dumps(PRICER.key(job)) for job in requested["jobs"]))
+    [safe], [fast] = keys["safe"], keys["fast"]
     assert len(set(safe) - set(fast)) == 3  # the step, and the decoder's two; the others have the same options in both
     printed = CliRunner().invoke(main, ["plan", "nano", "--compiler", "fast"]).output
     assert has_line_with(" ".join(printed.split()), "fsdp fast compiler")
@@ -316,7 +316,7 @@ def test_the_kernel_is_that_of_the_chip_which_is_planned_for():
     assert result == "flash_tpu"
 
 
-def test_where_nothing_is_compiled_no_set_is_named():
+def test_no_set_of_compiler_options_is_named_if_nothing_is_compiled():
     assert plan("--chip", "h200", "--compiler", "fast")["compiler"] is None
     assert "compiler" not in CliRunner().invoke(main, ["plan", "nano", "--chip", "h200"]).output
 
@@ -358,7 +358,7 @@ def test_a_narrow_terminal_cuts_no_word(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [(), ("--train",)])
-def test_a_model_of_a_chip_does_not_claim_that_a_video_cannot_fit(options):
+def test_an_estimate_does_not_claim_that_a_video_cannot_fit(options):
     """Its peak counts nothing as fused: 14 billion parameters in bfloat16 are 27 GiB of an H100's 80 GB."""
     run = CliRunner().invoke(main, ["plan", "wan2.1-t2v-14b", "--chip", "h100", "--json", *options])
     planned = json.loads(run.stdout)

@@ -46,13 +46,13 @@ def of(folder: Path, *more: str | Path, face: bool = True) -> tuple[str | Path, 
 def test_a_video_is_as_long_and_as_large_as_the_pose_clip(folder, tmp_path):
     result = succeeded(wanjax(*of(folder, "--out", tmp_path / "whole.mp4")))
     assert has_line_with(result.output, "window 2 of 2")
-    whole = read_clip(tmp_path / "whole.mp4", 100, 30)
-    assert whole.shape == (13, 48, 64, 3)
+    frames = read_clip(tmp_path / "whole.mp4", 100, 30)
+    assert frames.shape == (13, 48, 64, 3)
     record = json.loads(succeeded(wanjax("info", tmp_path / "whole.mp4", "--json")).output)
     assert (record["windows"], record["frames"], record["fps"]) == (2, 9, 30)
     assert record["face"] == str(folder / "face.mp4")
     succeeded(wanjax("generate", "--from", tmp_path / "whole.mp4", "--out", tmp_path / "again.mp4"))
-    np.testing.assert_array_equal(read_clip(tmp_path / "again.mp4", 100, 30), whole)
+    np.testing.assert_array_equal(read_clip(tmp_path / "again.mp4", 100, 30), frames)
 
 
 def test_a_background_and_a_mask_replace(folder, tmp_path):
@@ -73,9 +73,9 @@ def test_the_library_makes_the_same_frames_and_every_input_counts(folder):
     latents = pipe.denoise(embeddings, seed=1)
     assert latents.shape == (1, 4, 3, 6, 8)
     np.testing.assert_array_equal(pipe.decode(latents), pipe("a woman", **inputs).frames)
-    other: Any = read_clip(folder / "background.mp4", 100, 30)
+    replacement: Any = read_clip(folder / "background.mp4", 100, 30)
     for name in ("video", "face"):
-        changed = pipe.denoise(pipe.encode("a woman", **{**inputs, name: other}), seed=1)
+        changed = pipe.denoise(pipe.encode("a woman", **{**inputs, name: replacement}), seed=1)
         assert (changed != latents).any(), name
 
 
@@ -90,7 +90,7 @@ def test_the_library_makes_the_same_frames_and_every_input_counts(folder):
         (("--overlap", "3"), "overlap 3 1 5"),
     ],
 )
-def test_what_a_character_is_not_made_of(folder, arguments, words):
+def test_inputs_that_do_not_fit_a_character(folder, arguments, words):
     changed = [folder / x if "." in x and x[0] not in "-0" else x for x in arguments]
     assert has_line_with(refused(*of(folder, *changed)), words)
 

@@ -28,7 +28,7 @@ def model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, tmp_path_factory, monkeypatch):
+def _in_temporary_folder(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
@@ -37,7 +37,7 @@ def latents(folder):
     return np.array(load_safetensors(f"{folder}/{stage_files.LATENTS_FILE}")["latents"])
 
 
-def test_a_video_tells_its_precision_and_is_made_again_with_it(model):
+def test_a_video_has_its_precision_in_its_metadata_and_is_reproduced_with_it(model):
     succeeded(wanjax("a red circle", "--model", model, *SMALL, *STEPS, "--precision", "int8", "--out", "a.mp4"))
     assert read_metadata("a.mp4")["precision"] == "int8"
     assert has_line_with(succeeded(wanjax("info", "a.mp4")).output, "precision int8")
@@ -51,13 +51,13 @@ def test_stages_keep_the_precision_and_never_mix_two(model):
     encode = ("encode", "a red circle", "--model", model, *SMALL)
     succeeded(wanjax(*encode, "--precision", "int8", "--dir", "one"))
     succeeded(wanjax("denoise", "--dir", "one", *STEPS))
-    whole = latents("one")
+    rounded = latents("one")
     succeeded(wanjax(*encode, "--dir", "two"))
     succeeded(wanjax("denoise", "--dir", "two", *STEPS))
     floats = latents("two")
-    assert 0 < np.linalg.norm(whole - floats) < 0.1 * np.linalg.norm(floats)
+    assert 0 < np.linalg.norm(rounded - floats) < 0.1 * np.linalg.norm(floats)
     succeeded(wanjax("denoise", "--dir", "two", *STEPS, "--precision", "int8", "--force"))
-    np.testing.assert_array_equal(latents("two"), whole)
+    np.testing.assert_array_equal(latents("two"), rounded)
     succeeded(wanjax("decode", "--dir", "two", "--out", "a.mp4"))
     assert read_metadata("a.mp4")["precision"] == "int8"
 
@@ -117,7 +117,7 @@ def test_convert_stores_a_precision_that_loading_knows(model):
     )
 
 
-def test_what_offers_no_precision_refuses_one(tmp_path):
+def test_models_without_a_precision_refuse_one(tmp_path):
     with registered(TOY):
         toy = str(write_checkpoint(tmp_path / "toy", TOY))
         assert has_line_with(refused("a", "--model", toy, "--precision", "int8"), "precision int8 toy")

@@ -68,7 +68,7 @@ def test_the_report_counts_both_forwards_of_a_step(folder):
 
 
 @pytest.mark.parametrize("options", [{}, {"attention": "auto:window=2"}])
-def test_what_is_not_known_is_no_figure(options, tmp_path):
+def test_unknown_figures_are_null(options, tmp_path):
     """The time of one step alone, and the work of steps that leave some of it out."""
     pipe = wanjax.load("nano", **options)
     settings = pipe.settings(size=(32, 32), frames=5)
@@ -80,9 +80,9 @@ def test_what_is_not_known_is_no_figure(options, tmp_path):
         messages.append(
             (seen.report(), json.loads((tmp_path / profile.STEPS_FILE).read_text(), parse_constant=pytest.fail))
         )
-    (first, one), (second, two) = messages
+    (first, first_report), (second, two) = messages
     assert noted == [second]
-    assert one["step_seconds"] is one["mfu"] is None
+    assert first_report["step_seconds"] is first_report["mfu"] is None
     assert two["step_seconds"] > 0
     assert (two["step_flops"] is None) == (two["achieved_flops_per_second"] is None) == bool(options)
     assert "nan" not in first

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a video made by commands: everything that shaped it, with names that hold in any folder."""
+"""The metadata of a video made by commands: everything that shaped it, with names that hold in any folder."""
 
 import os
 import shutil
@@ -50,21 +50,21 @@ def here(tmp_path, monkeypatch) -> Path:
 
 
 def extras(record: dict, model: Path) -> dict:
-    """Return the entries of a record beside the settings, and the digests of files that it names."""
+    """Return the entries of metadata without the settings and the digests of files that it names."""
     import wanjax
 
-    known = {"digests", *wanjax.load(model).defaults.to_json()}
-    return {name: value for name, value in record.items() if name not in known}
+    expected = {"digests", *wanjax.load(model).defaults.to_json()}
+    return {name: value for name, value in record.items() if name not in expected}
 
 
-def test_a_plain_video(text):
+def test_metadata_of_default_settings(text):
     succeeded(wanjax("a", "--model", text, *SMALL, "--dir", "d", "--out", "a.mp4"))
     record = read_metadata("a.mp4")
     assert extras(record, text) == PLAIN
     assert record == load_settings(Path("d"))
 
 
-def test_all_that_can_be_chosen(text, here):
+def test_metadata_of_all_settings(text, here):
     chosen = "--mesh dp=2,sp=2,tp=2 --rules tp --attention reference --scheduler unipc:order=1 --tile --batch-guidance"
     more = ("--lora", "style.safetensors:0.5", "--noise", "noise.safetensors", "--compiler", "fast")
     succeeded(wanjax("a", "--model", text, *SMALL, *chosen.split(), *more, "--dir", "d", "--out", "a.mp4"))
@@ -84,7 +84,7 @@ def test_all_that_can_be_chosen(text, here):
     assert sorted(record["digests"]) == sorted([f"{here}/style.safetensors", f"{here}/noise.safetensors", str(text)])
 
 
-def test_stages_go_on_from_another_folder(image, here, monkeypatch):
+def test_stages_continue_from_another_folder(image, here, monkeypatch):
     shutil.copytree(image, "i2v")
     options = ("a", "--model", "./i2v", "--image", "red.png", "--size", "32x32", "--frames", "1")
     denoising = ("--steps", "1", "--lora", "style.safetensors")
@@ -95,18 +95,18 @@ def test_stages_go_on_from_another_folder(image, here, monkeypatch):
     monkeypatch.chdir("elsewhere")
     succeeded(wanjax("denoise", *denoising, "--dir", "../three"))
     succeeded(wanjax("decode", "--dir", "../three", "--out", "three.mp4"))
-    record, other = read_metadata("three.mp4"), read_metadata("../one.mp4")
+    record, first_record = read_metadata("three.mp4"), read_metadata("../one.mp4")
     assert record.pop("lora") == [f"{here}/elsewhere/style.safetensors"]
-    assert other.pop("lora") == [f"{here}/style.safetensors"]
-    digests, others = record.pop("digests"), other.pop("digests")
+    assert first_record.pop("lora") == [f"{here}/style.safetensors"]
+    digests, first_digests = record.pop("digests"), first_record.pop("digests")
     assert {*digests} == {f"{here}/{name}" for name in ("red.png", "elsewhere/style.safetensors", "i2v")}
-    assert {*digests.values()} == {*others.values()}
-    assert record == other
+    assert {*digests.values()} == {*first_digests.values()}
+    assert record == first_record
     assert (record["model"], record["image"]) == (f"{here}/i2v", f"{here}/red.png")
 
 
 def test_stages_may_run_on_other_devices(text):
-    """The record of a video is that of the devices that denoised it."""
+    """The metadata of a video names the devices that denoised it."""
     succeeded(wanjax("encode", "a", "--model", text, "--dir", "d"))
     succeeded(wanjax("denoise", *SMALL, "--mesh", "dp=2,sp=2,tp=2", "--scheduler", "unipc:order=1", "--dir", "d"))
     succeeded(wanjax("decode", "--fps", "3", "--dir", "d"))

@@ -35,7 +35,7 @@ def image(tmp_path_factory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+def _in_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     Path("prompts.txt").write_text("a\n")
@@ -48,7 +48,7 @@ def picture(name: str, value: int) -> None:
 
 
 def adapter(folder: str, alpha: int) -> None:
-    """Write a LoRA as PEFT does: its scale stands beside the weights."""
+    """Write a LoRA as PEFT does: its scale is in another file."""
     Path(folder).mkdir(exist_ok=True)
     ones = {f"{MODULE}.lora_A.weight": np.ones((2, 24), np.float32), f"{MODULE}.lora_B.weight": np.ones((24, 2), "f")}
     save_safetensors(f"{folder}/adapter_model.safetensors", ones)
@@ -79,7 +79,7 @@ def test_a_picture(image):
     assert many(*options) == []
 
 
-def test_a_lora_s_scale_and_the_model_beside_it(text):
+def test_a_lora_s_scale_and_model(text):
     shutil.copytree(text, "model")
     adapter("style", 2)
     options = ("--model", "model", "--lora", "style")
@@ -119,7 +119,7 @@ def test_stages_of_two_pictures_do_not_belong_together(image):
     assert has_line_with(refused("denoise", "--dir", "d"), "stage1_embeddings.safetensors in.png")
 
 
-def test_large_files_are_known_by_their_header_and_blocks():
+def test_large_files_are_identified_by_their_header_and_blocks():
     """Sparse files of more than 64 MiB: a header, the last byte and the size each make another file."""
     digests = set()
     for place, byte, size in ((0, b"a", 2**27), (0, b"b", 2**27), (2**27 - 1, b"a", 2**27), (0, b"a", 2**27 + 1)):

@@ -37,7 +37,7 @@ def test_unfit_embeddings(tmp_path, tensors, message):
         checked(tmp_path)
 
 
-def test_a_damaged_file_of_a_stage_is_made_again(tmp_path):
+def test_a_damaged_file_of_a_stage_is_remade(tmp_path):
     (tmp_path / EMBEDDINGS_FILE).write_bytes(b"\x09\x00")
     with pytest.raises(
         WanjaxError, match=line_with_words(f"{EMBEDDINGS_FILE} `wanjax encode PROMPT --dir {tmp_path} --force`")
@@ -45,7 +45,7 @@ def test_a_damaged_file_of_a_stage_is_made_again(tmp_path):
         load_conditioning(tmp_path, {})
 
 
-def test_a_folder_that_is_missing_is_a_folder(tmp_path):
+def test_a_missing_folder_is_called_a_folder(tmp_path):
     with pytest.raises(WanjaxError, match=line_with_words(f"folder {tmp_path / 'no'}: `wanjax encode PROMPT --dir")):
         load_settings(tmp_path / "no")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With stores that speak as S3 and Google's do: videos and checkpoints, and what is told where it fails."""
+"""With stores that speak as S3 and Google's do: videos and checkpoints, and the messages of failures."""
 
 import json
 import urllib.request
@@ -59,7 +59,7 @@ def test_a_converted_model_in_a_bucket_makes_the_same_video_in_a_bucket(bucket):
 
 
 @pytest.mark.slow
-def test_a_video_in_a_bucket_is_made_again_from_its_record():
+def test_a_video_in_a_bucket_is_reproduced_from_its_metadata():
     video = f"{BUCKET}/videos/again.mp4"
     succeeded(wanjax("a blue square", *SMALL, "--out", video))
     succeeded(wanjax("generate", "--from", video, "--out", "here.mp4", "-q"))
@@ -79,7 +79,7 @@ def test_many_videos_in_a_bucket_are_made_once():
 
 
 @pytest.mark.parametrize("many", [[], ["--count", "2"]], ids=["one", "many"])
-def test_a_missing_bucket_is_told_before_the_first_step(many):
+def test_a_missing_bucket_is_reported_before_the_first_step(many):
     out = "s3://no-such-bucket/videos" if many else "s3://no-such-bucket/a.mp4"
     assert has_line_with(
         refused("a red circle", *SMALL, "--out", out, *many, begun=False), "s3://no-such-bucket bucket"
@@ -87,7 +87,7 @@ def test_a_missing_bucket_is_told_before_the_first_step(many):
 
 
 @pytest.mark.parametrize("more", [[], ["--workers", "2"]], ids=["one", "several"])
-def test_a_missing_bucket_of_a_server_is_told_before_its_model_is_loaded(more):
+def test_a_server_reports_a_missing_bucket_before_it_loads_its_model(more):
     output = refused(
         "serve",
         "--port",
@@ -141,7 +141,7 @@ def without_a_connection(address: str, patch: pytest.MonkeyPatch) -> Iterator[No
         ),
     ],
 )
-def test_a_store_that_takes_nothing_is_told_before_the_first_step(fault, words, s3, monkeypatch):
+def test_an_unwritable_store_is_reported_before_the_first_step(fault, words, s3, monkeypatch):
     S3FileSystem.clear_instance_cache()
     try:
         with fault(s3, monkeypatch):
@@ -172,6 +172,6 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("arguments", ELSEWHERE.values(), ids=ELSEWHERE)
-def test_what_has_to_be_here_is_told(arguments):
+def test_files_that_must_be_local_are_reported(arguments):
     assert BUCKET in refused(*arguments)
     assert not list(Path().iterdir())

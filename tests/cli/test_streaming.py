@@ -20,7 +20,7 @@ from wanjax.media.video import write_video
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
-GIVEN = ("--seed", "3", "--frames", "21")
+OPTIONS = ("--seed", "3", "--frames", "21")
 
 
 def run(*arguments, status=0):
@@ -44,7 +44,9 @@ def frames_of(folder):
 
 
 def test_generate_writes_what_the_library_makes(model, video, tmp_path):
-    messages = run("a red circle", "--model", model, *GIVEN, "--dir", tmp_path / "stages", "--out", tmp_path / "frames")
+    messages = run(
+        "a red circle", "--model", model, *OPTIONS, "--dir", tmp_path / "stages", "--out", tmp_path / "frames"
+    )
     np.testing.assert_array_equal(frames_of(tmp_path / "frames"), video.frames)
     assert load_safetensors(tmp_path / "stages" / LATENTS_FILE)["latents"].shape == (1, 4, 6, 4, 4)
     assert "stream: chunk 3 of 3" in messages.stderr
@@ -53,7 +55,7 @@ def test_generate_writes_what_the_library_makes(model, video, tmp_path):
 
 
 def test_frames_are_written_as_they_come(model, tmp_path, monkeypatch):
-    """Two of three blocks are there when the third is asked for."""
+    """Two of three chunks are written when the third is requested."""
     seen = []
 
     def write(path, frames, fps, record):
@@ -67,7 +69,7 @@ def test_frames_are_written_as_they_come(model, tmp_path, monkeypatch):
         return write_video(path, handle_interrupts(), fps, record)
 
     monkeypatch.setattr("wanjax.jobs.maker.write_video", write)
-    run("a red circle", "--model", model, *GIVEN, "--out", tmp_path / "frames", status=1)
+    run("a red circle", "--model", model, *OPTIONS, "--out", tmp_path / "frames", status=1)
     assert seen == [5, 8, 8]
 
 
@@ -79,7 +81,7 @@ def test_the_stages_with_files_make_the_same_video(model, video, tmp_path):
 
 
 def test_previews_and_several_seeds(model, video, tmp_path):
-    run("a red circle", "--model", model, *GIVEN, "--preview", "--dir", tmp_path, "--out", tmp_path / "v.mp4")
+    run("a red circle", "--model", model, *OPTIONS, "--preview", "--dir", tmp_path, "--out", tmp_path / "v.mp4")
     assert (tmp_path / "preview.png").exists()
     run("a red circle", "--model", model, "--frames", 21, "--seeds", "3,4", "--out", tmp_path / "videos")
     assert len(list((tmp_path / "videos").glob("*.mp4"))) == 2
@@ -95,7 +97,7 @@ def test_previews_and_several_seeds(model, video, tmp_path):
         ("plan wan2.1-t2v-1.3b-causal --train --chip v6e-8", "training chunk"),
     ],
 )
-def test_what_is_not_for_a_model_of_blocks_is_refused(command, words, model, tmp_path, monkeypatch):
+def test_settings_that_a_causal_model_lacks_are_refused(command, words, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     Image.new("RGB", (32, 32)).save("data/a.png")
@@ -103,7 +105,7 @@ def test_what_is_not_for_a_model_of_blocks_is_refused(command, words, model, tmp
     assert has_line_with(run(*command.format(model).split(), status=2).stderr, words)
 
 
-def test_it_is_converted_there_and_back(model, video, tmp_path):
+def test_a_causal_model_is_converted_there_and_back(model, video, tmp_path):
     run("convert", model, tmp_path / "there")
     again = wanjax.load(tmp_path / "there")("a red circle", seed=3, frames=21)
     np.testing.assert_array_equal(again.frames, video.frames)
@@ -114,9 +116,9 @@ def test_it_is_converted_there_and_back(model, video, tmp_path):
 
 @pytest.mark.slow  # tests/cli/test_warmup.py has a quick one, of another model
 def test_nothing_is_compiled_after_a_warmup(model, tmp_path):
-    wanjax_command(tmp_path, "warmup", "--model", str(model), *GIVEN)
+    wanjax_command(tmp_path, "warmup", "--model", str(model), *OPTIONS)
     before = programs(tmp_path)
     assert len(before) > 5
-    message = wanjax_command(tmp_path, "generate", "a red circle", "--model", str(model), *GIVEN, "--out", "a.mp4")
+    message = wanjax_command(tmp_path, "generate", "a red circle", "--model", str(model), *OPTIONS, "--out", "a.mp4")
     assert message.count("cached") == 2, message
     assert programs(tmp_path) == before

@@ -39,7 +39,7 @@ def test_a_table_fits_its_terminal_and_loses_nothing(headings, rows, width):
         assert any(cell in line for line in result.rows)
 
 
-def test_columns_stand_beside_each_other_where_they_have_room():
+def test_columns_are_side_by_side_if_they_fit():
     result = table(("stage", "to spare", "time"), [("encode", "19.4 GiB", "85 ms")], 30)
     assert result.headings == ["stage  to spare  time"]
     assert result.rows == ["encode 19.4 GiB 85 ms"]
@@ -54,20 +54,20 @@ def printed(*arguments: str | Path) -> list[str]:
 def test_the_models():
     lines = printed("models")
     assert max(map(len, lines)) <= NARROW
-    whole = " ".join(" ".join(lines).split())
+    output = " ".join(" ".join(lines).split())
     for model in listed_models().values():
-        shown = model["defaults"]
+        defaults = model["defaults"]
         text = " ".join(lines[lines.index(model["name"]) + 1 :][:5])
         for part in (
-            f"size {shown['width']}x{shown['height']}",
-            f"frames {shown['frames']}",
-            f"steps {shown['steps']}",
+            f"size {defaults['width']}x{defaults['height']}",
+            f"frames {defaults['frames']}",
+            f"steps {defaults['steps']}",
         ):
             assert part in text
-        assert model["about"] in whole
+        assert model["about"] in output
 
 
-def test_what_made_a_video(tmp_path):
+def test_the_settings_of_a_video(tmp_path):
     prompt = "a red circle that moves to the right, and then to the left, and never comes to rest at any of the sides"
     (tmp_path / "generation_config.json").write_text(json.dumps({"model": "nano", "prompt": prompt, "steps": 2}))
     lines = printed("info", tmp_path / "generation_config.json")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled programs kept between processes: the same run finds them again, other runs do not."""
+"""Compiled programs cached between processes: the same run reads them, other runs do not."""
 
 import re
 from collections import Counter
@@ -37,21 +37,21 @@ def warm(folder) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def told(folder, warm) -> str:
+def log(folder, warm) -> str:
     """What a run after the warm-up prints."""
     return wanjax(folder, "generate", "a red circle moving right", *RUN, *HERE, "--verbose", "--stats")
 
 
 @pytest.fixture(scope="module")
-def latents(folder, warm, told) -> np.ndarray:
+def latents(folder, warm, log) -> np.ndarray:
     """The latents of that run."""
-    assert told.count("cached") == 3, told
-    assert f"0 programs compiled, {len(warm)} read from the cache" in told
+    assert log.count("cached") == 3, log
+    assert f"0 programs compiled, {len(warm)} read from the cache" in log
     assert programs(folder) == warm
-    return kept(folder)
+    return read_latents(folder)
 
 
-def kept(folder: Path) -> np.ndarray:
+def read_latents(folder: Path) -> np.ndarray:
     left = folder / "stage_outputs"
     return np.asarray(stage_files.load_latents(left, load_settings(left)))
 
@@ -63,12 +63,12 @@ def test_a_second_process_compiles_nothing(warm, latents):
     assert np.isfinite(latents).all()
 
 
-def test_all_seconds_are_accounted_for(told):
-    _, account = told.split("where the time went")
+def test_all_seconds_are_accounted_for(log):
+    _, account = log.split("where the time went")
     result = re.findall(r"^(\w.*?)  +([\d.]+) (µs|ms|s)\b", account, re.MULTILINE)
     seconds = {name: float(number) / {"µs": 1e6, "ms": 1e3, "s": 1}[unit] for name, number, unit in result}
-    whole = seconds.pop("total")
-    assert sum(seconds.values()) == pytest.approx(whole, rel=0.02)
+    total = seconds.pop("total")
+    assert sum(seconds.values()) == pytest.approx(total, rel=0.02)
     stages = {name.split(":")[0] for name in seconds if ":" in name}
     assert stages == {"encode", "denoise", "decode"}
     assert seconds["starting Python"] > 0.01
@@ -103,18 +103,18 @@ def test_another_schedule_compiles_nothing(folder, warm, latents):
     before = programs(folder)
     wanjax(folder, "denoise", "--steps", "5", "--flow-shift", "4", "--guidance-scale", "3", "--seed", "1")
     assert programs(folder) == before
-    assert np.abs(kept(folder) - latents).max() > 1e-3
+    assert np.abs(read_latents(folder) - latents).max() > 1e-3
 
 
 @pytest.mark.slow
-def test_changed_code_meets_no_stale_program(folder, warm, latents):
+def test_changed_code_runs_no_stale_program(folder, warm, latents):
     wanjax(folder, "generate", "a red circle moving right", *RUN, *HERE, code=CHANGED)
     assert programs(folder) > warm
-    assert np.abs(kept(folder) - latents).max() > 1e-3
+    assert np.abs(read_latents(folder) - latents).max() > 1e-3
 
 
 @pytest.mark.slow
-def test_changed_settings_meet_no_stale_program(folder, warm, latents):
+def test_changed_settings_run_no_stale_program(folder, warm, latents):
     before = programs(folder)
     wanjax(folder, "denoise", "--attention", "reference")
     assert programs(folder) > before

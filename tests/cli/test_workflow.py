@@ -122,7 +122,7 @@ def test_a_model_of_one_expert_takes_no_settings_of_two():
     assert "nano has no guidance_scale_2 and no boundary_step" in result.stderr
 
 
-def test_loras_of_experts_are_given_to_each(models):
+def test_each_expert_gets_its_lora(models):
     file = saved(with_switch(T2V))
     options = options_in(succeeded(wanjax("generate", "--from", file, "--models", models, "--print-command")).stdout)
     loras = [f"{models}/loras/wan2.2_t2v_lightx2v_4steps_lora_v1.1_{expert}_noise" for expert in ("high", "low")]
@@ -148,7 +148,7 @@ def test_nothing_is_downloaded_without_a_question(monkeypatch):
 
 
 @pytest.mark.parametrize("result", [False, True])
-def test_a_terminal_is_asked(monkeypatch, result):
+def test_a_terminal_is_asked_before_a_download(monkeypatch, result):
     requested = []
     monkeypatch.setattr("wanjax.workflows.files.hub_files", lambda *names: [])
     monkeypatch.setattr("wanjax.workflows.files._licence", lambda name: "apache-2.0")
@@ -176,7 +176,7 @@ class Report:
     def note(self, text: str) -> None: ...
 
 
-def test_a_missing_picture_is_one_sentence_and_may_be_given():
+def test_a_missing_picture_is_named_and_can_be_passed():
     result = wanjax("generate", "--from", path_of(I2V))
     assert result.exit_code == 2
     assert "video_wan2_2_14B_i2v_input_image.jpg" in result.stderr
@@ -190,7 +190,7 @@ def test_a_missing_picture_is_one_sentence_and_may_be_given():
     assert options_in(command)["--image"] == "in/video_wan2_2_14B_i2v_input_image.jpg"
 
 
-def test_a_composed_picture_is_one_sentence_and_may_be_given():
+def test_a_composed_picture_is_refused_and_can_be_passed():
     name = "video_wan_vace_inpainting"
     result = wanjax("generate", "--from", path_of(name))
     assert result.exit_code == 2
@@ -202,7 +202,7 @@ def test_a_composed_picture_is_one_sentence_and_may_be_given():
     assert options_in(succeeded(wanjax("generate", "--from", path_of(name), *arguments)).stdout)["--mask"] == "a.png"
 
 
-def test_a_size_that_is_missing_may_be_given():
+def test_a_missing_size_can_be_passed():
     nodes = small_workflow()
     nodes["C"] = {"class_type": "LoadVideo", "inputs": {"file": "clip.mp4"}}
     nodes["G"] = {"class_type": "GetVideoComponents", "inputs": {"video": ["C", 0]}}
@@ -216,7 +216,7 @@ def test_a_size_that_is_missing_may_be_given():
     assert "--width" not in options
 
 
-def test_a_workflow_that_cannot_be_done_is_one_sentence_in_every_command():
+def test_every_command_refuses_an_unsupported_workflow():
     file = path_of("video_wan_dancer")
     for arguments in (("generate", "--from", file), ("plan", "--from", file), ("info", file), ("batch", file)):
         result = wanjax(*arguments)
@@ -230,11 +230,11 @@ def test_a_video_is_made_from_a_workflow():
     succeeded(wanjax("generate", "--from", file, *NANO, "--out", "a.mp4", "--dir", "d"))
     record = read_metadata("a.mp4")
     assert record["prompt"] == json.loads(Path(file).read_text())["6"]["inputs"]["text"]
-    shown = {
+    settings = {
         name: record[name]
         for name in ("seed", "rng", "sigmas", "flow_shift", "guidance_scale", "fps", "steps", "scheduler")
     }
-    assert shown == {
+    assert settings == {
         "seed": 82628696717253,
         "rng": "torch",
         "sigmas": "comfy",
@@ -281,8 +281,8 @@ def test_a_batch_is_made_from_a_folder_of_workflows():
     saved(template(T2V), "flows/inner/other.json")
     succeeded(wanjax("batch", "flows", *NANO[:4], *NANO[6:], "--guidance-scale", "1", "--out", "one"))
     records = [read_metadata(f"one/{name}") for name in files("one") if name.endswith(".mp4")]
-    shown = {record["prompt"]: [record[name] for name in ("seed", "steps", "guidance_scale")] for record in records}
-    assert shown == {"a red circle": [8, 2, 1.0], "a blue circle": [9, 4, 1.0]}
+    settings = {record["prompt"]: [record[name] for name in ("seed", "steps", "guidance_scale")] for record in records}
+    assert settings == {"a red circle": [8, 2, 1.0], "a blue circle": [9, 4, 1.0]}
     assert {record["rng"] for record in records} == {"torch"}
 
 
@@ -404,8 +404,8 @@ def test_a_character_in_a_clip_is_printed_as_options(here, name, windows):
     for file in files:
         (here / "input" / file).touch()
     Path("a.safetensors").touch()
-    own = ("--model", "wan2.2-animate-2-14b", "--lora", "a.safetensors")
-    command = ("generate", "--from", path_of(name), "--inputs", "input", *own, "--print-command")
+    model_options = ("--model", "wan2.2-animate-2-14b", "--lora", "a.safetensors")
+    command = ("generate", "--from", path_of(name), "--inputs", "input", *model_options, "--print-command")
     options = options_in(succeeded(wanjax(*command)).stdout)
     assert [options[name] for name in ("--image", "--video")] == [f"input/{file}" for file in files]
     assert options["--clip-prompt"].startswith("A ")
@@ -423,7 +423,7 @@ def test_only_generate_reads_a_video_of_wanjax(tmp_path):
     assert "there is no file missing.json: give --from" in missing.stderr
 
 
-def test_folders_of_a_workflow_need_one(here):
+def test_folders_of_a_workflow_require_a_workflow(here):
     succeeded(wanjax("generate", "a", *NANO, "--out", "a.mp4", "--dir", "d"))
     for arguments in (
         *(("generate", "a", "--models"), ("generate", "--from", "a.mp4", "--inputs"), ("info", "a.mp4", "--models")),
@@ -462,7 +462,7 @@ def test_control_characters_of_a_workflow_are_not_printed():
     assert printed.stdout.decode() == nodes["6"]["inputs"]["text"]
 
 
-def test_a_missing_folder_is_one_sentence():
+def test_a_missing_folder_is_named():
     result = wanjax("generate", "--from", path_of(SMALL), "--models", "nowhere")
     assert result.exit_code == 2
     assert "--models nowhere does not exist" in result.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every option that takes a file or a number, given what cannot be right: one sentence, which names the value."""
+"""Every option that takes a file or a number, with an invalid value: an error message, which names the value."""
 
 import errno
 import io
@@ -132,13 +132,13 @@ def test_numbers_of_a_training(option):
     assert not [path for path in Path().rglob("*.safetensors")]
 
 
-def test_an_option_that_is_none_beside_the_version():
+def test_an_unknown_option_with_version():
     run = wanjax("--version", "--foo")
     assert (run.exit_code, run.stdout) == (2, "")
     assert has_line_with(run.stderr, "wanjax: --foo")
 
 
-def test_a_folder_stands_for_the_one_lora_in_it():
+def test_a_folder_names_its_only_lora():
     assert Lora.parse("folder:0.5").file == "folder"
     Path("folder/a.safetensors").write_bytes(b"")
     Path("folder/readme.md").write_text("")

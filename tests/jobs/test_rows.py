@@ -287,7 +287,7 @@ ROWS_OF_SEVERAL = {  # the lines of a file, and what each line of the message na
 
 
 @pytest.mark.parametrize("name", ROWS_OF_SEVERAL)
-def test_all_wrong_rows_are_told_at_once(tmp_path, name):
+def test_all_wrong_rows_are_reported_at_once(tmp_path, name):
     lines, words = ROWS_OF_SEVERAL[name]
     (tmp_path / "r.jsonl").write_text("\n".join(lines))
     with pytest.raises(WanjaxError) as caught:

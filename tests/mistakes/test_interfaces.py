@@ -61,7 +61,7 @@ def in_json(mistake: Mistake) -> Mistake:
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -191,7 +191,7 @@ def test_a_checkpoint_of_each_family(checkpoint, interface, mistake):
     assert told(checkpoint[interface](request(mistake)), mistake)
 
 
-def test_all_wrong_rows_are_told_at_once():
+def test_all_wrong_rows_are_reported_at_once():
     rows = [row for row in MISTAKES if "rows" not in row.elsewhere]
     for start in range(0, 20, 10):  # which a message names
         some = rows[start : start + 10]

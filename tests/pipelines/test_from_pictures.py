@@ -58,7 +58,7 @@ def embeddings(folder: str = "stage_outputs") -> dict[str, np.ndarray]:
     return load_safetensors(Path(folder) / stage_files.EMBEDDINGS_FILE)
 
 
-def test_three_stages_are_one_run(models):
+def test_three_stages_equal_one_generate(models):
     """The size has the picture's proportions, 1 to 4, and the model's default area, 32 × 32 pixels."""
     options = ("a", "--model", models["image"], "--image", "../wide.png", "--frames", "5")
     one = succeeded(run(*options, "--dir", "one", "--out", "one/frames"))

@@ -37,7 +37,7 @@ def extras(video) -> dict:
     return {k: v for k, v in video.settings.items() if k not in known}
 
 
-def test_a_plain_video(model, tmp_path):
+def test_metadata_of_default_settings(model, tmp_path):
     video = wanjax.load(model)("a", seed=3, **SMALL)
     assert extras(video) == PLAIN
     assert (video.settings["seed"], video.settings["height"], video.settings["model"]) == (3, 32, str(model))

@@ -28,7 +28,7 @@ DENIED = PermissionError("Access Denied for a-secret")
 
 
 @pytest.fixture(autouse=True)
-def _in_folders_of_its_own(tmp_path, monkeypatch):
+def _in_temporary_folders(tmp_path, monkeypatch):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     forget()

@@ -27,7 +27,7 @@ NEW = "memory://videos/a.mp4"
 
 
 @pytest.fixture(autouse=True)
-def _in_folders_of_its_own(tmp_path, monkeypatch):
+def _in_temporary_folders(tmp_path, monkeypatch):
     forget()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
