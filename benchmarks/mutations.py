@@ -303,7 +303,7 @@ MUTATIONS = (
         '"-framerate", str(fps)',
         '"-framerate", str(int(fps) + 1)',
         "films play too fast",
-        ("media/test_videos.py::test_films",),
+        ("media/test_videos.py::test_video_formats",),
     ),
     # checkpoints and stores
     Mutation(

@@ -37,7 +37,7 @@ def test_a_dropped_connection_is_taken_up_where_it_broke_off(server):
     server.drops = 1
     folder = fetched(ID, ["vae"])
     assert (folder / WEIGHTS).read_bytes() == server.files[WEIGHTS]
-    assert [start for sent, start in server.sent if sent == WEIGHTS] == [0, 10 << 20]
+    assert [start for sent, start in server.downloads if sent == WEIGHTS] == [0, 10 << 20]
 
 
 @pytest.fixture
@@ -128,10 +128,10 @@ def test_killed_while_downloading_each_run_goes_on_to_the_same_bytes(server, tmp
             for folder in tmp_path.glob("hub/models--owner--video/snapshots/*"):
                 for name in files_in(folder):
                     assert (folder / name).read_bytes() == server.files[name]
-                    complete.setdefault(name, Counter(sent for sent, _ in server.sent)[name])
+                    complete.setdefault(name, Counter(sent for sent, _ in server.downloads)[name])
         attempts.stdin.close()
     assert complete.keys() == {"model_index.json"} | TRANSFORMER | VAE
-    assert complete == Counter(sent for sent, _ in server.sent)
+    assert complete == Counter(sent for sent, _ in server.downloads)
 
 
 @pytest.mark.usefixtures("online")
@@ -148,14 +148,14 @@ def test_a_file_that_differs_from_its_checksum_is_removed_and_sent_again(server)
     assert (folder / WEIGHTS).read_bytes() == server.files[WEIGHTS]
     assert hub.cached_checksum(folder / WEIGHTS) == checksum(server.files[WEIGHTS])
     assert hub.cached_checksum(folder / "vae/config.json") is None
-    assert [sent for sent, _ in server.sent].count(WEIGHTS) == 2
+    assert [sent for sent, _ in server.downloads].count(WEIGHTS) == 2
 
 
 @pytest.mark.usefixtures("online")
 def test_a_disk_that_is_too_small_is_told_before_the_first_byte(server, machine):
     machine.has_disk(100_000)
     assert has_line_with(fault(["transformer"]), "301 kB more 100 kB free")
-    assert not [name for name, _ in server.sent if name.endswith(".safetensors")]
+    assert not [name for name, _ in server.downloads if name.endswith(".safetensors")]
     source = open_source(ID)
     with pytest.raises(WanjaxError, match=line_with_words(f"{ID} room HF_HOME")):
         source.storage.check_room()

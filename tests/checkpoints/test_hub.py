@@ -42,7 +42,7 @@ def test_only_the_wanted_files_are_downloaded(server):
     assert all((folder / name).read_bytes() == FILES[name] for name in files_in(folder))
     assert fetched(ID, ["transformer", "vae"]) == folder  # existing files are not fetched again
     assert files_in(folder) == {"model_index.json"} | TRANSFORMER | VAE
-    assert sorted(server.sent) == sorted((name, 0) for name in files_in(folder))
+    assert sorted(server.downloads) == sorted((name, 0) for name in files_in(folder))
 
 
 @pytest.mark.usefixtures("online")
@@ -57,11 +57,11 @@ def test_offline_the_cache_is_used_and_what_it_lacks_is_said(server, set_hub_url
     assert "unset HF_HUB_OFFLINE" in fault(ID, ["vae"])
     set_hub_url(server.url)
     folder = fetched(ID, ["vae"])
-    server.sent.clear()
+    server.downloads.clear()
     set_hub_url(server.url, offline=True)
     assert fetched(ID, ["vae"]) == folder
     assert "unset HF_HUB_OFFLINE" in fault(ID, ["transformer"])
-    assert not server.sent
+    assert not server.downloads
 
 
 @pytest.mark.usefixtures("online")
@@ -179,7 +179,7 @@ def test_a_single_file_of_the_hub_or_of_the_disk(server, tmp_path):
     server.files["loras/style 1.safetensors"] = b"L" * 100
     result = hub.locate_file(f"{ID}/loras/style 1.safetensors")
     assert result.read_bytes() == b"L" * 100
-    assert [name for name, _ in server.sent] == ["loras/style 1.safetensors"]
+    assert [name for name, _ in server.downloads] == ["loras/style 1.safetensors"]
     assert hub.locate_file(result) == result
     assert hub.locate_file(str(tmp_path / result)) == result
 
@@ -211,7 +211,7 @@ def test_the_clients_settings_come_from_the_environment(server, tmp_path):
 @pytest.mark.usefixtures("online")
 def test_a_checkpoint_comes_with_its_configs_in_one_look(server):
     opened = open_source(ID)
-    sent = [name for name, _ in server.sent]
+    sent = [name for name, _ in server.downloads]
     assert sorted(sent) == ["model_index.json", "transformer/config.json", "vae/config.json"]
     server.status = 500
     assert opened["vae"].config() == json.loads(FILES["vae/config.json"])

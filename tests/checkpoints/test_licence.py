@@ -24,7 +24,7 @@ def test_the_licence_of_a_single_file_is_told_before_it_is_downloaded(server, tm
     bound, messages = replace(like, name="bound", source=f"{ID}/{name}", model=None), []
 
     def note(sentence):
-        messages.append((sentence, [sent for sent, _ in server.sent]))
+        messages.append((sentence, [sent for sent, _ in server.downloads]))
 
     with registered(presets=(bound,)):
         for _ in range(2):
@@ -33,7 +33,7 @@ def test_the_licence_of_a_single_file_is_told_before_it_is_downloaded(server, tm
     [(licence, sent_before)] = messages
     assert has_line_with(licence, f"bound CC-BY-NC-4.0 {ID}")
     assert name not in sent_before
-    assert name in [sent for sent, _ in server.sent]
+    assert name in [sent for sent, _ in server.downloads]
 
 
 @pytest.mark.usefixtures("online")

@@ -47,7 +47,7 @@ def published(server, tiny, online):
 
 
 def sent_weights(server) -> list[str]:
-    return [name for name, _ in server.sent if name.endswith(".safetensors")]
+    return [name for name, _ in server.downloads if name.endswith(".safetensors")]
 
 
 def bytes_of(tiny: Path, param_dtype: str) -> int:

@@ -157,9 +157,9 @@ def test_a_file_that_left_the_hub_s_cache_is_told_or_downloaded_again(published,
         locate_file(f"{ID}/vae/{WEIGHTS}")
     assert has_line_with(str(raised.value), f"vae/{WEIGHTS}")
     set_hub_url(published.url)
-    published.sent.clear()
+    published.downloads.clear()
     assert wanjax.load(ID).components.get("vae") is not None
-    assert [name for name, _ in published.sent] == [f"vae/{WEIGHTS}"]
+    assert [name for name, _ in published.downloads] == [f"vae/{WEIGHTS}"]
 
 
 def without(*names: str):
@@ -202,7 +202,7 @@ def test_what_the_hub_lacks_is_told_before_weights_are_downloaded(lost, publishe
             wanjax.load(ID)
         assert has_line_with(str(raised.value), f"{ID} {name}")
         assert "\n" not in str(raised.value)
-    assert not [sent for sent, _ in published.sent if sent.endswith(".safetensors")]
+    assert not [sent for sent, _ in published.downloads if sent.endswith(".safetensors")]
 
 
 def test_a_hub_out_of_reach_is_told_before_what_is_here_is_computed_with(published, set_hub_url, monkeypatch):
@@ -248,7 +248,7 @@ def test_what_a_lone_transformer_lacks_is_told_before_anything_is_computed(lost,
         assert has_line_with(
             str(raised.value), f"{ID} http://127.0.0.1:9 reached" if lost == "the hub" else f"{ID} {lost}"
         )
-    assert not [sent for sent, _ in published.sent if sent.endswith(".safetensors")]
+    assert not [sent for sent, _ in published.downloads if sent.endswith(".safetensors")]
 
 
 @pytest.fixture
@@ -287,7 +287,7 @@ def test_the_authors_repository_is_looked_through(lost, words, of_authors, set_h
         with pytest.raises(WanjaxError) as raised:
             wanjax.load(ID)
         assert has_line_with(str(raised.value), words.format(url=of_authors.url))
-    assert TEXT_ENCODER not in [sent for sent, _ in of_authors.sent]
+    assert TEXT_ENCODER not in [sent for sent, _ in of_authors.downloads]
 
 
 @pytest.mark.parametrize("command", ["model", "lora", "folder"])

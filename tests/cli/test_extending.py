@@ -49,11 +49,11 @@ def test_a_video_stores_both_prompts_and_is_reproduced_without_the_language_mode
     with chatting(longer) as chat:
         extend = ("--extend-prompt", chat.url, "--extend-model", "small")
         messages = succeeded(run("a cat", "--model", model, *SMALL, *extend, "--dir", "stages", "--out", "one.png"))
-        (path, key, body) = chat.asked[0]
+        (path, key, body) = chat.requests[0]
         again = ("generate", "--from", "one.png", *extend)
         succeeded(run(*again, "--out", "two.png"))
         succeeded(run(*again, "--count", "2", "--out", "many"))
-        assert len(chat.asked) == 1
+        assert len(chat.requests) == 1
         succeeded(run("generate", "a dog", *again[1:], "--out", "three.png"))
     assert (path, key, body["model"]) == ("/v1/chat/completions", f"Bearer {SECRET}", "small")
     assert [message["role"] for message in body["messages"]] == ["system", "user"]
@@ -80,10 +80,10 @@ def test_each_prompt_of_a_list_is_extended_once(model):
     options = ("--prompts", "list.txt", "--seeds", "1,2", "--model", model, *SMALL, "--out", "many")
     with chatting(longer) as chat:
         succeeded(run("generate", *options, "--extend-prompt", chat.url))
-        assert [body["messages"][-1]["content"] for _, _, body in chat.asked] == ["a cat", "a dog"]
+        assert [body["messages"][-1]["content"] for _, _, body in chat.requests] == ["a cat", "a dog"]
         Path("list.txt").write_text("a cat\na dog\na hen\n")
         message = succeeded(run("generate", *options, "--extend-prompt", chat.url)).stderr
-        assert len(chat.asked) == 3
+        assert len(chat.requests) == 3
     assert has_line_with(message, "2 made 4 exist")
 
 
@@ -94,7 +94,7 @@ def test_a_picture_has_other_instructions_and_later_windows_are_extended(tmp_pat
     shape = ("--frames", "5", "--size", "16x16", "--steps", "1", "--image", "in.png", "--model", str(model))
     with chatting(longer) as chat:
         succeeded(run("a cat", "--then", "a dog", *shape, "--extend-prompt", chat.url, "--out", "made.gif"))
-        bodies = [body["messages"] for _, _, body in chat.asked]
+        bodies = [body["messages"] for _, _, body in chat.requests]
     assert [messages[1]["content"] for messages in bodies] == ["a cat", "a dog"]
     assert {messages[0]["content"] for messages in bodies} == {prompt_extension.FROM_PICTURE}
     record = read_metadata("made.gif")

@@ -89,7 +89,7 @@ class Run:
         self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=writer)
         os.close(writer)
         os.set_blocking(self.reader, False)
-        self.said = ""
+        self.output = ""
 
     def __enter__(self) -> "Run":
         return self
@@ -102,14 +102,14 @@ class Run:
     def wait_for(self, text: str, seconds: float) -> None:
         """Wait until the command has written a text."""
         deadline = time.monotonic() + seconds
-        while text not in self.said:
-            assert time.monotonic() < deadline, self.said
+        while text not in self.output:
+            assert time.monotonic() < deadline, self.output
             self.read()
             time.sleep(0.05)
 
     def read(self) -> None:
         with suppress(OSError):  # nothing yet, or the other end of the terminal is closed
-            self.said += os.read(self.reader, 65536).decode()
+            self.output += os.read(self.reader, 65536).decode()
 
     def press(self) -> None:
         self.process.send_signal(signal.SIGINT)
@@ -153,20 +153,20 @@ def test_ctrl_c_ends_a_command_at_any_moment(environment, inputs, command, secon
         time.sleep(seconds)
         run.press()
         status = run.ended(20)
-    if "Traceback" in run.said:  # Python had not come to this library: a busy machine starts it slowly
-        assert "wanjax" not in run.said.replace("python -m wanjax", "")
+    if "Traceback" in run.output:  # Python had not come to this library: a busy machine starts it slowly
+        assert "wanjax" not in run.output.replace("python -m wanjax", "")
     elif status:
         assert status == 130
-        assert "wanjax: stopped" in run.said
+        assert "wanjax: stopped" in run.output
     else:  # it had ended, or a server had begun to listen
         assert command in ("plan", "convert", "serve", "encode", "decode")
     assert not (status and Path("converted").exists())
     assert not [path for path in Path().rglob("*.mp4") if status]
-    way_on = "continue with" in run.said or "start again" in run.said
+    way_on = "continue with" in run.output or "start again" in run.output
     assert not (status and command in ("denoise", "batch", "train")) or way_on == (
-        f": wanjax {' '.join(COMMANDS[command])}\n" in run.said
+        f": wanjax {' '.join(COMMANDS[command])}\n" in run.output
     )
-    assert all(str(folder) in run.said for folder in set(runs.glob("*")) - before)
+    assert all(str(folder) in run.output for folder in set(runs.glob("*")) - before)
 
 
 @pytest.mark.slow  # the next one is quick: the second ends what a process does, and what it has started
@@ -182,7 +182,7 @@ def test_a_second_ctrl_c_ends_what_xla_is_doing(model, environment, work):
         assert run.process.poll() is None
         run.press()
         assert run.ended(5) == 130
-    assert run.said.endswith(
+    assert run.output.endswith(
         f"\nwanjax: stopped at once\n{CONTINUE}{shlex.join(['wanjax', *ARGUMENTS, '--model', model])}\n"
     )
     assert files("d") == [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE]
@@ -198,8 +198,8 @@ def test_a_second_ctrl_c_leaves_no_unfinished_file(model, environment, out):
         run.wait_for("stopping after the current chunks", 5)
         run.press()
         assert run.ended(5) == 130
-    assert run.said.count("\x1b[?25l") == run.said.count("\x1b[?25h")  # the cursor is shown again
-    assert ": wanjax decode --dir d" in run.said
+    assert run.output.count("\x1b[?25l") == run.output.count("\x1b[?25h")  # the cursor is shown again
+    assert ": wanjax decode --dir d" in run.output
     time.sleep(1)
     assert files("d") == [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE, stage_files.LATENTS_FILE]
 
@@ -212,8 +212,8 @@ def test_ctrl_c_stops_after_a_step(model, environment):
         run.press()
         run.wait_for("; press Ctrl-C again to stop at once\n", 5)
         assert run.ended(120) == 130
-    assert run.said.endswith(f"\nwanjax: stopped\n{CONTINUE}{shlex.join(['wanjax', *command[3:]])}\n")
-    assert "Traceback" not in run.said
+    assert run.output.endswith(f"\nwanjax: stopped\n{CONTINUE}{shlex.join(['wanjax', *command[3:]])}\n")
+    assert "Traceback" not in run.output
     assert {stage_files.CONFIG, stage_files.EMBEDDINGS_FILE} <= set(files("d"))
     assert not (Path("d") / stage_files.LATENTS_FILE).exists()
 
@@ -257,9 +257,9 @@ def test_a_stopped_command_says_that_repeating_it_resumes(environment, inputs, c
         assert run.ended(30) == 130
     again = " ".join(["wanjax", *arguments[arguments.index(command) :]])
     before = "no video is complete; start again with" if command == "batch" else CONTINUE.rstrip(": ")
-    assert run.said.endswith(f"{before}: {again}\n")
-    assert (command == "batch") == ("stopping after the current steps, whose videos begin again" in run.said)
-    assert "Traceback" not in run.said
+    assert run.output.endswith(f"{before}: {again}\n")
+    assert (command == "batch") == ("stopping after the current steps, whose videos begin again" in run.output)
+    assert "Traceback" not in run.output
     assert not [*Path().rglob("*.mp4")]
 
 
@@ -274,8 +274,8 @@ def test_ctrl_c_ends_a_command_without_state(environment, command):
         run.wait_for(under_way, 300)
         run.press()
         assert run.ended(10) == 130
-    assert run.said.endswith("\nwanjax: stopped\n")
-    assert "Ctrl-C again" not in run.said
+    assert run.output.endswith("\nwanjax: stopped\n")
+    assert "Ctrl-C again" not in run.output
     assert files(".") == []
 
 

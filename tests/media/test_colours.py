@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.films import gap
 from tests.support.profiles import ADOBE, P3, SRGB, by_littlecms, profile
+from tests.support.video_files import max_difference
 from wanjax.media.inputs import CONTROL_VIDEO, INPUT_SPECS, MASK
 from wanjax.media.pictures import read_clip, read_picture, read_pictures
 from wanjax.serve.limits import Limits
@@ -35,9 +35,9 @@ def test_a_picture_is_in_srgb_at_every_interface(tmp_path, name, suffix):
     file = tmp_path / "clip" / f"a.{suffix}"
     file.write_bytes(data)
     stored = np.asarray(Image.open(BytesIO(data)).convert("RGB"))
-    right, most = (by_littlecms(Image.fromarray(stored), icc), 3) if name in ("P3", "Adobe") else (stored, 1)
+    expected, most = (by_littlecms(Image.fromarray(stored), icc), 3) if name in ("P3", "Adobe") else (stored, 1)
     if name in ("P3", "Adobe"):
-        assert gap(right, stored) > 15
+        assert max_difference(expected, stored) > 15
     saved = {
         field: save_pictures({field: [data]}, INPUT_SPECS, tmp_path, Limits(10**7))[field]
         for field in ("image", "references", "video", "mask")
@@ -52,10 +52,10 @@ def test_a_picture_is_in_srgb_at_every_interface(tmp_path, name, suffix):
         read_clip(tmp_path / saved["video"], **CLIP_LIMITS)[0],
     ]
     for picture in interfaces:
-        assert gap(picture, right) <= most
+        assert max_difference(picture, expected) <= most
     values = read_pictures({"video": file, "mask": tmp_path / saved["mask"]}, (CONTROL_VIDEO, MASK), **CLIP_LIMITS)
-    assert gap(values["mask"][0], stored) <= 1
-    assert gap(values["video"][0], stored) == 0
+    assert max_difference(values["mask"][0], stored) <= 1
+    assert max_difference(values["video"][0], stored) == 0
 
 
 @pytest.mark.parametrize("suffix", ["gif", "png", "webp", "avif"])
@@ -71,27 +71,27 @@ def test_an_animation_is_in_srgb(tmp_path, suffix):
 
 def test_other_modes_have_profiles_too(tmp_path):
     """Transparency stays, a grey picture may have a profile of grey or of RGB, and a stranger's is not used."""
-    image, right = Image.fromarray(PICTURE), by_littlecms(Image.fromarray(PICTURE), P3)
+    image, expected = Image.fromarray(PICTURE), by_littlecms(Image.fromarray(PICTURE), P3)
     clear = image.convert("RGBA")
     clear.putalpha(Image.fromarray(np.where(np.arange(80) < 40, 255, 0).astype(np.uint8)[None].repeat(48, 0)))
     palette = image.quantize(8)
-    for one, options in (("RGBA", clear), ("P", palette)):
+    for mode, options in (("RGBA", clear), ("P", palette)):
         (tmp_path / "a.png").write_bytes(encoded(options, "png", P3))
         read = read_picture(tmp_path / "a.png")
-        assert gap(read[:, :40], right[:, :40]) <= 1
-        assert gap(read[:, 40:], right[:, 40:] if one == "P" else right[:, 40:] * 0 + 255) <= 1
+        assert max_difference(read[:, :40], expected[:, :40]) <= 1
+        assert max_difference(read[:, 40:], expected[:, 40:] if mode == "P" else expected[:, 40:] * 0 + 255) <= 1
     grey, linear = image.convert("L"), profile(1.0)
     for icc in (linear, P3):
         (tmp_path / "a.png").write_bytes(encoded(grey, "png", icc))
         result = read_picture(tmp_path / "a.png")
-        assert gap(result, by_littlecms(grey if icc is linear else grey.convert("RGB"), icc)) <= 1
+        assert max_difference(result, by_littlecms(grey if icc is linear else grey.convert("RGB"), icc)) <= 1
     deep = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
     (tmp_path / "a.png").write_bytes(encoded(deep, "png", linear))
-    assert gap(read_picture(tmp_path / "a.png"), by_littlecms(grey, linear)) <= 1
+    assert max_difference(read_picture(tmp_path / "a.png"), by_littlecms(grey, linear)) <= 1
     (tmp_path / "a.tiff").write_bytes(encoded(image.convert("CMYK"), "tiff", P3))
-    assert gap(read_picture(tmp_path / "a.tiff"), PICTURE) <= 1
+    assert max_difference(read_picture(tmp_path / "a.tiff"), PICTURE) <= 1
     (tmp_path / "a.png").write_bytes(encoded(image, "png", linear))
-    assert gap(read_picture(tmp_path / "a.png"), PICTURE) == 0
+    assert max_difference(read_picture(tmp_path / "a.png"), PICTURE) == 0
 
 
 def test_a_turned_photograph_is_in_srgb(tmp_path):

@@ -15,8 +15,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import EpsImagePlugin, Image
 
-from tests.support.films import ffmpeg
 from tests.support.quick import quick
+from tests.support.video_files import ffmpeg
 from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.media import video as io
@@ -36,21 +36,21 @@ def saved(path: Path, image: Image.Image, **options) -> Path:
     return path
 
 
-def test_a_picture_is_what_was_saved(tmp_path):
+def test_a_picture_is_read_as_saved(tmp_path):
     image = Image.fromarray(PICTURE)
     for source in (PICTURE, image, saved(tmp_path / "a.png", image), str(saved(tmp_path / "a.bmp", image))):
         np.testing.assert_array_equal(read_picture(source), PICTURE)
 
 
 @pytest.mark.parametrize(("orientation", "turned"), [(1, 0), (3, 2), (6, 3), (8, 1)])
-def test_a_picture_is_turned_as_its_camera_was(tmp_path, orientation, turned):
+def test_a_picture_is_rotated_as_its_metadata_says(tmp_path, orientation, turned):
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
     path = saved(tmp_path / "a.png", Image.fromarray(PICTURE), exif=exif)
     np.testing.assert_array_equal(read_picture(path), np.rot90(PICTURE, turned))
 
 
-def test_what_is_transparent_is_white(tmp_path):
+def test_transparent_pixels_become_white(tmp_path):
     rgba = Image.new("RGBA", (2, 1), (*RED, 255))
     rgba.putpixel((1, 0), (*BLUE, 0))
     grey = Image.new("LA", (2, 1), (7, 255))
@@ -105,8 +105,8 @@ def endless_gif(frames: int) -> bytes:
 
 
 @pytest.mark.parametrize("size", [(8000, 8000), (64_000_000, 1), (1, 40_000), (20_000, 20_000)])
-def test_a_picture_that_says_it_is_large_is_not_decoded(tmp_path, size):
-    """Its pixels are cut off, which would be told if they were decoded."""
+def test_a_picture_that_claims_to_be_large_is_not_decoded(tmp_path, size):
+    """Its pixels are cut off, which decoding would report."""
     (tmp_path / "a.png").write_bytes(grey_png(*size)[:45])
     for read in (read_picture, partial(read_clip, **CLIP_LIMITS)):
         with pytest.raises(WanjaxError, match=line_with_words("a.png 60,000,000")):
@@ -114,7 +114,7 @@ def test_a_picture_that_says_it_is_large_is_not_decoded(tmp_path, size):
 
 
 @pytest.mark.parametrize("width", [2**20, 2**31, 2**40])
-def test_a_big_tiff_that_says_it_is_large_is_not_decoded(tmp_path, width):
+def test_a_big_tiff_that_claims_to_be_large_is_not_decoded(tmp_path, width):
     file = tmp_path / "a.tif"
     Image.new("RGB", (64, 64)).save(file, big_tiff=True)
     assert read_picture(file).shape == (64, 64, 3)
@@ -127,7 +127,7 @@ def test_a_big_tiff_that_says_it_is_large_is_not_decoded(tmp_path, width):
 
 
 @pytest.mark.parametrize("count", [10**9, 2**32 - 1])
-def test_a_film_that_says_it_has_endless_frames_has_those_that_are_there(tmp_path, count):
+def test_a_video_that_claims_endless_frames_has_its_actual_ones(tmp_path, count):
     io.write_video(tmp_path / "a.mp4", np.zeros((9, 32, 32, 3), np.uint8), 8, {})
     content = bytearray((tmp_path / "a.mp4").read_bytes())
     table = content.index(b"stts") + 12  # the number of frames of its first entry
@@ -148,10 +148,10 @@ def many_passes(count: int) -> bytes:
     """Return a progressive JPEG with more passes over its pixels than it has need for."""
     file = bytes_io.BytesIO()
     Image.new("L", (64, 64), 128).save(file, "JPEG", progressive=True)
-    whole = file.getvalue()
+    content = file.getvalue()
     table = b"\xff\xc4\0\x14\x11\x01" + bytes(15) + b"\xe0"  # one code, for a run of blocks without a coefficient
     scan = b"\xff\xda\0\x08\x01\x01\x01\x01\x3f\x10\x40\x00"
-    return whole[:-2] + table + scan * count + whole[-2:]
+    return content[:-2] + table + scan * count + content[-2:]
 
 
 def two_pages(size: int) -> bytes:
@@ -182,10 +182,10 @@ PLAYLISTS = {
 
 
 @pytest.mark.parametrize("name", PLAYLISTS)
-def test_a_film_names_no_other_file(tmp_path, name):
-    film = io.write_video(tmp_path / "film.mp4", CLIP, 10)
-    assert len(read_clip(film, **CLIP_LIMITS)) == len(CLIP)
-    (tmp_path / name).write_text(PLAYLISTS[name].format(film=film.as_uri()))
+def test_a_video_cannot_name_another_file(tmp_path, name):
+    video_file = io.write_video(tmp_path / "film.mp4", CLIP, 10)
+    assert len(read_clip(video_file, **CLIP_LIMITS)) == len(CLIP)
+    (tmp_path / name).write_text(PLAYLISTS[name].format(film=video_file.as_uri()))
     with pytest.raises(WanjaxError, match=line_with_words(f"{name} video")):
         read_clip(tmp_path / name, **CLIP_LIMITS)
 
@@ -206,7 +206,7 @@ def test_a_clip_whose_frames_are_large_together(tmp_path, machine, suffix):
 @pytest.mark.parametrize(
     "text", ["#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{0}\n#EXT-X-ENDLIST\n", "ffconcat version 1.0\nfile {0}\n"]
 )
-def test_a_film_that_names_another_file_does_not_read_it(tmp_path, text):
+def test_another_file_named_by_a_video_is_not_read(tmp_path, text):
     io.write_video(tmp_path / "secret.mp4", CLIP, 10, {"prompt": "of another"})
     (tmp_path / "a.mp4").write_text(text.format("secret.mp4"))
     for read in (partial(read_clip, **CLIP_LIMITS), io.read_metadata):
@@ -229,7 +229,7 @@ def test_clips(tmp_path, name):
         assert np.abs(half.astype(int) - CLIP[::2]).max() <= 6
 
 
-def plain(colours: list[int]) -> np.ndarray:
+def uniform_frames(colours: list[int]) -> np.ndarray:
     """Return a clip of plain frames, 20 pixels wide: many small ones are quick to write."""
     return np.broadcast_to(np.array(colours, np.uint8)[:, None, None, None], (len(colours), 16, 20, 3)).copy()
 
@@ -243,7 +243,7 @@ def test_a_clip_is_read_with_every_frame_that_was_written(tmp_path, suffix, fps)
     for colours in (moving[:1], moving[:2], moving[:17], moving, halting):
         path = io.write_video(
             tmp_path / f"a.{suffix}",
-            plain(colours),
+            uniform_frames(colours),
             fps,
             {"fps": fps} if colours is halting or (suffix, fps) == ("gif", 60) else {},
         )
@@ -255,21 +255,21 @@ def test_a_clip_is_read_with_every_frame_that_was_written(tmp_path, suffix, fps)
 
 @pytest.mark.parametrize("count", [2, 17, 81])
 @pytest.mark.parametrize("suffix", ["gif", "webp"])
-def test_a_still_animation_is_as_long_as_its_settings_say(tmp_path, suffix, count):
+def test_a_still_animation_has_the_length_of_its_settings(tmp_path, suffix, count):
     """All its frames are one, whose time alone tells no number of frames."""
-    path = io.write_video(tmp_path / f"a.{suffix}", plain([90] * count), 8, {"fps": 8})
+    path = io.write_video(tmp_path / f"a.{suffix}", uniform_frames([90] * count), 8, {"fps": 8})
     assert len(read_clip(path, frames=100, fps=8)) == count
     assert len(read_clip(path, frames=100, fps=16)) == count
     assert len(read_clip(path, frames=100, fps=4)) == math.ceil(count / 2)
 
 
 def test_settings_that_no_longer_fit_are_ignored(tmp_path):
-    path = io.write_video(tmp_path / "a.gif", plain([0, 50, 100, 150]), 20, {"fps": 8})
+    path = io.write_video(tmp_path / "a.gif", uniform_frames([0, 50, 100, 150]), 20, {"fps": 8})
     assert len(read_clip(path, frames=100, fps=20)) == 4
 
 
 @pytest.mark.parametrize(
-    ("durations", "fps", "right"),
+    ("durations", "fps", "expected"),
     [
         ([100] * 4, 5, [0, 2]),
         ([40, 40, 50] * 4, 24, range(12)),  # 23 frames a second
@@ -280,11 +280,11 @@ def test_settings_that_no_longer_fit_are_ignored(tmp_path):
         ([0, 0, 0], 16, [0, 1, 2]),
     ],
 )
-def test_animations_of_other_programs_are_read_by_their_times(tmp_path, durations, fps, right):
+def test_animations_of_other_programs_are_read_by_their_times(tmp_path, durations, fps, expected):
     first, *rest = [Image.new("L", (8, 6), 20 * i) for i in range(len(durations))]
     first.save(tmp_path / "a.gif", save_all=True, append_images=rest, duration=durations)
     clip = read_clip(tmp_path / "a.gif", frames=100, fps=fps)
-    assert (clip[:, 0, 0, 0] // 20).tolist() == list(right)
+    assert (clip[:, 0, 0, 0] // 20).tolist() == list(expected)
 
 
 def test_clips_in_memory():
@@ -368,7 +368,7 @@ READERS = [
 
 
 @pytest.mark.parametrize(("read", "name", "write", "words"), READERS, ids=[f"{row[1]}-{row[3]}" for row in READERS])
-def test_files_that_are_none(tmp_path, read, name, write, words):
+def test_files_that_are_no_pictures(tmp_path, read, name, write, words):
     write(tmp_path / name)
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         read(tmp_path / name)
@@ -395,7 +395,7 @@ ARRAYS = [
 
 
 @pytest.mark.parametrize(("read", "words"), ARRAYS)
-def test_arrays_that_are_none(read, words):
+def test_arrays_that_are_no_pictures(read, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         read()
 
@@ -448,7 +448,7 @@ def test_whatever_its_size_a_picture_fits(height, width, resize):
     assert resize == "pad" or fitted.min() == 255
 
 
-def test_known_frames_as_channels():
+def test_mask_of_fixed_frames_as_channels():
     """Follow the reference: the first frame fills its latent frame, and a last frame is the last of four."""
     np.testing.assert_array_equal(known_frames([0], 9, 4), [[1, 0, 0]] * 4)
     np.testing.assert_array_equal(known_frames([0, 8], 9, 4), [[1, 0, 0]] * 3 + [[1, 0, 1]])

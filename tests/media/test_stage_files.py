@@ -28,7 +28,7 @@ MASKS = {"mask": np.array([[True, False]]), "lengths": np.array([[3, 4]], np.int
 
 @pytest.mark.parametrize("result", [{}, {"condition": PICTURES["condition"]}, PICTURES], ids=len)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_stage_files_return_what_they_were_given(tmp_path, dtype, result):
+def test_stage_files_return_what_was_written(tmp_path, dtype, result):
     stage_files.save_settings(tmp_path, SETTINGS)
     settings = load_settings(tmp_path)
     assert settings == SETTINGS
@@ -48,7 +48,7 @@ def test_stage_files_return_what_they_were_given(tmp_path, dtype, result):
     assert leftovers(tmp_path) == [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE, stage_files.LATENTS_FILE]
 
 
-def test_settings_that_do_not_shape_a_stage_do_not_part_its_files(tmp_path):
+def test_settings_that_do_not_affect_a_stage_do_not_separate_its_files(tmp_path):
     stage_files.save_conditioning(tmp_path, texts(), SETTINGS)
     stage_files.save_latents(tmp_path, np.zeros((1, 4, 3, 2, 2), np.float32), SETTINGS)
     stage_files.load_conditioning(tmp_path, SETTINGS | {"seed": 8})  # changes the latents only
@@ -56,7 +56,7 @@ def test_settings_that_do_not_shape_a_stage_do_not_part_its_files(tmp_path):
     stage_files.load_conditioning(tmp_path, SETTINGS | {"height": 8})  # changes encoded pictures; there are none
 
 
-def test_files_of_the_scripts_before(tmp_path):
+def test_files_of_earlier_scripts(tmp_path):
     """Tensors are bfloat16 stored as float32 (`dtype_info`), have other names, and no settings beside them."""
     old = {"prompt": "a cat", "model_id": "Wan-AI/Wan2.1-T2V-14B-Diffusers", "num_inference_steps": 50, "frames": 81}
     (tmp_path / stage_files.CONFIG).write_text(json.dumps(old))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of every mode and clips of every depth, each beside its twin of 8 bits, and their transparent parts."""
+"""Pictures of every mode and clips of every depth, compared with 8 bits, and their transparent parts."""
 
 import math
 from io import BytesIO
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.films import ffmpeg as encode
-from tests.support.films import gap
 from tests.support.quick import quick
+from tests.support.video_files import ffmpeg as encode
+from tests.support.video_files import max_difference
 from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.media.inputs import CONTROL_VIDEO, IMAGE, INPUT_SPECS, LAST_IMAGE, MASK, REFERENCES, VIDEO
@@ -19,8 +19,8 @@ from wanjax.media.pictures import read_clip, read_picture, read_pictures
 from wanjax.serve.limits import Limits
 from wanjax.serve.uploads import save_pictures
 
-DOWN, RIGHT = np.mgrid[0:48, 0:64]
-CLIP = np.stack([np.stack([DOWN * 3 + 40, RIGHT * 2 + 60, DOWN + RIGHT + 9 * i], -1) for i in range(6)]).astype(
+ROWS, COLUMNS = np.mgrid[0:48, 0:64]
+CLIP = np.stack([np.stack([ROWS * 3 + 40, COLUMNS * 2 + 60, ROWS + COLUMNS + 9 * i], -1) for i in range(6)]).astype(
     np.uint8
 )
 GREY = CLIP[0, ..., 1]
@@ -37,18 +37,18 @@ def test_modes_of_colour(mode):
     image = Image.fromarray(CLIP[0])
     image = image.convert("RGBA").convert(mode) if mode == "RGBa" else image.convert(mode)
     most = 16 if mode in ("HSV", "LAB") else 3  # of which 8 bits tell fewer colours
-    assert gap(read_picture(image), CLIP[0]) <= most
+    assert max_difference(read_picture(image), CLIP[0]) <= most
     assert np.abs(read_picture(image).astype(int) - CLIP[0]).mean() <= 2
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "La", "P", "PA", "1"])
 def test_modes_of_grey(tmp_path, mode):
-    image, right = Image.fromarray(GREY), np.repeat(GREY[..., None], 3, axis=-1)
+    image, expected = Image.fromarray(GREY), np.repeat(GREY[..., None], 3, axis=-1)
     if mode == "La":
         image = image.convert("LA")
     if mode == "1":
-        image, right = Image.fromarray(GREY > 99), np.where(right > 99, 255, 0)
-    assert gap(read_picture(image.convert(mode)), right) <= 3
+        image, expected = Image.fromarray(GREY > 99), np.where(expected > 99, 255, 0)
+    assert max_difference(read_picture(image.convert(mode)), expected) <= 3
 
 
 DEEP = {
@@ -65,13 +65,13 @@ DEEP = {
 
 @pytest.mark.parametrize("kind", DEEP)
 def test_modes_of_more_bits(tmp_path, kind):
-    image, right = Image.fromarray(DEEP[kind]), np.repeat(GREY[..., None], 3, axis=-1)
+    image, expected = Image.fromarray(DEEP[kind]), np.repeat(GREY[..., None], 3, axis=-1)
     exif = Image.Exif()
     exif[ORIENTATION] = 6
     image.save(tmp_path / "a.tif", exif=exif)
-    assert gap(read_picture(image), right) <= 3
-    assert gap(np.rot90(read_picture(tmp_path / "a.tif")), right) <= 3
-    assert gap(read_clip([image, image], **CLIP_LIMITS)[1], right) <= 3
+    assert max_difference(read_picture(image), expected) <= 3
+    assert max_difference(np.rot90(read_picture(tmp_path / "a.tif")), expected) <= 3
+    assert max_difference(read_clip([image, image], **CLIP_LIMITS)[1], expected) <= 3
 
 
 def test_portable_grey_maps(tmp_path):
@@ -82,7 +82,7 @@ def test_portable_grey_maps(tmp_path):
     assert read_picture(tmp_path / "a.pfm")[0, :, 0].tolist() == [0, 128]
 
 
-def test_one_white_holds_for_a_clip(tmp_path):
+def test_one_white_level_holds_for_a_clip(tmp_path):
     """A clip that begins with a dark frame does not flicker."""
     for i, value in enumerate((0.5, 200)):
         Image.fromarray(np.full((4, 4), value, np.float32)).save(tmp_path / f"{i}.tif")
@@ -115,7 +115,7 @@ def cut_out(mode: str) -> Image.Image:
 
 
 @pytest.mark.parametrize("mode", ["LA", "RGBA", "PA", "P", "WEBP", "GIF", "I;16"])
-def test_each_use_has_its_page(tmp_path, mode):
+def test_each_input_has_its_background(tmp_path, mode):
     """What is looked at lies on white; masks and control clips paint on black, so nothing is painted."""
     if mode == "I;16":
         source = tmp_path / "a.png"
@@ -130,8 +130,8 @@ def test_each_use_has_its_page(tmp_path, mode):
     message = {"image": source, "last_image": source, "references": [source], "video": clip, "mask": clip}
     for video, page in ((VIDEO, 255), (CONTROL_VIDEO, 0)):
         read = read_pictures(message, (IMAGE, LAST_IMAGE, REFERENCES, video, MASK), **CLIP_LIMITS)
-        for picture, right in ((read["image"], 255), (read["last_image"], 255), (read["references"][0], 255)):
-            assert picture[0, [0, 63], 0].tolist() == [90, right]
+        for picture, background in ((read["image"], 255), (read["last_image"], 255), (read["references"][0], 255)):
+            assert picture[0, [0, 63], 0].tolist() == [90, background]
         assert read["video"][0, 0, [0, 63], 0].tolist() == [90, page]
         assert read["mask"][0, 0, [0, 63], 0].tolist() == [90, 0]
 
@@ -158,14 +158,16 @@ def test_clips_of_every_depth(tmp_path, name, codec, pixels):
     ffmpeg("-c:v", codec, *options, "-pix_fmt", pixels, tmp_path / name)
     twin = "gray" if pixels.startswith("gray") else "yuv444p" if pixels.startswith(("yuv", "gbr")) else "bgr0"
     ffmpeg("-c:v", "ffv1", "-pix_fmt", twin, tmp_path / "twin.mkv")
-    assert gap(read_clip(tmp_path / name, **CLIP_LIMITS), read_clip(tmp_path / "twin.mkv", **CLIP_LIMITS)) <= 3
+    assert (
+        max_difference(read_clip(tmp_path / name, **CLIP_LIMITS), read_clip(tmp_path / "twin.mkv", **CLIP_LIMITS)) <= 3
+    )
 
 
 @pytest.mark.parametrize(("aspect", "size"), [("2", (48, 128)), ("1/2", (96, 64)), ("64/45", (48, 91))])
 def test_pixels_that_are_not_square(tmp_path, aspect, size):
     ffmpeg("-vf", f"setsar={aspect}", "-c:v", "ffv1", "-pix_fmt", "gbrp", tmp_path / "a.mkv")
     square = [np.asarray(Image.fromarray(x).resize(size[::-1], Image.Resampling.BICUBIC)) for x in CLIP]
-    assert gap(read_clip(tmp_path / "a.mkv", **CLIP_LIMITS), np.stack(square)) <= 3
+    assert max_difference(read_clip(tmp_path / "a.mkv", **CLIP_LIMITS), np.stack(square)) <= 3
 
 
 @pytest.mark.parametrize("aspect", ["16", "1/16"])
@@ -177,12 +179,12 @@ def test_pixels_so_long_that_a_frame_is_large_are_refused(tmp_path, machine, asp
         read_clip(tmp_path / "a.mp4", frames=1, fps=8)
 
 
-def test_a_film_is_turned_as_its_camera_was(tmp_path):
+def test_a_video_is_rotated_as_its_metadata_says(tmp_path):
     ffmpeg("-c:v", "libx264", "-crf", "0", "-vf", "setsar=2", tmp_path / "a.mp4")
     turned = ["-display_rotation", "90", "-i", tmp_path / "a.mp4", "-map", "1:v", "-c", "copy", tmp_path / "b.mp4"]
     ffmpeg(*turned)
     assert (
-        gap(
+        max_difference(
             read_clip(tmp_path / "b.mp4", **CLIP_LIMITS),
             np.rot90(read_clip(tmp_path / "a.mp4", **CLIP_LIMITS), axes=(1, 2)),
         )
@@ -194,10 +196,10 @@ def test_frames_of_various_lengths(tmp_path):
     times = "setpts='if(lt(N,3),N,2*N)/8/TB'"
     ffmpeg("-vf", times, "-fps_mode", "vfr", "-c:v", "ffv1", "-pix_fmt", "gbrp", tmp_path / "a.mkv")
     result = read_clip(tmp_path / "a.mkv", **CLIP_LIMITS)
-    assert gap(result[:10], CLIP[[0, 1, 2, 2, 2, 2, 3, 3, 4, 4]]) == 0
+    assert max_difference(result[:10], CLIP[[0, 1, 2, 2, 2, 2, 3, 3, 4, 4]]) == 0
 
 
-FILMS_WITH_ALPHA = [
+VIDEOS_WITH_ALPHA = [
     ("a.mov", "prores_ks", "yuva444p10le"),
     ("a.mkv", "ffv1", "gbrap16le"),
     ("a.webm", "libvpx-vp9", "yuva420p"),
@@ -206,26 +208,26 @@ FILMS_WITH_ALPHA = [
 ]
 
 
-@pytest.mark.parametrize(("name", "codec", "pixels"), quick(FILMS_WITH_ALPHA[::2], FILMS_WITH_ALPHA))
-def test_a_film_with_transparent_parts(tmp_path, name, codec, pixels):
-    alpha = np.where(RIGHT < 32, 255, 0).astype(np.uint8)
+@pytest.mark.parametrize(("name", "codec", "pixels"), quick(VIDEOS_WITH_ALPHA[::2], VIDEOS_WITH_ALPHA))
+def test_a_video_with_transparent_parts(tmp_path, name, codec, pixels):
+    alpha = np.where(COLUMNS < 32, 255, 0).astype(np.uint8)
     rgba = np.concatenate([CLIP * 0 + 90, np.broadcast_to(alpha, (6, 48, 64))[..., None]], axis=-1, dtype=np.uint8)
     options = ["-auto-alt-ref", "0"] if codec == "libvpx" else []
     ffmpeg("-c:v", codec, *options, "-pix_fmt", pixels, tmp_path / name, frames=rgba)
-    for page, right in (("white", 255), ("black", 0)):
+    for page, background in (("white", 255), ("black", 0)):
         result = read_clip(tmp_path / name, **CLIP_LIMITS, background=page)
-        assert gap(result[:, :, :24], CLIP[:, :, :24] * 0 + 90) <= 3
-        assert gap(result[:, :, 40:], CLIP[:, :, 40:] * 0 + right) <= 3
+        assert max_difference(result[:, :, :24], CLIP[:, :, :24] * 0 + 90) <= 3
+        assert max_difference(result[:, :, 40:], CLIP[:, :, 40:] * 0 + background) <= 3
 
 
 @pytest.mark.parametrize("transfer", ["smpte2084", "arib-std-b67"])
-def test_a_film_of_high_dynamic_range(tmp_path, transfer):
-    """Its white of text and paper is the white of other films, and colours below it are what they were."""
+def test_a_video_of_high_dynamic_range(tmp_path, transfer):
+    """Its white of text and paper is the white of other videos, and colours below it are what they were."""
     options = "setparams=color_primaries=bt709:color_trc=bt709:colorspace=gbr:range=pc"
     linear = "zscale=t=linear:npl=203,format=gbrpf32le,zscale=p=bt2020"
     coded = f"zscale=t={transfer}:npl=203:m=bt2020nc:r=tv,format=yuv444p12le"
     ffmpeg("-vf", f"format=gbrp,{options},{linear},{coded}", "-c:v", "ffv1", tmp_path / "a.mkv")
-    assert gap(read_clip(tmp_path / "a.mkv", **CLIP_LIMITS), CLIP) <= 3
+    assert max_difference(read_clip(tmp_path / "a.mkv", **CLIP_LIMITS), CLIP) <= 3
 
 
 def test_a_folder_is_read_in_natural_order(tmp_path):
@@ -258,16 +260,16 @@ def through_every_interface(data: bytes, folder: Path) -> dict[str, np.ndarray]:
 
 
 def test_a_photograph_of_a_phone_is_a_picture_at_every_interface(tmp_path):
-    """An MPO has smaller pictures beside its own."""
+    """An MPO also has smaller pictures."""
     image = Image.fromarray(CLIP[0])
     photo = encoded("MPO", image, image.resize((32, 24)))
-    right = read_picture(Image.open(BytesIO(encoded("JPEG", image))))
+    expected = read_picture(Image.open(BytesIO(encoded("JPEG", image))))
     for interface, picture in through_every_interface(photo, tmp_path).items():
-        assert gap(picture, right) == 0, interface
+        assert max_difference(picture, expected) == 0, interface
 
 
 @pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG", "TIFF", "AVIF"])
-def test_an_animation_is_called_one_at_every_interface(tmp_path, format):
+def test_every_interface_calls_an_animation_an_animation(tmp_path, format):
     """It is a clip, whatever the name of its file."""
     data = encoded(format, *(Image.new("L", (64, 48), 80 * i) for i in range(3)))
     (tmp_path / "a.bin").write_bytes(data)

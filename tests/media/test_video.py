@@ -78,7 +78,7 @@ def test_a_notebook_plays_a_gif_without_ffmpeg(video, tmp_path, monkeypatch):
     assert embedded(html, "image/gif", tmp_path) == SETTINGS
 
 
-def test_an_end_at_once_leaves_nothing_of_what_a_notebook_plays(video, monkeypatch):
+def test_a_killed_process_leaves_no_file_of_a_notebook_s_player(video, monkeypatch):
     left = []
 
     def save(self, path):

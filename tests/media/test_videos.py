@@ -49,7 +49,7 @@ def atoms(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("suffix", "codec"), [(".mp4", "h264"), (".mov", "h264"), (".webm", "vp9")])
-def test_films(tmp_path, suffix, codec):
+def test_video_formats(tmp_path, suffix, codec):
     path = video_files.Video(clip(), 16, SETTINGS).save(tmp_path / "new" / f"clip{suffix}")
     output = ffmpeg("-i", path).stderr.decode()
     assert f"Video: {codec}" in output
@@ -65,7 +65,7 @@ def test_films(tmp_path, suffix, codec):
     assert leftovers(path.parent) == [f"clip{suffix}"]
 
 
-def test_a_film_of_odd_sizes(tmp_path):
+def test_a_video_of_odd_sizes(tmp_path):
     path = video_files.write_video(tmp_path / "clip.webm", clip(height=31, width=33), 16, SETTINGS)
     frames = read_clip(path, 5, 16)
     assert np.abs(frames.astype(int) - clip(height=31, width=33)).max() <= 6
@@ -155,7 +155,7 @@ def test_refused_videos_leave_nothing(tmp_path, monkeypatch, name, frames, messa
 
 @pytest.mark.parametrize("name", ["clip.mp4", "clip.webm", "clip.gif", "clip.png", "frames"])
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError("decoding failed")])
-def test_what_stops_half_way_leaves_the_file_before(tmp_path, name, failure):
+def test_an_interrupted_write_leaves_the_earlier_file(tmp_path, name, failure):
     before = video_files.write_video(tmp_path / name, clip(1), 16, {"seed": 1})
 
     def frames():
@@ -196,7 +196,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, name, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "kilobytes"), [("clip.mp4", 8), ("clip.mp4", 0), ("clip.mov", 0), ("clip.webm", 0)])
-def test_a_full_disk_leaves_no_film(tmp_path, monkeypatch, name, kilobytes):
+def test_a_full_disk_leaves_no_partial_video(tmp_path, monkeypatch, name, kilobytes):
     """Simulates the full disk by a limit on the size of files, because ffmpeg runs in another process."""
     run = subprocess.Popen
     limited = ["sh", "-c", f'ulimit -f {kilobytes}; trap "" XFSZ; exec "$@"', "sh"]
@@ -231,7 +231,7 @@ def without(kind: str, folder: Path) -> str:
         ("file/a.gif", (32, 64), "file not a folder"),
     ],
 )
-def test_what_could_not_be_written_is_told_before(tmp_path, monkeypatch, machine, name, size, message):
+def test_an_unwritable_video_is_reported_before_the_run(tmp_path, monkeypatch, machine, name, size, message):
     """What is there already stays, and nothing is left."""
     (tmp_path / "file").write_text("mine")
     (tmp_path / "a.mp4").write_text("mine")

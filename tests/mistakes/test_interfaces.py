@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each mistake of the table is answered by every interface, with one sentence that names the value and what to do."""
+"""Every interface answers each mistake of the table with a message that names the value and what to do."""
 
 import json
 import math

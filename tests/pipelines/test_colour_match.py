@@ -29,16 +29,18 @@ def test_the_gain_of_dull_pictures_is_taken_away():
 @pytest.mark.parametrize("colour", ["grey", "one"])
 def test_pictures_with_few_colours_keep_their_contrast(colour):
     """Errors of the repeated frames are not taken for contrast."""
-    shown = frames = drifts.film(0.02) if colour == "one" else np.repeat(drifts.film(0.5)[..., :1], 3, -1)
+    corrected = frames = (
+        drifts.synthetic_clip(0.02) if colour == "one" else np.repeat(drifts.synthetic_clip(0.5)[..., :1], 3, -1)
+    )
     random = np.random.default_rng(1)
     for _ in range(drifts.WINDOWS):
-        noisy = drifts.to_bytes(shown + random.normal(0, 4, shown.shape))
-        shown = match_colours(shown, fit_colours(noisy[:1], shown[:1]))
-    assert shown.std() == pytest.approx(frames.std(), rel=0.03)
+        noisy = drifts.to_bytes(corrected + random.normal(0, 4, corrected.shape))
+        corrected = match_colours(corrected, fit_colours(noisy[:1], corrected[:1]))
+    assert corrected.std() == pytest.approx(frames.std(), rel=0.03)
 
 
 def test_equal_colours_stay_as_they_are():
-    frames = drifts.film(1.0)
+    frames = drifts.synthetic_clip(1.0)
     np.testing.assert_array_equal(match_colours(frames, ColourMap(np.eye(3), np.zeros(3))), frames)
     new_frames, drift = join_window(frames[-2:], np.concatenate([frames[-2:], frames]), "colour")
     assert np.abs(new_frames[FADING:].astype(int) - frames[FADING:]).max() <= 1
@@ -46,7 +48,7 @@ def test_equal_colours_stay_as_they_are():
 
 
 def test_a_table_of_colours_is_the_map():
-    frames = drifts.film(0.6)
+    frames = drifts.synthetic_clip(0.6)
     colour_map = ColourMap(np.diag([1.04, 0.97, 1.03]), np.array([0.01, -0.004, 0.006]))
     expected = 255 * oklab_to_srgb(colour_map(srgb_to_oklab(frames / 255)))
     np.testing.assert_allclose(match_colours(frames, colour_map), expected, atol=1.0)

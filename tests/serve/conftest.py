@@ -115,7 +115,7 @@ class Server:
         raise AssertionError(f"{id} does not end: {video}")
 
     def refused(self, status: int, **options: Any) -> str:
-        """Send a request that has to be refused, and return the one sentence about it."""
+        """Send a request that has to be refused, and return the message."""
         response = self.client.post("/v1/videos", **options)
         assert response.status_code == status, response.text
         error = response.json()["error"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`wanjax serve` killed at random moments, again and again: nothing answered is lost, nothing deleted returns."""
+"""`wanjax serve` killed at random moments, again and again: no accepted job is lost, no deleted one returns."""
 
 import os
 import random
@@ -28,37 +28,37 @@ def listed(client: httpx.Client) -> Iterator[dict[str, Any]]:
         yield from page["data"]
 
 
-def given_up(video: dict[str, Any]) -> bool:
+def is_given_up(video: dict[str, Any]) -> bool:
     """Return whether a video has failed because the server ended too often while it was made."""
     return video["status"] == "failed" and video["error"]["code"] == STOPPED
 
 
 @dataclass
 class Ledger:
-    """What was answered: the videos that are there, with the bytes of those that were read, and those that are not.
+    """What responses said: the videos that exist, with the bytes of those that were read, and those that do not.
 
-    A request that is not answered, `asked`, may have been obeyed or not: the id to delete, or "" for a new video.
+    A request without a response, `pending`, may have been executed or not: the id to delete, or "" for a new video.
     """
 
     there: dict[str, bytes | None] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
-    asked: str | None = None
+    pending: str | None = None
 
     def compare(self, client: httpx.Client) -> None:
-        """Compare a server with what was answered before, and note what became of the last request."""
+        """Compare a server with its earlier responses, and note what became of the last request."""
         result = {video["id"]: video for video in listed(client)}
         assert not result.keys() & self.gone
-        if self.asked and self.asked not in result:  # it was deleted
-            self.gone.add(self.asked)
-            del self.there[self.asked]
+        if self.pending and self.pending not in result:  # it was deleted
+            self.gone.add(self.pending)
+            del self.there[self.pending]
         lost = self.there.keys() - result.keys()
         assert not lost, (lost, result)
         new = result.keys() - self.there.keys()
-        assert len(new) <= (self.asked == ""), (new, self.asked)
+        assert len(new) <= (self.pending == ""), (new, self.pending)
         self.there |= dict.fromkeys(new)
-        self.asked = None
+        self.pending = None
         for id, content in self.there.items():
-            assert result[id]["status"] != "failed" or given_up(result[id])
+            assert result[id]["status"] != "failed" or is_given_up(result[id])
             if content is not None:
                 assert client.get(f"/v1/videos/{id}/content").content == content
 
@@ -66,23 +66,23 @@ class Ledger:
         """Send one request, and note its answer."""
         kind = choice.choice(["create", "create", "delete", "list", "read"])
         if kind == "create" and len(self.there) < MOST:
-            self.asked = ""
+            self.pending = ""
             result = client.post(
                 "/v1/videos", json=SMALL | {"seed": choice.randrange(99), "steps": choice.choice([2, 20])}
             )
             self.there[result.raise_for_status().json()["id"]] = None
         elif kind == "delete" and self.there:
-            self.asked = choice.choice([*self.there])
-            client.delete(f"/v1/videos/{self.asked}").raise_for_status()
-            self.gone.add(self.asked)
-            del self.there[self.asked]
+            self.pending = choice.choice([*self.there])
+            client.delete(f"/v1/videos/{self.pending}").raise_for_status()
+            self.gone.add(self.pending)
+            del self.there[self.pending]
         elif kind == "read":
             for id in [id for id, content in self.there.items() if content is None]:
                 if client.get(f"/v1/videos/{id}").json()["status"] == "completed":
                     self.there[id] = client.get(f"/v1/videos/{id}/content").raise_for_status().content
         else:
             self.compare(client)
-        self.asked = None
+        self.pending = None
 
 
 @pytest.mark.slow
@@ -103,4 +103,4 @@ def test_kills(tmp_path):
     with serving(tmp_path, "--no-rehearse") as (client, _):
         ledger.compare(client)
         ended = [wait_until_finished(client, id) for id in ledger.there]
-        assert all(video["status"] == "completed" or given_up(video) for video in ended)
+        assert all(video["status"] == "completed" or is_given_up(video) for video in ended)

@@ -34,14 +34,14 @@ def checked(document, name):
     return Draft202012Validator(schema).validate
 
 
-def test_the_description_is_one_of_openapi(described):
+def test_the_description_is_valid_openapi(described):
     _, document = described
     validate(document)
     fields = document["components"]["schemas"]["VideoRequest"]["properties"]
     assert {"prompt", "size", "seconds", "frames", "steps", "seed", "image", "input_reference", "lora"} <= fields.keys()
-    known = schema(Settings)
+    settings = schema(Settings)
     for name in ("steps", "guidance_scale", "flow_shift"):
-        assert fields[name]["description"] == known[name].help
+        assert fields[name]["description"] == settings[name].help
     assert (fields["steps"]["minimum"], fields["steps"]["maximum"]) == (1, 200)  # the server's own bound
 
 
@@ -54,7 +54,7 @@ def test_every_path_of_the_server_is_described(described):
     assert message == paths - page - {(path, method) for path in UNSUPPORTED_ROUTES for method in ("get", "post")}
 
 
-def test_answers_are_as_described(described):
+def test_responses_match_their_description(described):
     server, document = described
     video = checked(document, "Video")
     id = server.client.post("/v1/videos", json=SMALL | {"image": IMAGE}).json()["id"]
@@ -73,7 +73,7 @@ def test_answers_are_as_described(described):
 
 
 @pytest.mark.parametrize(
-    ("fields", "right"),
+    ("fields", "is_valid"),
     [
         ({}, True),
         ({"image": IMAGE}, True),
@@ -96,12 +96,12 @@ def test_answers_are_as_described(described):
     ],
     ids=str,
 )
-def test_requests_are_right_for_both_or_for_neither(described, fields, right):
+def test_the_server_and_its_description_accept_the_same_requests(described, fields, is_valid):
     server, document = described
     request = {name: value for name, value in (SMALL | fields).items() if value is not None}
     status = server.client.post("/v1/videos", json=request).status_code
-    assert (status == 200) == right
-    if right:
+    assert (status == 200) == is_valid
+    if is_valid:
         checked(document, "VideoRequest")(request)
     else:
         with pytest.raises(jsonschema.ValidationError):
@@ -144,7 +144,7 @@ def test_every_status_of_a_wrong_request_is_described(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_client_that_is_made_of_the_description_makes_a_video(tmp_path, monkeypatch):
+def test_a_generated_client_makes_a_video(tmp_path, monkeypatch):
     pytest.importorskip("openapi_python_client")
     with serving(tmp_path / "served", "--no-rehearse") as (server, _):
         (tmp_path / "openapi.json").write_text(server.get("/openapi.json").text)
@@ -169,7 +169,7 @@ def test_a_client_that_is_made_of_the_description_makes_a_video(tmp_path, monkey
                 time.sleep(0.1)
             assert (video.status, video.settings.steps, video.size) == ("completed", 2, "32x32")
             assert ask["get_record"](result.id, client=client)["prompt"] == SMALL["prompt"]
-            assert [one.id for one in ask["list_videos"](client=client, limit=1).data] == [result.id]
+            assert [item.id for item in ask["list_videos"](client=client, limit=1).data] == [result.id]
             assert ask["get_health"](client=client).model == "nano"
             assert ask["delete_video"](result.id, client=client).deleted
             assert ask["get_video"](result.id, client=client).error.code == "not_found"

@@ -14,9 +14,9 @@ from axe_playwright_python.sync_playwright import Axe
 from PIL import Image
 
 from tests.support.documents import ROOT
-from tests.support.films import film
 from tests.support.quick import quick
 from tests.support.served import PROMPT, serving
+from tests.support.video_files import write_clip
 from tests.support.warm import wanjax
 from tests.support.words import has_line_with
 from tests.support.workflows import TEMPLATES, request_of
@@ -28,7 +28,7 @@ SMALL_FORM = {"frames": "5", "steps": "2"}
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """A client of one server for all tests, whose programs no earlier run has kept, and whose model is planned."""
+    """A client of one server for all tests, with an empty compilation cache and a planned model."""
     folder = tmp_path_factory.mktemp("page")
     caches = {"JAX_COMPILATION_CACHE_DIR": str(folder / "xla"), "XDG_CACHE_HOME": str(folder / "cache")}
     wanjax(folder, "plan", "nano", "--chip", "cpu")
@@ -37,7 +37,7 @@ def served(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def made(served):
+def video_ids(served):
     """Two small videos, made by the server's interface."""
     ids = []
     for number, prompt in enumerate((PROMPT, "a blue square growing")):
@@ -47,22 +47,22 @@ def made(served):
     return ids
 
 
-SAID = """
+VISIBLE_TEXT = """
 () => ["#state", ".wrong", ".toasts p", ".question", "#make", ".source", ".asked", ".item", ".card", "dialog"]
   .flatMap((selector) => [...document.querySelectorAll(selector)].map((one) => `${selector}: ${one.innerText}`))
   .filter((line) => !/: $/.test(line)).join("\\n")
 """
 
 
-class Opened:
-    """A page in a tab of its own, what its scripts complained of, and the addresses that it asked."""
+class Tab:
+    """A page in its own tab, the errors of its scripts, and its requests."""
 
     def __init__(self, browser, served, **how):
         self.context = browser.new_context(viewport={"width": 1280, "height": 900} | how.pop("viewport", {}), **how)
-        self.page, self.complaints, self.asked = self.context.new_page(), [], []
+        self.page, self.complaints, self.requests = self.context.new_page(), [], []
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("console", lambda line: self.complaints.append(line.text) if line.type == "error" else None)
-        self.page.on("request", lambda request: self.asked.append((request.method, request.url)))
+        self.page.on("request", lambda request: self.requests.append((request.method, request.url)))
         self.url = str(served.base_url)
 
     def goto(self):
@@ -73,10 +73,10 @@ class Opened:
     def print_state(self):
         """Print what the page says, which pytest shows for a test that failed."""
         if self.page.url.startswith(self.url):
-            print(self.page.evaluate(SAID), *self.complaints, *self.asked[-20:], sep="\n")
+            print(self.page.evaluate(VISIBLE_TEXT), *self.complaints, *self.requests[-20:], sep="\n")
 
-    def sent(self, method="POST"):
-        return [url for verb, url in self.asked if verb == method]
+    def request_urls(self, method="POST"):
+        return [url for verb, url in self.requests if verb == method]
 
 
 @pytest.fixture
@@ -84,17 +84,17 @@ def opened(browser, served, tmp_path):
     """Open tabs; each leaves a picture of its end, to be looked at."""
     tabs = []
 
-    def tab(**how):
-        tabs.append(Opened(browser, served, **how))
+    def open_tab(**how):
+        tabs.append(Tab(browser, served, **how))
         return tabs[-1]
 
-    yield tab
-    for number, one in enumerate(tabs):
-        one.print_state()
-        one.page.screenshot(path=tmp_path / f"tab{number}.png")
-        one.context.close()
-        assert not [line for line in one.complaints if not re.search(r"\b(4\d\d|503)\b|ERR_", line)], one.complaints
-        assert all(url.startswith((one.url, "blob:", "data:")) for _, url in one.asked)
+    yield open_tab
+    for number, tab in enumerate(tabs):
+        tab.print_state()
+        tab.page.screenshot(path=tmp_path / f"tab{number}.png")
+        tab.context.close()
+        assert not [line for line in tab.complaints if not re.search(r"\b(4\d\d|503)\b|ERR_", line)], tab.complaints
+        assert all(url.startswith((tab.url, "blob:", "data:")) for _, url in tab.requests)
 
 
 def until(holds, seconds=120):
@@ -152,7 +152,7 @@ def wait_for_completed_card(page, prompt):
 
 
 @pytest.mark.parametrize("scheme", quick(["light"], ["light", "dark"]))
-def test_each_view_is_accessible(opened, made, scheme):
+def test_each_view_is_accessible(opened, video_ids, scheme):
     """By axe-core: the plain page, the drawer, what is wrong, the viewer, the filled form, two videos side by side."""
     axe = Axe()
     tab = opened(color_scheme=scheme)
@@ -160,7 +160,10 @@ def test_each_view_is_accessible(opened, made, scheme):
 
     def check(view):
         result = axe.run(page).response["violations"]
-        assert not result, (view, [(one["id"], [node["target"] for node in one["nodes"]]) for one in result])
+        assert not result, (
+            view,
+            [(violation["id"], [node["target"] for node in violation["nodes"]]) for violation in result],
+        )
 
     page.wait_for_selector(".card.completed")
     check("plain")
@@ -241,21 +244,21 @@ def test_a_video_from_text(opened, served, width, height):
     page.wait_for_selector(f"[data-id={id}]", state="detached")
     page.goto("about:blank")  # left while the deletion can be undone, so nothing is lost
     tab.goto().wait_for_selector(f"[data-id={id}]")
-    assert "DELETE" not in [verb for verb, _ in tab.asked]
+    assert "DELETE" not in [verb for verb, _ in tab.requests]
     served.delete(f"/v1/videos/{id}")
 
 
-def test_a_deletion_is_undone_while_another_video_is_open(opened, served, made):
+def test_a_deletion_is_undone_while_another_video_is_open(opened, served, video_ids):
     """By keyboard at once, and by a click above the open dialog; without that it is deleted only after the toast."""
     page = opened().goto()
     for open_another in (False, True):
-        page.click(f"[data-id={made[0]}] .open")
+        page.click(f"[data-id={video_ids[0]}] .open")
         page.wait_for_selector("dialog[open] video")
         page.keyboard.press("Delete")
         page.wait_for_selector("dialog", state="detached")
-        page.wait_for_selector(f"[data-id={made[0]}]", state="detached")
+        page.wait_for_selector(f"[data-id={video_ids[0]}]", state="detached")
         if open_another:
-            page.click(f"[data-id={made[1]}] .open")
+            page.click(f"[data-id={video_ids[1]}] .open")
             page.wait_for_selector("dialog[open] video")
             page.click("dialog .undo")
             assert page.is_visible("dialog[open]")
@@ -263,9 +266,9 @@ def test_a_deletion_is_undone_while_another_video_is_open(opened, served, made):
         else:
             page.wait_for_selector(".undo:focus")
             page.keyboard.press("Enter")
-        page.wait_for_selector(f"[data-id={made[0]}]")
+        page.wait_for_selector(f"[data-id={video_ids[0]}]")
     page.wait_for_selector(".toasts p", state="detached")
-    assert served.get(f"/v1/videos/{made[0]}").status_code == 200
+    assert served.get(f"/v1/videos/{video_ids[0]}").status_code == 200
 
 
 def test_pictures_by_drop_paste_and_choice(opened, served):
@@ -300,7 +303,7 @@ def test_pictures_by_drop_paste_and_choice(opened, served):
     page.wait_for_selector(".go .refused")
     page.click("#make")
     page.wait_for_selector(".go .refused button:focus")
-    assert tab.sent() == []
+    assert tab.request_urls() == []
     page.keyboard.press("Enter")
     page.wait_for_selector(".refused", state="detached")
     page.evaluate(GIVE, ["[data-input=image]", "drop", "circle.mp4", "video/mp4", encoded(b"clip")])
@@ -327,7 +330,7 @@ def test_pictures_by_drop_paste_and_choice(opened, served):
     served.delete(f"/v1/videos/{id}")
 
 
-def test_copied_settings_have_all_that_changes_the_frames(opened):
+def test_copied_settings_have_all_settings_that_change_the_frames(opened):
     """Clips, references, LoRAs, 8 bits and how pictures are fitted, in all three forms."""
     video = {"prompt": "a", "model": "m", "size": "64x64", "scheduler": None}
     video |= {"settings": {"seed": "7", "width": 64, "height": 64, "resize": "pad", "precision": "int8"}}
@@ -341,8 +344,8 @@ def test_copied_settings_have_all_that_changes_the_frames(opened):
     assert command == (
         f"wanjax 'a' --model m --seed 7 --resize pad --precision int8 --lora style:0.5 --video clip.mp4 {references}"
     )
-    shown = {"prompt": "a", "model": "m", "seed": 7, "resize": "pad", "precision": "int8", "lora": "style:0.5"}
-    assert json.loads(request) == shown | video["inputs"]
+    settings = {"prompt": "a", "model": "m", "seed": 7, "resize": "pad", "precision": "int8", "lora": "style:0.5"}
+    assert json.loads(request) == settings | video["inputs"]
     assert 'load("m", precision="int8", lora=["style:0.5"])' in code
     assert (
         'pipe("a", seed=7, resize="pad", video="clip.mp4", references=["references_0.png","references_1.png"])' in code
@@ -393,9 +396,9 @@ def nodes_seed(workflow):
     return request_of(json.loads(workflow.read_text())).settings["seed"]
 
 
-def test_a_video_of_wanjax_fills_the_form(opened, served, made):
+def test_a_video_of_wanjax_fills_the_form(opened, served, video_ids):
     page = opened().goto()
-    content = served.get(f"/v1/videos/{made[0]}/content").content
+    content = served.get(f"/v1/videos/{video_ids[0]}/content").content
     page.evaluate(GIVE, [".request", "drop", "film.mp4", "video/mp4", encoded(content)])
     assert page.wait_for_selector(".filled").inner_text().startswith("The form has the settings of film.mp4.")
     assert (page.input_value("#prompt"), page.input_value("#seed")) == (PROMPT, "5")
@@ -405,13 +408,13 @@ def test_a_video_of_wanjax_fills_the_form(opened, served, made):
     page.wait_for_selector("[data-input=video] .thumbnail video")  # a clip for the model, where the form takes one
 
 
-def test_again_vary_extend_and_the_last_frame(opened, served, made):
+def test_again_vary_extend_and_last_frame(opened, served, video_ids):
     """Each takes a video into the form: as it was, with the next seeds, one part longer, or as the first frame."""
     tab = opened()
     page = tab.goto()
 
     def act(name):
-        page.click(f"[data-id={made[0]}] .open")
+        page.click(f"[data-id={video_ids[0]}] .open")
         page.click(f"dialog .{name}")
         page.wait_for_selector("dialog", state="detached")
 
@@ -451,30 +454,30 @@ def test_again_vary_extend_and_the_last_frame(opened, served, made):
     act("last_frame")
     page.wait_for_selector("[data-input=image] .thumbnail img")
     assert "64 × 32" in page.wait_for_selector("[data-input=image] .thumbnail small:not(:empty)").inner_text()
-    for one in served.get("/v1/videos").json()["data"]:
-        if one["id"] not in made:
-            served.delete(f"/v1/videos/{one['id']}")
+    for video in served.get("/v1/videos").json()["data"]:
+        if video["id"] not in video_ids:
+            served.delete(f"/v1/videos/{video['id']}")
 
 
-def test_seeds_of_vary_are_used_once(opened, served, made):
+def test_seeds_of_vary_are_used_once(opened, served, video_ids):
     """A second press makes no video again that is there already; on a phone what is made is shown by the button."""
     page = opened(viewport={"width": 400, "height": 800}).goto()
-    before = {one["id"] for one in served.get("/v1/videos").json()["data"]}
-    page.click(f"[data-id={made[0]}] .open")
+    before = {video["id"] for video in served.get("/v1/videos").json()["data"]}
+    page.click(f"[data-id={video_ids[0]}] .open")
     page.click("dialog .vary")
     page.wait_for_selector(".source img")
     page.click("#make:has-text('4')")
     page.wait_for_selector(".go .asked:visible")
     until(lambda: (page.input_value("#seed"), page.input_value("#count")) == ("", "1"))
     assert not page.is_visible(".source")
-    new = [one for one in served.get("/v1/videos").json()["data"] if one["id"] not in before]
-    assert sorted(one["settings"]["seed"] for one in new) == [6, 7, 8, 9]
-    for one in new:
-        page.wait_for_selector(f".card.completed[data-id={one['id']}]", timeout=120_000)
+    new = [video for video in served.get("/v1/videos").json()["data"] if video["id"] not in before]
+    assert sorted(video["settings"]["seed"] for video in new) == [6, 7, 8, 9]
+    for video in new:
+        page.wait_for_selector(f".card.completed[data-id={video['id']}]", timeout=120_000)
     page.click(".asked .see")
     page.wait_for_selector("dialog[open] video")
-    for one in new:
-        served.delete(f"/v1/videos/{one['id']}")
+    for video in new:
+        served.delete(f"/v1/videos/{video['id']}")
 
 
 BUTTON_PLACES = """
@@ -492,10 +495,10 @@ BUTTON_PLACES = """
 """
 
 
-def test_the_button_stays_where_it_is_first_seen(opened, made):
+def test_the_button_stays_where_it_is_first_seen(opened, video_ids):
     """From the frame in which the dialog is gone: neither a scroll nor a late picture moves it under a pointer."""
     page = opened(viewport={"width": 400, "height": 800}).goto()
-    page.click(f"[data-id={made[0]}] .open")
+    page.click(f"[data-id={video_ids[0]}] .open")
     page.wait_for_selector("dialog[open] video")
     page.evaluate("document.querySelector('.right').style.minHeight = '3000px'")
     page.evaluate("scrollTo(0, 2000)")
@@ -506,7 +509,7 @@ def test_the_button_stays_where_it_is_first_seen(opened, made):
     assert page.evaluate(BUTTON_PLACES.replace('document.querySelector("dialog .vary").click();', ""), 0.1) == places
 
 
-def test_what_is_requested_while_the_list_is_read_again_stays(opened, served, made):
+def test_a_request_during_a_reload_of_the_list_stays(opened, served, video_ids):
     """The list that the page reads when its stream opens may be older than a video that it has requested since."""
     tab = opened(viewport={"width": 400, "height": 800})
     page, lists = tab.page, []
@@ -526,11 +529,11 @@ def test_what_is_requested_while_the_list_is_read_again_stays(opened, served, ma
     lists[1][0].fulfill(response=lists[1][1])
     wait_for_completed_card(page, "a green circle")
     assert page.is_visible(".go .asked")
-    [video] = [one for one in served.get("/v1/videos").json()["data"] if one["prompt"] == "a green circle"]
+    [video] = [item for item in served.get("/v1/videos").json()["data"] if item["prompt"] == "a green circle"]
     served.delete(f"/v1/videos/{video['id']}")
 
 
-def test_what_is_under_way_is_led_to_where_the_page_is_scrolled(opened, served, made):
+def test_a_scrolled_page_links_to_the_running_job(opened, served, video_ids):
     """Beside the form, which stays in view, what is under way is put above all that was made; its notes are shown."""
     tab = opened(viewport={"width": 1280, "height": 500}, reduced_motion="reduce")
     page = tab.goto()
@@ -545,7 +548,7 @@ def test_what_is_under_way_is_led_to_where_the_page_is_scrolled(opened, served, 
     card.query_selector(".open").click()
     page.wait_for_selector("dialog[open] .about")
     assert has_line_with(page.inner_text("dialog .about"), "nano does not know 'dog'")
-    [video] = [one for one in served.get("/v1/videos").json()["data"] if one["prompt"] == "a green dog"]
+    [video] = [item for item in served.get("/v1/videos").json()["data"] if item["prompt"] == "a green dog"]
     served.delete(f"/v1/videos/{video['id']}")
 
 
@@ -571,12 +574,12 @@ def longer(served):
 
 
 @pytest.mark.parametrize("width", quick([1280], [1280, 400]))
-def test_videos_of_two_lengths_are_compared_in_real_time(opened, made, longer, width):
+def test_videos_of_two_lengths_are_compared_in_real_time(opened, video_ids, longer, width):
     """The shorter waits at its end; and where the dialog is closed there lies no Delete."""
     page = opened(viewport={"width": width, "height": 900}).goto()
     page.wait_for_selector(f".card.completed[data-id={longer}]")
     page.click("#select")
-    for id in (made[0], longer):
+    for id in (video_ids[0], longer):
         page.click(f"[data-id={id}] .open")
     page.click("#compare")
     players = page.query_selector_all(".compared video")
@@ -597,11 +600,11 @@ def test_videos_of_two_lengths_are_compared_in_real_time(opened, made, longer, w
     assert close["x"] > delete["x"] + delete["width"] or close["y"] > delete["y"] + delete["height"]
 
 
-def test_keys_and_two_videos_in_step(opened, made):
+def test_keys_and_two_videos_in_step(opened, video_ids):
     tab = opened()
     page = tab.goto()
     page.wait_for_selector(".card.completed >> nth=1")
-    page.click(f"[data-id={made[1]}] .open")
+    page.click(f"[data-id={video_ids[1]}] .open")
     page.wait_for_selector("dialog[open] video")
     assert "blue" in page.inner_text("dialog .prompt")
     page.keyboard.press("ArrowRight")
@@ -612,7 +615,7 @@ def test_keys_and_two_videos_in_step(opened, made):
     page.keyboard.press("Escape")
     page.wait_for_selector("dialog", state="detached")
     page.click("#select")
-    for id in made:
+    for id in video_ids:
         page.click(f"[data-id={id}] .open")
     assert "2" in page.inner_text(".chosen")
     page.click("#compare")
@@ -626,11 +629,11 @@ def test_keys_and_two_videos_in_step(opened, made):
     page.keyboard.press("Escape")
 
 
-def test_by_keyboard_alone(opened, made):
+def test_keyboard_only_use(opened, video_ids):
     """A card opens by Enter, its dialog keeps the focus, and gives it back; a shape is chosen by an arrow key."""
     page = opened(reduced_motion="reduce").goto()
     page.wait_for_selector(".card.completed >> nth=1")
-    page.focus(f"[data-id={made[0]}] .open")
+    page.focus(f"[data-id={video_ids[0]}] .open")
     assert page.query_selector(".card video") is None  # nothing moves for who asked for that
     page.keyboard.press("Enter")
     page.wait_for_selector("dialog[open] video")
@@ -639,17 +642,17 @@ def test_by_keyboard_alone(opened, made):
         assert page.evaluate("document.activeElement === document.body || !!document.activeElement.closest('dialog')")
     page.keyboard.press("Escape")
     page.wait_for_selector("dialog", state="detached")
-    assert page.evaluate("document.activeElement.closest('.card').dataset.id") == made[0]
+    assert page.evaluate("document.activeElement.closest('.card').dataset.id") == video_ids[0]
     page.focus("[name=shape]:checked")
     page.keyboard.press("ArrowRight")
     assert page.is_visible("[name=width]")
 
 
-def test_videos_are_found_by_their_words(opened, made):
+def test_videos_are_searched_by_words(opened, video_ids):
     page = opened().goto()
     page.wait_for_selector(".card.completed >> nth=1")
     page.fill("#find", "BLUE gro")
-    until(lambda: [card.get_attribute("data-id") for card in page.query_selector_all(".card")] == [made[1]])
+    until(lambda: [card.get_attribute("data-id") for card in page.query_selector_all(".card")] == [video_ids[1]])
     page.fill("#find", "no such words")
     page.wait_for_selector(".empty")
     page.fill("#find", "")
@@ -663,12 +666,12 @@ def test_an_empty_prompt_is_a_question(opened, served):
     small(page)
     page.click("#make")
     page.wait_for_selector(".question")
-    assert tab.sent() == []
+    assert tab.request_urls() == []
     page.click(".question button >> nth=0")
     assert page.evaluate("document.activeElement.id") == "prompt"
     page.click("#make")
     page.click(".question button >> nth=1")
-    until(lambda: len(tab.sent()) == 1)
+    until(lambda: len(tab.request_urls()) == 1)
     until(lambda: served.get("/v1/videos").json()["data"][0]["prompt"] == "")
     served.delete(f"/v1/videos/{served.get('/v1/videos').json()['data'][0]['id']}")
 
@@ -692,7 +695,7 @@ WRONG = {
 }
 
 
-def test_what_is_wrong_is_said_beside_its_field(opened, served):
+def test_mistakes_are_shown_at_their_fields(opened, served):
     """Of every field: nothing is sent, a closed drawer opens, and the field has the focus."""
     tab = opened()
     page = tab.goto()
@@ -700,8 +703,8 @@ def test_what_is_wrong_is_said_beside_its_field(opened, served):
     page.click(".drawer > summary")
     page.check("[name=shape][value=own]", force=True)
     page.click(".expert > summary")
-    right = {"width": "64", "height": "32", "seed": "3"}
-    for name, value in right.items():
+    valid = {"width": "64", "height": "32", "seed": "3"}
+    for name, value in valid.items():
         page.fill(f"[name={name}]", value)
     for field, values in WRONG.items():
         before = page.input_value(f"[name={field}]")
@@ -718,7 +721,7 @@ def test_what_is_wrong_is_said_beside_its_field(opened, served):
             if not page.is_visible(".presets"):
                 page.click(".drawer > summary")
         page.fill(f"[name={field}]", before)
-    assert tab.sent() == []
+    assert tab.request_urls() == []
     page.route("**/v1/videos", lambda route: route.fulfill(
         status=422, json={"error": {"message": "no cache of this name", "param": "cache"}}
     ) if route.request.method == "POST" else route.continue_())  # fmt: skip
@@ -730,7 +733,7 @@ def test_what_is_wrong_is_said_beside_its_field(opened, served):
     assert "no cache of this name" in page.inner_text("[data-setting=cache] .wrong")
 
 
-def test_a_drawer_shows_what_is_changed_and_takes_it_back(opened):
+def test_a_drawer_shows_and_undoes_changed_settings(opened):
     page = opened().goto()
     page.click(".drawer > summary")
     page.fill("[name=steps]", "9")
@@ -749,7 +752,7 @@ def test_a_drawer_shows_what_is_changed_and_takes_it_back(opened):
     assert page.locator(".setting.changed").count() == 0
 
 
-def test_a_reload_keeps_the_form_without_its_files(opened, served, made):
+def test_a_reload_keeps_the_form_without_its_files(opened, served, video_ids):
     """Settings, shape, seed and open sections stay; a file is asked for again; a reset is kept too."""
     tab = opened()
     page = tab.goto()
@@ -790,8 +793,8 @@ def test_previews_are_shown_while_a_video_is_made(opened, served):
     served.delete(f"/v1/videos/{id}")
 
 
-def test_a_warning_about_a_picture_with_a_clip_is_beside_its_video(opened, served, tmp_path):
-    clip = film(tmp_path / "fast.mp4").read_bytes()
+def test_a_warning_about_a_picture_with_a_clip_is_shown_with_its_video(opened, served, tmp_path):
+    clip = write_clip(tmp_path / "fast.mp4").read_bytes()
     body = {"prompt": "a picture and a clip", "size": "64x32", "frames": "5", "steps": "2"}
     files = {"image": picture()["buffer"], "video": clip}
     id = served.post("/v1/videos", data=body, files=files).raise_for_status().json()["id"]
@@ -811,7 +814,7 @@ def test_cards_show_what_plan_estimated(opened):
     page.click(".drawer > summary")
     has_line_with(page.inner_text("[data-preset=published]"), "20 steps estimated")
     seconds = [page.inner_text(f"[data-preset={name}] .cost") for name in ("published", "draft")]
-    assert all(re.search(r"\d+ s, estimated", one) for one in seconds)
+    assert all(re.search(r"\d+ s, estimated", text) for text in seconds)
     assert seconds[0] != seconds[1]
     has_line_with(page.inner_text(".go .cost"), "estimated")
     page.check("[name=shape][value=own]", force=True)
@@ -823,26 +826,26 @@ def test_cards_show_what_plan_estimated(opened):
 
 def test_two_tabs_and_a_reload_in_the_middle(opened, served):
     first, second = opened(), opened()
-    page, other = first.goto(), second.goto()
+    page, second_page = first.goto(), second.goto()
     page.fill("#prompt", "an orange cross moving right")
     small(page, steps="150", seed="1")
     page.click("#make")
-    other.wait_for_selector(".item:has-text('orange')")
+    second_page.wait_for_selector(".item:has-text('orange')")
     page.reload()
     page.wait_for_selector(".item:has-text('orange')")
-    for one in (page, other):
-        card = wait_for_completed_card(one, "orange")
+    for each in (page, second_page):
+        card = wait_for_completed_card(each, "orange")
     id = card.get_attribute("data-id")
     served.delete(f"/v1/videos/{id}")
-    for one in (page, other):
-        one.wait_for_selector(f"[data-id={id}]", state="detached")
+    for each in (page, second_page):
+        each.wait_for_selector(f"[data-id={id}]", state="detached")
 
 
 @pytest.mark.slow
 def test_a_server_that_goes_away_and_comes_back(browser, tmp_path):
     with serving(tmp_path, "--no-rehearse") as (client, process):
         port = client.base_url.port
-        tab = Opened(browser, client)
+        tab = Tab(browser, client)
         page = tab.goto()
         page.fill("#prompt", "kept while it is away")
         process.terminate()
@@ -858,8 +861,8 @@ def test_a_server_that_goes_away_and_comes_back(browser, tmp_path):
     tab.context.close()
 
 
-def test_who_types_before_the_server_has_answered(opened):
-    """The prompt stays, nothing is asked for yet, and the button says why."""
+def test_typing_before_the_server_responds(opened):
+    """The prompt stays, nothing is requested yet, and the button says why."""
     tab, held = opened(), []
     page = tab.page
     page.route("**/v1/models", lambda route: held.append(route))
@@ -871,7 +874,7 @@ def test_who_types_before_the_server_has_answered(opened):
     held[0].continue_()
     page.wait_for_selector("[name=shape]", state="attached")
     assert page.input_value("#prompt") == PROMPT
-    assert tab.sent() == []
+    assert tab.request_urls() == []
 
 
 def test_both_languages_have_every_text(opened):
@@ -898,7 +901,7 @@ def test_the_page_is_light_and_needs_nothing_else():
 
 
 @pytest.mark.slow
-def test_the_page_asks_for_the_token(browser, tmp_path):
+def test_the_page_prompts_for_the_token(browser, tmp_path):
     with serving(tmp_path, WANJAX_TOKEN="a-token-of-the-tests") as (client, _):
         page = browser.new_page()
         page.goto(str(client.base_url))

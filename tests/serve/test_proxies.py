@@ -14,7 +14,7 @@ from tests.support.served import PROMPT, SMALL, serving
 from tests.support.words import has_line_with
 
 TOKEN = "a-token-of-the-tests"
-SHOWN = {"authorization": f"Bearer {TOKEN}"}
+AUTHORIZED = {"authorization": f"Bearer {TOKEN}"}
 PROXIES = [(kind, prefix) for kind in ("nginx", "caddy") for prefix in ("/wan/", "/")]
 STATES = """
 window.states = new Set();
@@ -39,15 +39,15 @@ def test_no_event_waits_for_others(with_token, tmp_path):
     """nginx keeps an answer back until it has some kilobytes of it, unless the answer says that it may not."""
     with proxied("nginx", tmp_path, with_token.base_url.port) as url:
         requested = time.perf_counter()
-        with httpx.stream("GET", f"{url}v1/events", headers=SHOWN, timeout=60) as stream:
+        with httpx.stream("GET", f"{url}v1/events", headers=AUTHORIZED, timeout=60) as stream:
             assert stream.status_code == 200
             assert next(stream.iter_lines()).startswith("retry")
         assert time.perf_counter() - requested < 10  # the next sign of life is after 15 seconds
 
 
 @pytest.mark.parametrize(("kind", "prefix"), quick([("nginx", "/wan/")], PROXIES))
-def test_the_page_behind_a_proxy(browser, with_token, tmp_path, monkeypatch, kind, prefix):
-    """With the token a video is asked for, followed, played and deleted, all of it below the proxy's address."""
+def test_the_page_works_behind_a_proxy(browser, with_token, tmp_path, monkeypatch, kind, prefix):
+    """With the token a video is requested, followed, played and deleted, all of it below the proxy's URL."""
     messages, requested = [], []
     with proxied(kind, tmp_path / "proxy", with_token.base_url.port, prefix) as url:
         assert httpx.get(f"{url}v1/videos").status_code == 401
@@ -79,9 +79,9 @@ def test_the_page_behind_a_proxy(browser, with_token, tmp_path, monkeypatch, kin
         page.click("dialog .delete")
         page.wait_for_selector(".card", state="detached")
         end = time.monotonic() + 60  # until then it can be undone
-        while httpx.get(f"{url}v1/videos", headers=SHOWN).json()["data"] and time.monotonic() < end:
+        while httpx.get(f"{url}v1/videos", headers=AUTHORIZED).json()["data"] and time.monotonic() < end:
             time.sleep(0.1)
-        assert httpx.get(f"{url}v1/videos", headers=SHOWN).json()["data"] == []
+        assert httpx.get(f"{url}v1/videos", headers=AUTHORIZED).json()["data"] == []
         context.close()
         assert messages == []
         assert [address for address in requested if not address.startswith((url, "blob:"))] == []
@@ -89,7 +89,7 @@ def test_the_page_behind_a_proxy(browser, with_token, tmp_path, monkeypatch, kin
         monkeypatch.setenv("WANJAX_TOKEN", TOKEN)
         small = ("--size", "32x32", "--frames", "5", "--steps", "2")
         data = json.loads(succeeded(wanjax(PROMPT, *small, "--at", url, "--json")).stdout)
-        assert httpx.delete(f"{url}v1/videos/{data['id']}", headers=SHOWN).status_code == 200
+        assert httpx.delete(f"{url}v1/videos/{data['id']}", headers=AUTHORIZED).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_page_through_a_proxy_that_tells_nothing_says_what_is_missing(browser,
         page.wait_for_selector("#state:has-text('--token')")
         page.screenshot(path=tmp_path / "page.png")
         assert has_line_with(page.inner_text("#state"), "'videos.example' proxy --token")
-        assert page.query_selector("[name=shape]") is None  # nothing can be asked for
+        assert page.query_selector("[name=shape]") is None  # nothing can be requested
         assert statuses["v1/models"] == 403
         fetched = "fetch('v1/videos').then(answer => answer.status)"
         assert page.evaluate(fetched) == 403

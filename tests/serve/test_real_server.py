@@ -21,9 +21,9 @@ from PIL import Image
 
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.documents import ROOT, blocks
-from tests.support.films import ANIMATIONS, CONTAINERS, FRAMES, breaks, film, harmed
 from tests.support.quick import quick
 from tests.support.served import PROMPT, SMALL, serving, wait_until_finished
+from tests.support.video_files import ANIMATIONS, CONTAINERS, FRAMES, names_broken_frame, write_clip, write_damaged
 from tests.support.words import has_line_with
 from wanjax.cli.report import Report
 from wanjax.jobs.sharing import SERVE_FILE, join_namespace
@@ -35,7 +35,7 @@ from wanjax.signals import INTERRUPTED
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """A client of one server for several tests, whose programs no earlier run has kept."""
+    """A client of one server for several tests, with an empty compilation cache."""
     folder = tmp_path_factory.mktemp("served")
     with serving(folder / "videos", "--no-rehearse", JAX_COMPILATION_CACHE_DIR=str(folder / "xla")) as (client, _):
         yield client
@@ -78,7 +78,7 @@ def test_a_kill_and_a_restart_lose_no_video(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_busy_server_ends_at_a_signal_and_goes_on_later(tmp_path):
+def test_a_busy_server_ends_at_a_signal_and_resumes(tmp_path):
     with serving(tmp_path, "--no-rehearse") as (client, process):
         id = client.post("/v1/videos", json=SMALL | {"steps": 200}).json()["id"]
         with client.stream("GET", "/v1/events") as stream:
@@ -120,8 +120,8 @@ def test_a_monitor_by_http_1_0_gets_the_health(served):
 
 
 @pytest.mark.parametrize("count", quick([600], [600, 2000]))
-def test_clients_that_say_little_keep_no_one_out(tmp_path, count):
-    """Silent connections, halves of heads and bodies, and open streams: an honest client is answered, and is served."""
+def test_slow_clients_do_not_block_others(tmp_path, count):
+    """Silent connections, halves of headers and bodies, and open streams: another client is still served."""
     half = b"POST /v1/videos HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n"
     with serving(tmp_path, "--no-rehearse") as (client, process), ExitStack() as stack:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -143,21 +143,25 @@ def test_clients_that_say_little_keep_no_one_out(tmp_path, count):
         print(f"{len(health)} answers of /health, the slowest in {max(health):.2f} s")  # by `-rP`
 
 
-SENT = (*(name for name in CONTAINERS if name.endswith(("mp4", "mov", "mkv", "webm"))), *ANIMATIONS)
+UPLOADABLE = (*(name for name in CONTAINERS if name.endswith(("mp4", "mov", "mkv", "webm"))), *ANIMATIONS)
 """Those that a request may hold."""
 
 
 @pytest.mark.parametrize("name", quick(("parts.mp4", "a.webp"), (*CONTAINERS, *ANIMATIONS)))
-def test_a_damaged_film_is_refused_with_its_frame(served, tmp_path, name):
+def test_the_broken_frame_of_a_damaged_video_is_named(served, tmp_path, name):
     """In a form and in JSON; a whole one is taken as it is."""
     requested = SMALL | {"frames": len(FRAMES), "fps": 25, "steps": 2}
-    whole = film(tmp_path / name)
-    for kind, file in {"whole": whole, "cut": harmed(whole, "cut"), "hole": harmed(whole, "hole")}.items():
+    intact = write_clip(tmp_path / name)
+    for kind, file in {
+        "whole": intact,
+        "cut": write_damaged(intact, "cut"),
+        "hole": write_damaged(intact, "hole"),
+    }.items():
         data = file.read_bytes()
         url = "data:;base64," + base64.b64encode(data).decode()
         for request in {"data": requested, "files": {"video": ("any", data)}}, {"json": requested | {"video": url}}:
             result = served.post("/v1/videos", **request)
-            if kind == "whole" and name in SENT:
+            if kind == "whole" and name in UPLOADABLE:
                 assert result.status_code == 200, result.text
                 path = f"/v1/videos/{result.json()['id']}"
                 assert served.get(f"{path}/content", params={"variant": "clip"}).content == data
@@ -167,7 +171,7 @@ def test_a_damaged_film_is_refused_with_its_frame(served, tmp_path, name):
             error = result.json()["error"]
             assert error["param"] == "video"
             assert str(tmp_path) not in error["message"]
-            assert breaks(error["message"], name, kind) or name not in SENT
+            assert names_broken_frame(error["message"], name, kind) or name not in UPLOADABLE
 
 
 def picture():
@@ -210,8 +214,8 @@ def test_the_commands_of_the_documentation(tmp_path):
     assert read_metadata(tmp_path / "circle.mp4")["steps"] == 4
 
 
-def test_the_command_asks_a_server(served, tmp_path, monkeypatch):
-    """`generate --at` writes the very file that this machine would make, and tells what only the server can choose."""
+def test_the_command_requests_a_video_from_a_server(served, tmp_path, monkeypatch):
+    """`generate --at` writes the same file as without a server, and names options that only the server can choose."""
     monkeypatch.chdir(tmp_path)
     at = ("--at", str(served.base_url))
     small = ("--size", "32x32", "--frames", "5", "--steps", "2")
@@ -239,8 +243,8 @@ def test_the_command_asks_a_server(served, tmp_path, monkeypatch):
     assert has_line_with(refused("a", "--at", "http://127.0.0.1:1", status=1), "http://127.0.0.1:1 refused")
 
 
-def test_the_command_asks_a_server_for_what_it_makes_itself(served, tmp_path, monkeypatch):
-    """A video again from its record, in other formats, and several of them: as without a server."""
+def test_the_command_gets_from_a_server_the_same_files_as_without(served, tmp_path, monkeypatch):
+    """A video from metadata, in other formats, and several of them: as without a server."""
     monkeypatch.chdir(tmp_path)
     at = ("--at", str(served.base_url))
     small = ("--size", "32x32", "--frames", "5", "--steps", "2")
@@ -262,7 +266,7 @@ def test_the_command_asks_a_server_for_what_it_makes_itself(served, tmp_path, mo
     np.testing.assert_array_equal(read_clip("again", 100, 8), frames)
 
 
-def test_ctrl_c_cancels_what_a_server_makes(served, tmp_path, monkeypatch):
+def test_ctrl_c_cancels_the_job_of_a_server(served, tmp_path, monkeypatch):
     def pressed(report):
         raise KeyboardInterrupt
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that are refused with one sentence, and those who may not ask."""
+"""Requests that are refused with a message, and clients without access."""
 
 import base64
 import gzip
@@ -16,7 +16,7 @@ from PIL import Image
 
 from tests.serve.conftest import SMALL
 from tests.support.commands import refused
-from tests.support.films import film, harmed
+from tests.support.video_files import write_clip, write_damaged
 from tests.support.words import has_line_with
 from wanjax.cli import serving
 from wanjax.errors import SettingError
@@ -30,15 +30,15 @@ from wanjax.serve.uploads import save_pictures
 TOKEN = "a-token-of-the-tests"
 
 
-def sent(image, kind="PNG", **options):
+def image_field(image, kind="PNG", **options):
     file = io.BytesIO()
     image.save(file, kind, **options)
     return {"image": "data:;base64," + base64.b64encode(file.getvalue()).decode()}
 
 
 def animated(side):
-    first, *others = (Image.new("RGB", (side, side), (90 * i, 0, 0)) for i in range(3))
-    return sent(first, "GIF", save_all=True, append_images=others)["image"]
+    first, *rest = (Image.new("RGB", (side, side), (90 * i, 0, 0)) for i in range(3))
+    return image_field(first, "GIF", save_all=True, append_images=rest)["image"]
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +58,10 @@ VALUES = st.one_of(
 def test_no_value_of_any_field_fails_the_server(interface, fields, data):
     """By JSON and by form: each is taken, or refused with a sentence that names the field."""
     name, value = data.draw(st.sampled_from([*fields, "other"])), data.draw(VALUES)
-    beside = {"height": "size", "width": "size", "seconds": "frames"}.get(name)
-    asked = {key: known for key, known in SMALL.items() if key != beside} | {name: value}
-    pairs = [f"{key}={quote(str(known).encode('utf-8', 'replace'))}" for key, known in asked.items()]
-    bodies = {"application/json": json.dumps(asked), "application/x-www-form-urlencoded": "&".join(pairs)}
+    replaced = {"height": "size", "width": "size", "seconds": "frames"}.get(name)
+    request = {key: default for key, default in SMALL.items() if key != replaced} | {name: value}
+    pairs = [f"{key}={quote(str(setting).encode('utf-8', 'replace'))}" for key, setting in request.items()]
+    bodies = {"application/json": json.dumps(request), "application/x-www-form-urlencoded": "&".join(pairs)}
     for kind, body in bodies.items():
         answer = interface.client.post("/v1/videos", content=body, headers={"content-type": kind})
         assert answer.status_code in (200, 422), answer.text
@@ -97,7 +97,7 @@ def test_a_limit_is_obeyed_or_refused(start, limit):
 @pytest.mark.parametrize(
     "origin", ["http://[", "null", "http://localhost:9", "", "\u00e9", "https://evil.example", "http://localhost:8000"]
 )
-def test_no_other_site_asks_through_the_browser(start, origin):
+def test_no_other_site_sends_requests_through_the_browser(start, origin):
     response = start(work=False).client.post("/v1/videos", json=SMALL, headers={"origin": origin.encode()})
     if origin == "http://localhost:8000":  # the page's own
         assert response.status_code == 200
@@ -107,7 +107,7 @@ def test_no_other_site_asks_through_the_browser(start, origin):
 
 
 def blank(side):
-    return sent(Image.new("1", (side, side)))["image"]
+    return image_field(Image.new("1", (side, side)))["image"]
 
 
 def pieces():
@@ -116,7 +116,7 @@ def pieces():
 
 
 IN_PIECES = {"headers": {"content-type": "application/json"}}
-SENT = {  # what is sent, the status of the answer, and what its sentence names
+BAD_REQUESTS = {  # the request, the status of the response, and what its message names
     "a picture too large": (lambda: {"json": SMALL | {"image": blank(9000)}}, 422, "81,000,000 pixels"),
     "what the first leaves of 24 million": (
         lambda: {"json": SMALL | {"image": blank(4000), "video": blank(4000)}},
@@ -130,9 +130,9 @@ SENT = {  # what is sent, the status of the answer, and what its sentence names
 }
 
 
-@pytest.mark.parametrize("name", SENT)
-def test_what_is_sent_and_cannot_be_used(start, name):
-    request, status, words = SENT[name]
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_unusable_requests(start, name):
+    request, status, words = BAD_REQUESTS[name]
     server = start(work=False, upload=100_000)
     assert has_line_with(server.refused(status, **request()), words)
     assert not any(server.folder.glob("video_*"))
@@ -144,19 +144,19 @@ CLIPS = [b"", b"ffconcat version 1.0\nfile /etc/passwd\n", b"#EXTM3U\n/etc/passw
 @pytest.mark.parametrize("data", CLIPS, ids=lambda data: repr(data[:12]))
 def test_bad_clips(start, data):
     server = start(work=False)
-    sent = {"video": "data:video/mp4;base64," + base64.b64encode(data).decode()}
-    entries = server.client.post("/v1/videos", json=SMALL | sent).json()["error"]
+    fields = {"video": "data:video/mp4;base64," + base64.b64encode(data).decode()}
+    entries = server.client.post("/v1/videos", json=SMALL | fields).json()["error"]
     assert entries["param"] == "video"
     assert str(server.folder) not in entries["message"]
     assert not any(server.folder.glob("video_*"))
 
 
-def test_a_truncated_clip_is_answered_with_what_is_wrong_with_it(start, tmp_path):
+def test_a_truncated_clip_is_refused_as_truncated(start, tmp_path):
     """Nothing of it stays on the disk or in the queue."""
     server = start(work=False)
     clips = {"fast.mp4": "video breaks frame complete copy", "plain.mp4": "video cannot read truncated complete copy"}
     for name, words in clips.items():
-        part = harmed(film(tmp_path / name), "cut").read_bytes()
+        part = write_damaged(write_clip(tmp_path / name), "cut").read_bytes()
         response = server.client.post("/v1/videos", data={"prompt": "a", "frames": "5"}, files={"video": part})
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (422, "video"), error
@@ -165,14 +165,14 @@ def test_a_truncated_clip_is_answered_with_what_is_wrong_with_it(start, tmp_path
         assert not any(server.folder.glob("video_*"))
 
 
-PICTURE, FILM = base64.b64decode(blank(32).partition(",")[2]), CLIPS[-1]
+PICTURE, CLIP = base64.b64decode(blank(32).partition(",")[2]), CLIPS[-1]
 ANIMATION = base64.b64decode(animated(32).partition(",")[2])
-OF_ANOTHER_KIND = [  # a field, what is sent as it, fields beside, and what the sentence names
+OF_ANOTHER_KIND = [  # a field, its content, other fields, and what the message names
     ("video", b"a text", {}, "video clip mp4 webm animation"),
     ("video", PICTURE, {"frames": None}, "video 1 frame 5 image"),
     ("video", ANIMATION, {"frames": None}, "video frames 5 image"),
     ("video", ANIMATION, {"frames": 9}, "video frames 9 fewer"),
-    ("image", FILM, {}, "image picture video"),
+    ("image", CLIP, {}, "image picture video"),
     ("image", ANIMATION, {}, "image animated video"),
     ("image", b"a text", {}, "image picture PNG"),
 ]
@@ -184,17 +184,17 @@ def test_a_mask_that_is_neither_picture_nor_clip_is_named(tmp_path):
     assert caught.value.setting == "mask"
 
 
-def test_a_clip_is_not_called_for_where_a_model_takes_none(tmp_path):
+def test_a_clip_is_not_suggested_for_a_model_without_clips(tmp_path):
     with pytest.raises(SettingError) as caught:
-        save_pictures({"image": [FILM]}, INPUT_SPECS, tmp_path, Limits(10**7), takes_clips=False)
+        save_pictures({"image": [CLIP]}, INPUT_SPECS, tmp_path, Limits(10**7), takes_clips=False)
     assert "video" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("field", "data", "more", "words"), OF_ANOTHER_KIND)
 def test_a_file_of_another_kind_than_its_field_is_named(start, field, data, more, words):
     server = start(work=False)
-    sent = SMALL | more | {field: "data:;base64," + base64.b64encode(data).decode()}
-    error = server.client.post("/v1/videos", json=sent).json()["error"]
+    request = SMALL | more | {field: "data:;base64," + base64.b64encode(data).decode()}
+    error = server.client.post("/v1/videos", json=request).json()["error"]
     assert (error["param"], error["code"]) == (field, "invalid_request")
     assert has_line_with(error["message"], words)
     assert not server.jobs()
@@ -231,7 +231,7 @@ def test_bad_bodies(start, status, kind, body):
     assert not server.jobs()
 
 
-def test_a_field_of_json_that_is_given_twice_is_named(start):
+def test_a_repeated_field_of_json_is_named(start):
     body = b'{"prompt": "a", "steps": 2, "steps": 3}'
     response = start(work=False).client.post("/v1/videos", content=body, headers={"content-type": "application/json"})
     assert response.json()["error"]["param"] == "steps"
@@ -324,14 +324,14 @@ PATHS = {  # those that there are not, and what the sentence names
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_path_that_there_is_not_is_answered_with_those_that_there_are(start, path):
+def test_an_unknown_path_lists_the_valid_ones(start, path):
     response = start(work=False).client.get(path)
     error = response.json()["error"]
     assert (response.status_code, error["type"], error["code"]) == (404, "invalid_request_error", "not_found")
     assert has_line_with(error["message"], PATHS[path])
 
 
-PARAMETERS = {  # what is asked for, the parameter or field that is wrong, and what the sentence names
+PARAMETERS = {  # the path, the wrong parameter or field, and what the message names
     "/v1/videos?after=zzz": ("after", "after 'zzz' last_id"),
     "/v1/videos?after=": ("after", "after '' last_id"),
     "/v1/videos?limit=0": ("limit", "limit '0' 1 100"),
@@ -357,7 +357,7 @@ def test_the_wrong_parameter_of_a_path_or_query_is_named(start, path):
     assert has_line_with(error["message"], words), error["message"]
 
 
-FIELDS = {  # fields beside the prompt, as JSON; the wrong one; what the sentence names
+FIELDS = {  # fields without the prompt, as JSON; the wrong one; what the message names
     '"steps": true': ("steps", "steps true 1 200"),
     '"steps": 1e999': ("steps", "steps '1e999'"),
     '"steps": "4"': ("steps", 'steps text "4" 4 without quotes'),
@@ -402,7 +402,7 @@ def test_a_wrong_field_of_json_is_named_with_its_value_as_json(start, fields):
 
 
 @pytest.mark.parametrize("name", ["prompt", "steps"])
-def test_a_text_that_is_sent_as_a_file_is_named(start, name):
+def test_a_text_field_uploaded_as_a_file_is_named(start, name):
     response = start(work=False).client.post("/v1/videos", data={"seed": "1"}, files={name: b"20"})
     assert (response.status_code, response.json()["error"]["param"]) == (422, name)
     assert has_line_with(response.json()["error"]["message"], f"{name} file text")
@@ -417,11 +417,11 @@ def test_a_text_that_is_sent_as_a_file_is_named(start, name):
         ("multipart/form-data", b"x", "form boundary curl"),
     ],
 )
-def test_an_unreadable_body_is_answered_with_what_to_send(start, kind, body, words):
+def test_an_unreadable_body_names_the_accepted_formats(start, kind, body, words):
     assert has_line_with(start(work=False).refused(400, content=body, headers={"content-type": kind}), words)
 
 
-def test_a_compressed_body_is_not_read_as_a_plain_one(start):
+def test_a_compressed_body_is_not_read_as_uncompressed(start):
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     assert has_line_with(
         start(work=False).refused(415, content=gzip.compress(b"{}"), headers=headers), "'gzip' without"
@@ -437,7 +437,7 @@ def test_a_compressed_body_is_not_read_as_a_plain_one(start):
         (401, {"data": {"other": TOKEN}}, "token missing"),
     ],
 )
-def test_a_login_that_is_refused_is_answered_with_why(start, status, request_options, words):
+def test_a_refused_login_gives_its_reason(start, status, request_options, words):
     response = start(work=False, token=TOKEN).client.post("/login", **request_options)
     assert response.status_code == status
     assert has_line_with(response.json()["error"]["message"], words)
@@ -454,7 +454,7 @@ VARIANTS = {  # of a video that was made without a picture or clip
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_variant_that_a_video_lacks_is_answered_with_why_and_with_those_that_it_has(start, variant):
+def test_a_missing_variant_gives_its_reason_and_lists_the_existing_ones(start, variant):
     server = start(work=False)
     id = server.ask()["id"]
     response = server.client.get(f"/v1/videos/{id}/content", params={"variant": variant})
@@ -466,7 +466,7 @@ def test_a_variant_that_a_video_lacks_is_answered_with_why_and_with_those_that_i
     assert ("without" in error["message"]) == (variant in ("image", "clip", "last_image", "references_1"))
 
 
-def test_a_file_that_a_video_does_not_have_is_answered_with_why(start):
+def test_a_missing_file_of_a_video_gives_its_reason(start):
     server = start(work=False)
     id = server.ask()["id"]
     url = f"/v1/videos/{id}/content"
@@ -491,7 +491,7 @@ def test_a_file_that_a_video_does_not_have_is_answered_with_why(start):
         ("POST", "/page/app.js", {"GET", "HEAD"}),
     ],
 )
-def test_a_method_that_a_path_does_not_take_is_answered_with_those_that_it_takes(start, method, path, methods):
+def test_an_unsupported_method_lists_the_supported_ones(start, method, path, methods):
     response = start(work=False).client.request(method, path)
     error = response.json()["error"]
     assert (response.status_code, error["type"], error["code"]) == (405, "invalid_request_error", "not_allowed")
@@ -526,7 +526,7 @@ def test_no_other_machine_gets_in_without_a_token(start, address, host, enters):
     "name",
     ["Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Forwarded-Any", "X-Real-IP", "Via"],
 )
-def test_what_a_proxy_forwards_is_not_this_machines(start, name):
+def test_forwarded_requests_are_not_local(start, name):
     """Though the proxy runs here, and calls the server by its own name, as nginx does."""
     server = start(work=False)
     forwarded = server.client_from("127.0.0.1", "127.0.0.1:8000")
@@ -582,7 +582,7 @@ ORIGINS = {
 
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_the_page_behind_a_proxy_may_ask(start, origin):
-    """Its origin is that which the proxy was asked for, in full, or one of those of the command."""
+    """Its origin is the full one that the proxy received, or one of those of the command."""
     proxy_headers, accepted = ORIGINS[origin]
     server = start(work=False, token=TOKEN, origins=["http://proxy.example:81/"])
     headers = {"origin": origin, "authorization": f"Bearer {TOKEN}"}
@@ -593,7 +593,7 @@ def test_the_page_behind_a_proxy_may_ask(start, origin):
 
 
 def test_a_page_of_another_site_may_send_no_header_of_a_proxy(start):
-    """A browser asks before, whether it may, and is not answered that it may."""
+    """A browser's preflight request is not allowed."""
     server = start(work=False, token=TOKEN)
     requested = {"origin": "https://evil.example", "access-control-request-headers": "x-forwarded-host"}
     result = server.client.options("/v1/videos", headers=requested | {"access-control-request-method": "POST"})
@@ -601,7 +601,7 @@ def test_a_page_of_another_site_may_send_no_header_of_a_proxy(start):
     assert not [name for name in result.headers if name.startswith("access-control")]
 
 
-def test_the_cookie_is_of_the_page_alone(start):
+def test_the_cookie_is_only_for_the_page(start):
     """It has no path, so that a browser takes that of the page, and is sent by https alone where the page is."""
     server = start(work=False, token=TOKEN)
 
@@ -619,14 +619,14 @@ def test_the_cookie_is_of_the_page_alone(start):
     assert fresh.get("/v1/videos", headers={"cookie": f"{COOKIE}=wrong; a=("}).status_code == 401
 
 
-def test_events_are_not_kept_back_by_a_proxy(start):
+def test_a_proxy_does_not_buffer_events(start):
     server = start(work=False)
     id = server.ask()["id"]
     server.client.post(f"/v1/videos/{id}/cancel")
     assert server.client.get(f"/v1/videos/{id}/events").headers["x-accel-buffering"] == "no"
 
 
-def test_no_answer_leads_to_an_address_of_its_own(start):
+def test_no_response_redirects(start):
     """Which behind a proxy would be the server's, that the client cannot reach."""
     client = start(work=False).client
     for path in ("/v1/videos/", "/page", "/health/"):
@@ -636,7 +636,7 @@ def test_no_answer_leads_to_an_address_of_its_own(start):
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 @pytest.mark.parametrize("path", ["video_1/remix", "edits", "extensions", "characters"])
-def test_what_openai_offered_beside(start, path, method):
+def test_unsupported_paths_of_openai_are_named(start, path, method):
     response = start(work=False).client.request(method, f"/v1/videos/{path}")
     assert response.status_code == 400
     error = response.json()["error"]
@@ -659,8 +659,8 @@ def test_a_token_lets_in(start):
         assert client.get(path).status_code == 401
         assert client.get(path, headers={"authorization": "Bearer wrong"}).status_code == 401
     assert client.post("/v1/videos", json=SMALL).headers["www-authenticate"] == "Bearer"
-    right = {"authorization": f"Bearer {TOKEN}"}
-    assert client.post("/v1/videos", json=SMALL, headers=right).status_code == 200
+    authorized = {"authorization": f"Bearer {TOKEN}"}
+    assert client.post("/v1/videos", json=SMALL, headers=authorized).status_code == 200
     assert client.get("/").status_code == client.get("/health").status_code == 200
     assert client.post("/login", data={"token": "wrong"}).status_code == 401
     response = client.post("/login", data={"token": TOKEN})
@@ -732,7 +732,7 @@ def test_without_the_libraries_a_sentence_says_what_to_install(tmp_path, monkeyp
         ({"size": "320x320", "frames": 161}, "320x320 161 frames 40,000 smaller size fewer frames"),
     ],
 )
-def test_a_video_too_large_is_answered_with_sizes_that_are_allowed(start, fields, words):
+def test_a_video_too_large_lists_allowed_sizes(start, fields, words):
     server = start(work=False, pixels=40_000)
     assert has_line_with(server.refused(422, json=SMALL | fields), words)
 
@@ -759,7 +759,7 @@ def test_a_similar_parameter_is_suggested(start):
 
 
 @pytest.mark.parametrize("fields", [{"strength": 0.5}, {"strength": 0.5, "image": None}])
-def test_no_answer_names_an_option_of_the_command(start, fields):
+def test_no_response_names_an_option_of_the_command(start, fields):
     client = start(work=False).client
     assert "--" not in client.post("/v1/videos", json=SMALL | fields).json()["error"]["message"]
     for path in ("/v1/models", "/openapi.json"):

@@ -16,13 +16,13 @@ from wanjax.media.video import write_video
 T2V = "text_to_video_wan"
 
 
-def sent(server, name, data):
+def post_file(server, name, data):
     return server.client.post("/v1/requests", files={"file": (name, data)})
 
 
 def read(server, name, data):
     """Read a file, and return its fields and notes."""
-    result = sent(server, name, data)
+    result = post_file(server, name, data)
     assert result.status_code == 200, result.text
     request = result.json()
     assert all("\n" not in note and not re.search(r"(^| )--|/tmp", note) for note in request["notes"]), request["notes"]
@@ -30,8 +30,8 @@ def read(server, name, data):
 
 
 def refused(server, name, data, status=422):
-    """Send a file that is refused, and return the one sentence about it."""
-    result = sent(server, name, data)
+    """Send a file that is refused, and return the message."""
+    result = post_file(server, name, data)
     assert result.status_code == status, result.text
     message = result.json()["error"]["message"]
     assert "\n" not in message
@@ -73,7 +73,7 @@ def test_the_fields_are_a_request(server):
     assert response.json()["settings"]["rng"] == "torch"
 
 
-def test_what_the_model_does_not_take_is_noted(server):
+def test_settings_that_the_model_lacks_are_noted(server):
     fields, notes = read(server, "a.json", template_text("video_wan2_2_14B_i2v").encode())
     assert "guidance_scale_2" not in fields
     assert "nano does not use guidance scale 2, boundary step" in notes
@@ -97,7 +97,7 @@ def test_a_composed_clip_is_noted(server):
     assert any(has_line_with(note, "ImageCompositeMasked composes video") for note in notes)
 
 
-def test_a_video_of_the_server_fills_the_request_that_made_it(start):
+def test_a_video_of_the_server_fills_a_request_with_its_settings(start):
     server = start()
     request = {
         "seed": 2**64 - 1,
@@ -115,7 +115,7 @@ def test_a_video_of_the_server_fills_the_request_that_made_it(start):
     assert again.json()["settings"] == server.client.get(f"/v1/videos/{id}").json()["settings"]
 
 
-def test_files_that_a_video_names_are_not_looked_for(server, tmp_path):
+def test_files_that_metadata_names_are_not_read(server, tmp_path):
     (tmp_path / "secret.png").write_bytes(b"")
     record = {"prompt": "a", "model": str(tmp_path), "image": str(tmp_path / "secret.png"), "video": "/etc/passwd"}
     record |= {"lora": [f"{tmp_path}/x.safetensors:0.5", "y.safetensors"], "steps": "many", "seed": -1, "frames": True}
@@ -144,7 +144,7 @@ def test_files_that_a_video_names_are_not_looked_for(server, tmp_path):
         ("a.json", b'{"1": {"class_type": "SaveImage", "inputs": {}}}', "a.json makes pictures"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_one_sentence(server, name, data, words):
+def test_an_unreadable_file_is_refused(server, name, data, words):
     assert has_line_with(refused(server, name, data), words)
 
 

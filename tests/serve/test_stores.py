@@ -74,7 +74,7 @@ PLACES = [(f"{BUCKET}/served", False), (HERE, True)]  # and whether it is shown 
 
 
 @pytest.mark.parametrize(("url", "preview"), quick(PLACES[:1], PLACES))
-def test_a_video_in_a_store_is_asked_for_sent_and_removed(start, tmp_path, url, preview):
+def test_a_video_in_a_store_is_requested_downloaded_and_removed(start, tmp_path, url, preview):
     with running_s3() if url.startswith("s3:") else contextmanager(lambda: iter([None]))():
         server = start(parse_path(url), database=str(tmp_path / "table" / "jobs.sqlite"), preview=preview)
         id = server.ask(image=red(), steps=6 if preview else 2)["id"]
@@ -85,8 +85,8 @@ def test_a_video_in_a_store_is_asked_for_sent_and_removed(start, tmp_path, url, 
         assert ("preview.png" in names(folder)) == preview
         assert {name.partition("-")[0] for name in os.listdir(tmp_path / "table")} == {"jobs.sqlite"}
         assert os.listdir(tmp_path / "temporary") == []
-        whole = server.content(id)
-        assert whole == (folder / "video.mp4").read_object(2**20)
+        content = server.content(id)
+        assert content == (folder / "video.mp4").read_object(2**20)
         assert Image.open(io.BytesIO(server.content(id, variant="thumbnail"))).size == (32, 32)
         assert Image.open(io.BytesIO(server.content(id, variant="image"))).size == (40, 30)
         record = server.client.get(f"/v1/videos/{id}/record").json()
@@ -111,28 +111,28 @@ WHOLE = ["bytes=", "bytes=-", "bytes=9-3", "bytes=0-1,4-5", "lines=0-9", "bytes=
 NONE = ["bytes=99999999-", "bytes=-0"]
 
 
-def test_parts_of_a_video_are_those_of_the_store(served, monkeypatch):
-    """In pieces of 1,000 bytes, of which no more are read than are asked for."""
+def test_ranges_of_a_video_equal_those_of_the_store(served, monkeypatch):
+    """In pieces of 1,000 bytes, of which no more are read than requested."""
     monkeypatch.setattr(store_files, "PIECE_BYTES", 1000)
-    server, whole = served(work=False), bytes(range(256)) * 16
-    id = completed(server, whole)
+    server, content = served(work=False), bytes(range(256)) * 16
+    id = completed(server, content)
     path = f"/v1/videos/{id}/content"
     response = server.client.get(path)
-    assert (response.status_code, response.content, response.headers["content-type"]) == (200, whole, "video/mp4")
+    assert (response.status_code, response.content, response.headers["content-type"]) == (200, content, "video/mp4")
     assert response.headers["accept-ranges"] == "bytes"
     assert response.headers["content-disposition"] == f'inline; filename="{id}.mp4"'
     for options, part in RANGES.items():
         response = server.client.get(path, headers={"range": options})
-        assert (response.status_code, response.content) == (206, whole[part]), options
-        start = len(whole[: part.start % len(whole)])
-        message = f"bytes {start}-{start + len(response.content) - 1}/{len(whole)}"
+        assert (response.status_code, response.content) == (206, content[part]), options
+        start = len(content[: part.start % len(content)])
+        message = f"bytes {start}-{start + len(response.content) - 1}/{len(content)}"
         assert response.headers["content-range"] == message, options
     for options in WHOLE:
         response = server.client.get(path, headers={"range": options})
-        assert (response.status_code, response.content) == (200, whole), options
+        assert (response.status_code, response.content) == (200, content), options
     for options in NONE:
         response = server.client.get(path, headers={"range": options})
-        assert (response.status_code, response.headers["content-range"]) == (416, f"bytes */{len(whole)}")
+        assert (response.status_code, response.headers["content-range"]) == (416, f"bytes */{len(content)}")
     head = server.client.head(path, headers={"range": "bytes=0-9"})
     assert (head.status_code, head.content, head.headers["content-length"]) == (206, b"", "10")
     with failing("cat_file", DENIED, after=1) as read:
@@ -140,13 +140,13 @@ def test_parts_of_a_video_are_those_of_the_store(served, monkeypatch):
     assert len(read) == 1
 
 
-def test_a_store_that_fails_is_told_without_its_names_and_words(served, tmp_path, caplog):
-    """The log tells them, and where the video is that could not be published."""
+def test_a_failing_store_is_reported_without_its_names_and_messages(served, tmp_path, caplog):
+    """The log has them, and the path of the video that could not be published."""
     server = served()
     with failing("put_file", DENIED):
         assert server.wait_until_finished(server.ask()["id"])["error"]["code"] == "storage"
-        [kept] = (tmp_path / "temporary").glob("wanjax-*/video.mp4")
-        assert str(kept) in caplog.text
+        [temporary_file] = (tmp_path / "temporary").glob("wanjax-*/video.mp4")
+        assert str(temporary_file) in caplog.text
         refused = server.refused(502, json={"prompt": "a", "image": red()})
     id = server.wait_until_finished(server.ask()["id"])["id"]
     path = f"/v1/videos/{id}/content"
@@ -160,7 +160,7 @@ def test_a_store_that_fails_is_told_without_its_names_and_words(served, tmp_path
     assert not any(word in str(message) for word in ("memory:", "Denied", "secret"))
 
 
-def test_an_answer_that_the_store_cuts_off_is_not_taken_for_whole(served, monkeypatch):
+def test_a_response_that_the_store_cuts_off_is_not_complete(served, monkeypatch):
     monkeypatch.setattr(store_files, "PIECE_BYTES", 1000)
     server = served(work=False)
     id = completed(server)
@@ -170,7 +170,7 @@ def test_an_answer_that_the_store_cuts_off_is_not_taken_for_whole(served, monkey
 
 
 @pytest.mark.parametrize("requested", ["content", "record"])
-def test_what_the_store_lacks_is_gone(served, requested):
+def test_a_video_that_the_store_lacks_is_not_found(served, requested):
     server = served(work=False)
     id = completed(server)
     (server.folder / id / "video.mp4").remove()
@@ -179,20 +179,20 @@ def test_what_the_store_lacks_is_gone(served, requested):
     assert has_line_with(response.json()["error"]["message"], "video.mp4")
 
 
-def test_a_killed_server_finds_its_videos_in_the_store(served):
+def test_a_restarted_server_has_its_videos_in_the_store(served):
     """One whose end was not noted, one under way, and one that was removed while its files were still there."""
     first = served(work=False)
     ids = [first.ask(seed=seed)["id"] for seed in range(3)]
-    whole, begun = first.lease(2)
+    complete, begun = first.lease(2)
     first.service.close()
-    (first.folder / whole / "video.mp4").write(b"a whole video")
+    (first.folder / complete / "video.mp4").write(b"a whole video")
     (first.folder / ids[2] / "image.png").write(b"a picture")
     first.store.remove(ids[2])
     first.kill()
     (parse_path(HERE) / "video_of_another_server" / "video.mp4").write(b"its own")
     again = served()
-    assert again.wait_until_finished(whole)["status"] == again.wait_until_finished(begun)["status"] == "completed"
-    assert again.content(whole) == b"a whole video"
+    assert again.wait_until_finished(complete)["status"] == again.wait_until_finished(begun)["status"] == "completed"
+    assert again.content(complete) == b"a whole video"
     assert again.client.get(f"/v1/videos/{ids[2]}").status_code == 404
     assert again.is_cleared(ids[2])
     again.stop()

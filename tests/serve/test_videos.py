@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos by HTTP: asked for, followed, fetched, listed, cancelled, removed, and found again after a kill."""
+"""Videos by HTTP: requested, followed, downloaded, listed, cancelled, removed, and resumed after a kill."""
 
 import base64
 import io
@@ -54,7 +54,7 @@ pytestmark = pytest.mark.usefixtures("kept_programs")
 OTHERS = ([1, 2], [0, 2], [0, 1])  # of red, green and blue
 
 
-def test_a_video_is_that_of_the_library(start, pipe, tmp_path):
+def test_a_video_equals_that_of_the_library(start, pipe, tmp_path):
     server = start()
     requested = server.ask(seed=7)
     assert requested["object"] == "video"
@@ -68,18 +68,18 @@ def test_a_video_is_that_of_the_library(start, pipe, tmp_path):
     assert content.headers["content-type"] == "video/mp4"
     served = tmp_path / "served.mp4"
     served.write_bytes(content.content)
-    own = pipe("a red circle", size=(32, 32), frames=5, steps=2, seed=7)
-    own.save(tmp_path / "own.mp4")
+    expected = pipe("a red circle", size=(32, 32), frames=5, steps=2, seed=7)
+    expected.save(tmp_path / "own.mp4")
     np.testing.assert_array_equal(read_clip(served, 9, 8), read_clip(tmp_path / "own.mp4", 9, 8))
     record = server.client.get(f"/v1/videos/{requested['id']}/record").json()
-    assert read_metadata(served) == own.settings == record
+    assert read_metadata(served) == expected.settings == record
     thumbnail = server.client.get(f"/v1/videos/{requested['id']}/content?variant=thumbnail")
     assert Image.open(io.BytesIO(thumbnail.content)).size == (32, 32)
     part = server.client.get(f"/v1/videos/{requested['id']}/content", headers={"range": "bytes=0-9"})
     assert (part.status_code, part.content) == (206, content.content[:10])
 
 
-def test_previews_of_a_video_under_way(start):
+def test_previews_of_a_running_job(start):
     server = start(preview=True)
     result = server.wait_until_finished(
         server.ask(prompt="a red circle", size="64x64", frames=5, steps=12, seed=42)["id"]
@@ -87,19 +87,19 @@ def test_previews_of_a_video_under_way(start):
     assert result["preview"] == 12
     events = server.client.get(f"/v1/videos/{result['id']}/events").text
     assert '"preview": 12' in events
-    shown = server.client.get(f"/v1/videos/{result['id']}/content?variant=preview")
-    assert shown.headers["content-type"] == "image/png"
-    pixels = np.asarray(Image.open(io.BytesIO(shown.content)), np.float64).reshape(-1, 3)
-    red, green, blue = ((pixels[:, i] > pixels[:, others].max(1) + 99).mean() for i, others in enumerate(OTHERS))
+    preview = server.client.get(f"/v1/videos/{result['id']}/content?variant=preview")
+    assert preview.headers["content-type"] == "image/png"
+    pixels = np.asarray(Image.open(io.BytesIO(preview.content)), np.float64).reshape(-1, 3)
+    red, green, blue = ((pixels[:, i] > pixels[:, rest].max(1) + 99).mean() for i, rest in enumerate(OTHERS))
     assert red > 0.02 > 4 * max(green, blue)
     server.stop()
-    plain = start()
-    result = plain.wait_until_finished(plain.ask()["id"])
+    without_previews = start()
+    result = without_previews.wait_until_finished(without_previews.ask()["id"])
     assert result["preview"] == 0
-    assert plain.client.get(f"/v1/videos/{result['id']}/content?variant=preview").status_code == 404
+    assert without_previews.client.get(f"/v1/videos/{result['id']}/content?variant=preview").status_code == 404
 
 
-def test_the_colours_of_previews_are_fitted_in_the_stage_that_compiles(start, monkeypatch):
+def test_colours_of_previews_are_fitted_in_the_compile_stage(start, monkeypatch):
     """Their programs are no part of the seconds of denoising."""
     order: list[str] = []
     enter = JobProgress.stage
@@ -119,7 +119,7 @@ def test_the_colours_of_previews_are_fitted_in_the_stage_that_compiles(start, mo
     assert order == ["compile", "fit", "encode", "denoise", "decode"]
 
 
-def test_each_window_is_told_with_previews_of_its_own(start, monkeypatch):
+def test_each_window_is_reported_with_its_previews(start, monkeypatch):
     messages, tell = [], Lease.report
 
     def noted(lease, **progress):
@@ -138,19 +138,19 @@ def test_each_window_is_told_with_previews_of_its_own(start, monkeypatch):
     assert {2, 4} <= set(previews)
 
 
-def test_a_warning_of_the_library_is_a_note_of_its_video_alone(start, tmp_path):
+def test_a_warning_of_the_library_is_a_note_of_only_its_video(start, tmp_path):
     """A picture and a clip together: the answer to the request, and then the video with its notes, by each way."""
     server = start()
-    inputs = {"image": picture((32, 32)), "video": film(tmp_path / "a.mp4", 9).read_bytes()}
+    inputs = {"image": picture((32, 32)), "video": write_clip(tmp_path / "a.mp4", 9).read_bytes()}
     data = {name: str(value) for name, value in SMALL.items()}
     response = server.client.post("/v1/videos", data=data, files=inputs)
     assert response.status_code == 200, response.text
-    other = server.ask()["id"]
+    second_id = server.ask()["id"]
     id = response.json()["id"]
     (note,) = (text for text in server.wait_until_finished(id)["notes"] if "clip" in text)
     assert has_line_with(note, "picture clip together")
     assert note in server.client.get(f"/v1/videos/{id}/events").text
-    assert not any("clip" in text for text in server.wait_until_finished(other)["notes"])
+    assert not any("clip" in text for text in server.wait_until_finished(second_id)["notes"])
 
 
 RANGES = {  # a Range header, the status, and which part of the file is sent
@@ -163,41 +163,43 @@ RANGES = {  # a Range header, the status, and which part of the file is sent
 }
 
 
-def test_a_range_is_sent_an_invalid_one_ignored_and_one_outside_refused(start):
+def test_valid_invalid_and_unsatisfiable_ranges(start):
     server = start()
     id = server.ask()["id"]
     assert server.wait_until_finished(id)["status"] == "completed"
-    whole, url = server.content(id), f"/v1/videos/{id}/content"
+    content, url = server.content(id), f"/v1/videos/{id}/content"
     for header, (status, part) in RANGES.items():
         response = server.client.get(url, headers={"range": header})
-        assert (response.status_code, response.content) == (status, whole[part]), header
+        assert (response.status_code, response.content) == (status, content[part]), header
     response = server.client.get(url, headers={"range": "bytes=99999999-"})
-    assert (response.status_code, response.headers["content-range"]) == (416, f"bytes */{len(whole)}")
-    assert has_line_with(response.json()["error"]["message"], f"'bytes=99999999-' outside {len(whole):,}")
+    assert (response.status_code, response.headers["content-range"]) == (416, f"bytes */{len(content)}")
+    assert has_line_with(response.json()["error"]["message"], f"'bytes=99999999-' outside {len(content):,}")
 
 
-def test_notes_tell_what_may_not_be_meant(start):
+def test_unintended_settings_are_noted(start):
     server = start()
     prompts = {"then": ["a blue mountain"], "windows": 2, "prompt": "a dog"}
     notes = server.wait_until_finished(server.ask(**prompts, guidance_scale=1, negative_prompt="grey")["id"])["notes"]
     assert any(has_line_with(note, "nano 'dog', 'mountain' trained") for note in notes)
     assert any(has_line_with(note, "nano 64x64 17 frames 32x32 5 frames") for note in notes)
     assert any(has_line_with(note, "guidance negative prompt no effect") for note in notes)
-    plain = server.wait_until_finished(server.ask(guidance_scale=1)["id"])["notes"]
-    assert not any(has_line_with(note, "guidance") for note in plain)  # where nobody asks for a negative prompt
+    unguided_notes = server.wait_until_finished(server.ask(guidance_scale=1)["id"])["notes"]
+    assert not any(
+        has_line_with(note, "guidance") for note in unguided_notes
+    )  # where nobody asks for a negative prompt
 
 
-def test_forms_and_json_mean_the_same(start, pipe):
+def test_forms_and_json_make_the_same_request(start, pipe):
     server = start(work=False)
     data = {name: str(value) for name, value in SMALL.items()} | {"seed": "3", "negative_prompt": ""}
     form = server.client.post("/v1/videos", data=data, files={"input_reference": ("a.png", picture())}).json()
     url = "data:image/png;base64," + base64.b64encode(picture()).decode()
     requested = [server.ask(seed=3, input_reference={"image_url": url}), server.ask(seed=3, image=url), form]
-    assert all(one["settings"] == requested[0]["settings"] and one["pictures"] == ["image"] for one in requested)
+    assert all(job["settings"] == requested[0]["settings"] and job["pictures"] == ["image"] for job in requested)
     files = [(server.folder / id / "image.png").read_bytes() for id in server.jobs()]
     assert len(set(files)) == 1
     assert server.ask(seconds="0.6", frames=None, fps=8)["settings"]["frames"] == 5
-    assert [one["queue_position"] for one in server.client.get("/v1/videos?order=asc").json()["data"]] == [0, 1, 2, 3]
+    assert [job["queue_position"] for job in server.client.get("/v1/videos?order=asc").json()["data"]] == [0, 1, 2, 3]
     assert server.ask(seed=-1)["settings"]["seed"] >= 0
 
 
@@ -206,13 +208,13 @@ def test_a_picture_begins_a_video(start):
     url = "data:image/jpeg;base64," + base64.b64encode(picture(kind="JPEG")).decode()
     result = server.wait_until_finished(server.ask(image=url)["id"])
     assert result["status"] == "completed", result["error"]
-    own = server.folder / result["id"]
-    record = read_metadata(own / "video.mp4")
+    folder = server.folder / result["id"]
+    record = read_metadata(folder / "video.mp4")
     assert record["image"] == "image.png"
-    assert record["digests"] == {"image.png": digest_of(own / "image.png")}
+    assert record["digests"] == {"image.png": digest_of(folder / "image.png")}
 
 
-def film(path, frames, shade=0):
+def write_clip(path, frames, shade=0):
     """Return a clip as an mp4, whose frames differ."""
     steps = np.arange(frames, dtype=np.uint8)[:, None, None, None] * 20 + shade
     return write_video(path, np.broadcast_to(steps, (frames, 32, 32, 3)), 8)
@@ -223,29 +225,29 @@ def url(data):
 
 
 def test_a_clip_begins_a_video(start, pipe, tmp_path):
-    """From a form's film and JSON's animation: frames are those of the library, and what was sent can be fetched."""
-    server, clips = start(), [film(tmp_path / "a.mp4", 9), film(tmp_path / "a.gif", 9)]
+    """From a form's mp4 and JSON's animation: the frames equal the library's, and the clip can be downloaded."""
+    server, clips = start(), [write_clip(tmp_path / "a.mp4", 9), write_clip(tmp_path / "a.gif", 9)]
     fields = {name: str(value) for name, value in SMALL.items()} | {"strength": "0.5", "seed": "3"}
     response = server.client.post("/v1/videos", data=fields, files={"video": ("any", clips[0].read_bytes())})
     requested = [response.json(), server.ask(video=url(clips[1].read_bytes()), strength=0.5, seed=3)]
-    for one, clip in zip(requested, clips, strict=True):
-        result = server.wait_until_finished(one["id"])
+    for job, clip in zip(requested, clips, strict=True):
+        result = server.wait_until_finished(job["id"])
         assert result["status"] == "completed", result["error"]
         assert result["pictures"] == ["clip"]
-        assert server.content(one["id"], variant="clip") == clip.read_bytes()
-        (tmp_path / "served.mp4").write_bytes(server.content(one["id"]))
-        own = pipe("a red circle", size=(32, 32), frames=5, steps=2, seed=3, strength=0.5, video=clip)
-        own.save(tmp_path / "own.mp4")
+        assert server.content(job["id"], variant="clip") == clip.read_bytes()
+        (tmp_path / "served.mp4").write_bytes(server.content(job["id"]))
+        expected = pipe("a red circle", size=(32, 32), frames=5, steps=2, seed=3, strength=0.5, video=clip)
+        expected.save(tmp_path / "own.mp4")
         np.testing.assert_array_equal(read_clip(tmp_path / "served.mp4", 9, 8), read_clip(tmp_path / "own.mp4", 9, 8))
 
 
-def test_an_input_of_one_family_alone_is_a_field(start, tmp_path, monkeypatch):
+def test_an_input_of_one_family_is_a_field(start, tmp_path, monkeypatch):
     """A registered family brings it; the frames are those of the library."""
     monkeypatch.setattr(registry, "FAMILIES", [*registry.FAMILIES])
     monkeypatch.setitem(INPUT_SPECS, DRIVING.name, DRIVING)
     wanjax.register(TOY_SOUND)
     pipe = wanjax.load(write_checkpoint(tmp_path / "toy", TOY_SOUND))
-    server, clip = start(of=LoadedModels(pipe)), film(tmp_path / "a.gif", 5)
+    server, clip = start(of=LoadedModels(pipe)), write_clip(tmp_path / "a.gif", 5)
     page = url(picture((64, 64)))
     [model] = server.client.get("/v1/models").json()["data"]
     assert not model["pictures"]["driving"]["required"]
@@ -253,8 +255,8 @@ def test_an_input_of_one_family_alone_is_a_field(start, tmp_path, monkeypatch):
     assert server.wait_until_finished(requested["id"])["status"] == "completed"
     (tmp_path / "served.mp4").write_bytes(server.content(requested["id"]))
     (tmp_path / "page.png").write_bytes(picture((64, 64)))
-    own = pipe("a red circle", frames=5, steps=2, seed=3, image=tmp_path / "page.png", driving=clip)
-    own.save(tmp_path / "own.mp4")
+    expected = pipe("a red circle", frames=5, steps=2, seed=3, image=tmp_path / "page.png", driving=clip)
+    expected.save(tmp_path / "own.mp4")
     np.testing.assert_array_equal(read_clip(tmp_path / "served.mp4", 5, 8), read_clip(tmp_path / "own.mp4", 5, 8))
     assert "driving" in start(tmp_path / "nano", work=False).refused(422, json=SMALL | {"driving": page})
 
@@ -270,9 +272,9 @@ def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, result):
     assert has_line_with(server.refused(422, json=SMALL | {"outpaint": "8,8"}), "outpaint four 120,0,120,0")
     message = server.refused(422, json=SMALL | {"references": ["data:;base64,AAAA"] * 9})
     assert has_line_with(message, "9 references 4")
-    sent = {"video": url(film(tmp_path / "a.mp4", 5).read_bytes()), "mask": url(picture((32, 32)))}
-    sent |= {"references": [url(picture()), url(picture((20, 20)))]}
-    requested = server.ask(**sent, fps=8, outpaint="8,0,8,0")
+    fields = {"video": url(write_clip(tmp_path / "a.mp4", 5).read_bytes()), "mask": url(picture((32, 32)))}
+    fields |= {"references": [url(picture()), url(picture((20, 20)))]}
+    requested = server.ask(**fields, fps=8, outpaint="8,0,8,0")
     assert requested["pictures"] == ["clip", "mask", "references_0", "references_1"]
     if result:
         assert server.wait_until_finished(requested["id"])["status"] == "completed"
@@ -285,7 +287,7 @@ def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, result):
 def test_a_character_moves_as_in_a_driving_clip(start, tmp_path):
     """By Wan Animate 2: as long as the clip of 8 frames a second, and the frames are those of the library."""
     pipe = wanjax.load(tiny_animate_checkpoint(tmp_path / "animate"), dtype="float32")
-    server, clip, character = start(of=LoadedModels(pipe)), film(tmp_path / "a.mp4", 5), picture((48, 64))
+    server, clip, character = start(of=LoadedModels(pipe)), write_clip(tmp_path / "a.mp4", 5), picture((48, 64))
     [model] = server.client.get("/v1/models").json()["data"]
     assert [name for name, schema in model["pictures"].items() if schema["required"]] == ["image", "video"]
     assert "clip_prompt" in model["settings"]
@@ -301,10 +303,10 @@ def test_a_character_moves_as_in_a_driving_clip(start, tmp_path):
     assert result["status"] == "completed", result["error"]
     (tmp_path / "served.mp4").write_bytes(server.content(result["id"]))
     (tmp_path / "character.png").write_bytes(character)
-    own = pipe(image=tmp_path / "character.png", video=clip, **settings)
-    own.save(tmp_path / "own.mp4")
+    expected = pipe(image=tmp_path / "character.png", video=clip, **settings)
+    expected.save(tmp_path / "own.mp4")
     served = read_clip(tmp_path / "served.mp4", 99, 24)
-    assert len(served) == len(own.frames) == 15
+    assert len(served) == len(expected.frames) == 15
     np.testing.assert_array_equal(served, read_clip(tmp_path / "own.mp4", 99, 24))
 
 
@@ -314,7 +316,7 @@ def test_clips_of_poses_and_of_a_face_move_a_character(start, tmp_path):
     [model] = server.client.get("/v1/models").json()["data"]
     needs = {name: entry["required"] for name, entry in model["pictures"].items()}
     assert needs == {"image": True, "video": True, "face": True, "background": False, "mask": False}
-    clips = {name: url(film(tmp_path / f"{name}.gif", 9).read_bytes()) for name in ("video", "face")}
+    clips = {name: url(write_clip(tmp_path / f"{name}.gif", 9).read_bytes()) for name in ("video", "face")}
     assert "face" in server.refused(422, json=SMALL | {"image": url(picture()), "video": clips["video"]})
     requested = server.ask(**clips, image=url(picture()), fps=8)
     assert requested["pictures"] == ["image", "clip", "face"]
@@ -325,7 +327,7 @@ def test_clips_of_poses_and_of_a_face_move_a_character(start, tmp_path):
     assert len(read_clip(tmp_path / "served.mp4", 100, 8)) == 9
 
 
-def test_what_a_server_has_is_told(start, pipe):
+def test_models_and_settings_are_listed(start, pipe):
     [model] = start(work=False).client.get("/v1/models").json()["data"]
     assert model["defaults"] == pipe.defaults.to_json()
     assert next(iter(model["sizes"].items())) == ("64p", "64x64")
@@ -333,11 +335,11 @@ def test_what_a_server_has_is_told(start, pipe):
     assert model["settings"]["resize"]["enum"] == ["crop", "pad", "stretch"]
     assert model["settings"]["steps"]["default"] == pipe.defaults.steps
     assert {name: model["settings"][name]["maximum"] for name in ("steps", "fps")} == {"steps": 200, "fps": 240}
-    assert all(known["description"] for name, known in model["settings"].items() if name != "prompt")
+    assert all(setting["description"] for name, setting in model["settings"].items() if name != "prompt")
     assert (model["schedulers"][0], model["started_with"]["dtype"]) == ("unipc", "float32")
 
 
-def test_a_seed_is_drawn_where_none_is_given(start):
+def test_a_seed_is_drawn_if_none_is_requested(start):
     server = start(work=False)
     drawn = [server.ask()["settings"]["seed"] for _ in range(3)]
     assert len(set(drawn)) == 3
@@ -345,7 +347,7 @@ def test_a_seed_is_drawn_where_none_is_given(start):
     assert server.ask(size="64p")["size"] == "64x64"
 
 
-def test_events_tell_the_way_of_a_video(start):
+def test_events_report_the_progress_of_a_video(start):
     server = start()
     response = server.client.get(f"/v1/videos/{server.ask(steps=99)['id']}/events")
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -362,10 +364,10 @@ def test_videos_are_listed_in_pages(start):
     server = start(work=False)
     ids = [server.ask(seed=seed)["id"] for seed in range(5)]
     page = server.client.get("/v1/videos?limit=2").json()
-    assert [one["id"] for one in page["data"]] == [ids[4], ids[3]] == [page["first_id"], page["last_id"]]
+    assert [job["id"] for job in page["data"]] == [ids[4], ids[3]] == [page["first_id"], page["last_id"]]
     assert page["has_more"]
     rest = server.client.get(f"/v1/videos?limit=3&after={ids[3]}").json()
-    assert [one["id"] for one in rest["data"]] == ids[2::-1]
+    assert [job["id"] for job in rest["data"]] == ids[2::-1]
     assert not rest["has_more"]
 
 
@@ -377,7 +379,7 @@ def test_the_list_is_in_the_order_of_requests(start):
         change(server, id, created_at=seconds)
 
     def listed(server, **query):
-        return [one["id"] for one in server.client.get("/v1/videos", params=query).json()["data"]]
+        return [job["id"] for job in server.client.get("/v1/videos", params=query).json()["data"]]
 
     assert (listed(server), listed(server, order="asc")) == (ids[::-1], ids)
     assert listed(server, after=ids[1]) == ids[:1]
@@ -385,7 +387,7 @@ def test_the_list_is_in_the_order_of_requests(start):
     assert listed(start(work=False)) == ids[::-1]
 
 
-def test_what_waits_and_what_is_under_way_is_cancelled(start, monkeypatch):
+def test_queued_and_running_jobs_are_cancelled(start, monkeypatch):
     server = start()
     begun, go = threading.Event(), threading.Event()
     latents = Run.latents
@@ -414,7 +416,7 @@ def test_what_waits_and_what_is_under_way_is_cancelled(start, monkeypatch):
 
 
 def test_a_video_is_cancelled_between_two_programs(start, monkeypatch):
-    """Those that are compiled when the wish arrives are the last; the server tells how many were begun, of how many."""
+    """The programs being compiled at that time are the last; the server reports how many were begun, of how many."""
     server, begun, go, names = start(), threading.Event(), threading.Event(), []
     compiled = TracedProgram.compile
 
@@ -430,7 +432,7 @@ def test_a_video_is_cancelled_between_two_programs(start, monkeypatch):
     id = server.ask(size="48x32", frames=9)["id"]
     assert begun.wait(60)
     while (video := server.client.get(f"/v1/videos/{id}").json())["stage_done"] < 3:
-        time.sleep(0.02)  # the worker tells of it twice a second
+        time.sleep(0.02)  # the worker reports it twice a second
     assert (video["stage"], video["stage_done"], video["progress"]) == ("compile", 3, 0)
     assert video["stage_total"] > 3
     assert not video["cancelled"]
@@ -469,7 +471,7 @@ def with_lora(model, file):
     return LoadedModels(load(model, loras), loras, load)
 
 
-def test_a_record_is_sent_as_a_request(start, pipe):
+def test_metadata_is_a_valid_request(start, pipe):
     """What the server was started with is left out if it is the server's own, and refused if it is not."""
     server = start(work=False)
     record = pipe.metadata(pipe.settings(prompt="a red circle", size=(32, 32), frames=5, steps=2, seed=7), {})
@@ -481,7 +483,7 @@ def test_a_record_is_sent_as_a_request(start, pipe):
     assert has_line_with(server.refused(422, json=SMALL | {"dtype": "float64"}), "'dtype' server started_with")
 
 
-def test_no_record_names_a_folder(start, tmp_path, monkeypatch):
+def test_metadata_names_no_folder(start, tmp_path, monkeypatch):
     """Files are named without their folders, with their digests; who has them makes the video again."""
     packaged = wanjax.load("nano").components.source
     model, lora = tmp_path / "models" / "my-nano", tmp_path / "loras" / "red.safetensors"
@@ -491,10 +493,10 @@ def test_no_record_names_a_folder(start, tmp_path, monkeypatch):
     requested = server.ask(image=url(picture()), seed=3, model="my-nano", lora="red:2")  # which loads the model again
     result = server.wait_until_finished(requested["id"])
     assert result["status"] == "completed", result["error"]
-    film = tmp_path / "film.mp4"
-    film.write_bytes(server.content(result["id"]))
+    video_file = tmp_path / "film.mp4"
+    video_file.write_bytes(server.content(result["id"]))
     record = server.client.get(f"/v1/videos/{result['id']}/record").json()
-    assert read_metadata(film) == record
+    assert read_metadata(video_file) == record
     assert (record["model"], record["lora"], record["image"]) == ("my-nano", ["red.safetensors:2.0"], "image.png")
     png = server.folder / result["id"] / "image.png"
     files = {"my-nano": model, "red.safetensors": lora, "image.png": png}
@@ -507,17 +509,19 @@ def test_no_record_names_a_folder(start, tmp_path, monkeypatch):
         f"videos/{result['id']}/events",
     ]
     everything = "".join(server.client.get(f"/v1/{path}").text for path in paths)
-    everything += server.client.get("/health").text + server.client.get("/metrics").text + str(film.read_bytes())
+    everything += server.client.get("/health").text + server.client.get("/metrics").text + str(video_file.read_bytes())
     assert str(tmp_path) not in everything
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     options: list[str] = []
     for name, option, file in (("image.png", "--image", png), ("red.safetensors", "--lora", lora)):
-        assert has_line_with(refused("generate", "--from", str(film), *options), f"{name} {option}")
+        assert has_line_with(refused("generate", "--from", str(video_file), *options), f"{name} {option}")
         options += [option, f"{file}:2" if option == "--lora" else str(file)]
-    assert has_line_with(refused("generate", "--from", str(film), *options), "my-nano --model")
-    succeeded(wanjax_command("generate", "--from", film, *options, "--model", model, "--out", tmp_path / "again.mp4"))
-    np.testing.assert_array_equal(read_clip(film, 9, 8), read_clip(tmp_path / "again.mp4", 9, 8))
+    assert has_line_with(refused("generate", "--from", str(video_file), *options), "my-nano --model")
+    succeeded(
+        wanjax_command("generate", "--from", video_file, *options, "--model", model, "--out", tmp_path / "again.mp4")
+    )
+    np.testing.assert_array_equal(read_clip(video_file, 9, 8), read_clip(tmp_path / "again.mp4", 9, 8))
 
 
 def test_strengths_of_a_lora(start, tmp_path):
@@ -531,16 +535,16 @@ def test_strengths_of_a_lora(start, tmp_path):
     assert has_line_with(server.refused(422, json=SMALL | {"lora": {"more_red": True}}), "lora true")
     requested = [{}, {"lora": "more_red:2"}, {"lora": {"more_red": 0}}, {}]
     result = [server.wait_until_finished(server.ask(seed=3, **more)["id"]) for more in requested]
-    assert [one["lora"] for one in result] == [[{"name": "more_red", "strength": x}] for x in (0.5, 2.0, 0.0, 0.5)]
-    records = [server.client.get(f"/v1/videos/{one['id']}/record").json()["lora"] for one in result]
+    assert [job["lora"] for job in result] == [[{"name": "more_red", "strength": x}] for x in (0.5, 2.0, 0.0, 0.5)]
+    records = [server.client.get(f"/v1/videos/{job['id']}/record").json()["lora"] for job in result]
     assert records == [[str(Lora(file.name, x))] for x in (0.5, 2.0, 0.0, 0.5)]
-    films = [server.content(one["id"]) for one in result]
-    assert len(set(films[:3])) == 3
-    assert films[3] == films[0]
+    contents = [server.content(job["id"]) for job in result]
+    assert len(set(contents[:3])) == 3
+    assert contents[3] == contents[0]
     assert variants.model(None).text_encoder is encoder
 
 
-def test_a_removed_video_that_was_under_way_leaves_nothing(start, monkeypatch):
+def test_a_running_job_that_is_removed_leaves_nothing(start, monkeypatch):
     server = start()
     begun, go = threading.Event(), threading.Event()
     encode = Run.encode
@@ -553,7 +557,7 @@ def test_a_removed_video_that_was_under_way_leaves_nothing(start, monkeypatch):
     assert server.is_cleared(id)
 
 
-def test_a_failure_ends_its_video_alone(start, monkeypatch, caplog):
+def test_a_failure_ends_only_its_job(start, monkeypatch, caplog):
     server = start()
     encode = Run.encode
     failures = [RuntimeError("a bug"), MemoryError()]
@@ -571,7 +575,7 @@ def test_a_failure_ends_its_video_alone(start, monkeypatch, caplog):
     assert server.wait_until_finished(server.ask()["id"])["status"] == "completed"
 
 
-def test_what_was_asked_of_a_killed_server_is_found_again(start, tmp_path):
+def test_jobs_of_a_killed_server_are_resumed(start, tmp_path):
     """A kill leaves the disk as it is: a video finished, one whose end was not noted, one under way, one queued."""
     first = start()
     ids = [first.wait_until_finished(first.ask(seed=seed)["id"])["id"] for seed in range(2)]
@@ -602,7 +606,7 @@ def test_a_large_clip_keeps_its_place_in_the_queue(start, tmp_path, monkeypatch)
         return save(pictures, *how, **options)
 
     monkeypatch.setattr(uploads, "save_pictures", slow)
-    server.ask(seed=2, video=url(film(tmp_path / "a.mp4", 9).read_bytes()))
+    server.ask(seed=2, video=url(write_clip(tmp_path / "a.mp4", 9).read_bytes()))
     before = server.queue
     assert len(before) == 2
     server.kill()
@@ -614,7 +618,7 @@ def change(server, id, **columns):
     server.store._run(lambda db: db.update(id, **columns))
 
 
-def test_what_was_removed_or_cancelled_does_not_come_back(start):
+def test_removed_and_cancelled_jobs_do_not_return(start):
     """The server is killed after its answer, and before what it does next."""
     server = start(work=False)
     ids = [server.ask(seed=seed)["id"] for seed in range(4)]
@@ -665,10 +669,10 @@ def test_a_full_disk_takes_no_request_and_loses_none(start):
     assert server.wait_until_finished(id)["status"] == "completed"
 
 
-def test_no_path_of_the_server_is_told(start, tmp_path):
+def test_no_path_of_the_server_is_revealed(start, tmp_path):
     server = start(work=False)
     with_clip = server.client.post(
-        "/v1/videos", data=SMALL, files={"video": film(tmp_path / "a.mp4", 5).read_bytes()}
+        "/v1/videos", data=SMALL, files={"video": write_clip(tmp_path / "a.mp4", 5).read_bytes()}
     ).json()["id"]
     (server.folder / with_clip / "clip.mp4").unlink()
     broken = server.ask()["id"]
@@ -726,7 +730,7 @@ def test_a_server_outlives_a_disk_that_is_full(start, small_disk, tmp_path):
         assert accepted < 1000
     answers = [server.client.post("/v1/videos", json=SMALL) for _ in range(3)]
     answers.append(
-        server.client.post("/v1/videos", data=SMALL, files={"video": film(tmp_path / "a.mp4", 5).read_bytes()})
+        server.client.post("/v1/videos", data=SMALL, files={"video": write_clip(tmp_path / "a.mp4", 5).read_bytes()})
     )
     assert {result.status_code for result in answers} == {507}
     assert all(result.json()["error"]["code"] == "storage" for result in answers)
@@ -744,7 +748,7 @@ def test_a_server_outlives_a_disk_that_is_full(start, small_disk, tmp_path):
     assert server.wait_until_finished(server.ask()["id"])["status"] == "completed"
 
 
-def test_a_video_that_ends_the_server_is_not_tried_for_ever(start):
+def test_a_job_that_kills_the_server_is_retried_a_limited_number_of_times(start):
     first = start(work=False)
     ids = [first.ask()["id"] for _ in range(2)]
     first.stop()
@@ -756,7 +760,7 @@ def test_a_video_that_ends_the_server_is_not_tried_for_ever(start):
     assert again.jobs()[ids[1]].error["code"] == STOPPED
 
 
-def test_a_server_that_ends_keeps_what_is_under_way(start, monkeypatch):
+def test_a_stopped_server_keeps_its_running_job(start, monkeypatch):
     server = start()
     latents = Run.latents
 
@@ -779,16 +783,16 @@ def test_many_clients_at_once(start):
     server = start(queue=4)
     outcomes: Counter[str] = Counter()
 
-    def asked(**more):
+    def post_until_accepted(**more):
         while (result := server.client.post("/v1/videos", json=SMALL | more)).status_code == 429:
             outcomes["full"] += 1
             time.sleep(0.02)
         return result
 
-    def one(number):
+    def run_client(number):
         if number % 4 == 3:
-            return f"refused by {asked(steps='many').status_code}"
-        result = asked(seed=number)
+            return f"refused by {post_until_accepted(steps='many').status_code}"
+        result = post_until_accepted(seed=number)
         id = result.json()["id"]
         if number % 4 == 2:
             server.client.post(f"/v1/videos/{id}/cancel")
@@ -798,7 +802,7 @@ def test_many_clients_at_once(start):
         return output["status"]
 
     with ThreadPoolExecutor(6) as pool:
-        outcomes.update(pool.map(one, range(24)))
+        outcomes.update(pool.map(run_client, range(24)))
     assert outcomes["refused by 422"] == 6
     assert outcomes["completed"] >= 12
     assert outcomes["completed"] + outcomes["failed"] == 18
@@ -823,7 +827,7 @@ def test_streams_of_events_are_few(start, path):
     assert "events" in response.json()["error"]["message"]
 
 
-def test_windows_and_an_extended_prompt_are_the_servers_too(start):
+def test_the_server_makes_windows_and_extends_prompts(start):
     """A client asks for windows; who may extend its prompt is the operator's choice alone."""
     server = start()
     refused = server.client.post("/v1/videos", json=SMALL | {"extend_prompt": "http://127.0.0.1:1/v1"})

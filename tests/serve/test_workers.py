@@ -49,8 +49,11 @@ def test_a_worker_that_is_killed_loses_no_video(tmp_path):
     """Another takes its place, and makes the video; a second server without a worker shows it too."""
     with serving(tmp_path, "--workers", "1", "--no-rehearse") as (client, process):
         join_namespace(store := JobStore(str(tmp_path / "jobs.sqlite")), tmp_path, SERVE_FILE)
-        with serving(tmp_path, "--workers", "0", "--database", str(tmp_path / "jobs.sqlite")) as (other, second):
-            id = other.post("/v1/videos", json=SMALL | {"steps": 200}).json()["id"]
+        with serving(tmp_path, "--workers", "0", "--database", str(tmp_path / "jobs.sqlite")) as (
+            second_client,
+            second,
+        ):
+            id = second_client.post("/v1/videos", json=SMALL | {"steps": 200}).json()["id"]
             while client.get(f"/v1/videos/{id}").json()["status"] == "queued":
                 time.sleep(0.05)
             [worker] = processes(store)
@@ -58,8 +61,10 @@ def test_a_worker_that_is_killed_loses_no_video(tmp_path):
             assert wait_until_finished(client, id)["status"] == "completed"
             assert processes(store) != [worker]
             assert store.get(id).attempts == 2
-            assert client.get(f"/v1/videos/{id}/content").content == other.get(f"/v1/videos/{id}/content").content
-            with other.stream("GET", f"/v1/videos/{id}/events") as stream:
+            assert (
+                client.get(f"/v1/videos/{id}/content").content == second_client.get(f"/v1/videos/{id}/content").content
+            )
+            with second_client.stream("GET", f"/v1/videos/{id}/events") as stream:
                 assert any('"completed"' in line for line in stream.iter_lines())
             gone(second)
         assert client.get("/health").json()["status"] == "ready"
@@ -67,7 +72,7 @@ def test_a_worker_that_is_killed_loses_no_video(tmp_path):
         store.close()
 
 
-def test_a_server_without_workers_says_what_waits_for_one(tmp_path):
+def test_a_server_without_workers_reports_waiting_jobs(tmp_path):
     with serving(tmp_path, "--workers", "0", "--database", str(tmp_path / "jobs.sqlite")) as (client, _):
         assert client.get("/health").json()["status"] == "loading"
         [model] = client.get("/v1/models").json()["data"]
@@ -77,7 +82,7 @@ def test_a_server_without_workers_says_what_waits_for_one(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-def test_a_batch_beside_a_server_on_one_database(start, pipe, tmp_path, request, kind):
+def test_a_batch_and_a_server_share_one_database(start, pipe, tmp_path, request, kind):
     """Neither shows or makes what is the other's."""
     with ExitStack() as stack:
         url = str(tmp_path / "jobs.sqlite")
@@ -108,7 +113,7 @@ def test_a_batch_beside_a_server_on_one_database(start, pipe, tmp_path, request,
 
 
 @pytest.mark.slow
-def test_nothing_that_was_taken_is_lost_where_workers_are_killed(tmp_path):
+def test_no_accepted_job_is_lost_if_workers_are_killed(tmp_path):
     counts = measure(tmp_path / "served", requests=200, clients=20, workers=2, every=20)
     assert counts["completed"] == 200, counts["outcomes"]
     assert counts["kills"] > 1
@@ -116,7 +121,7 @@ def test_nothing_that_was_taken_is_lost_where_workers_are_killed(tmp_path):
 
 
 @pytest.mark.slow
-def test_nothing_is_lost_where_servers_workers_and_the_database_are_killed(tmp_path, postgres):
+def test_no_job_is_lost_if_servers_workers_and_the_database_are_killed(tmp_path, postgres):
     """Two servers share a database; one is killed with its worker, and the database twice."""
     with postgres.database() as url, ExitStack() as stack:
         environment = {ENV_VARIABLE: url}
@@ -146,10 +151,12 @@ def test_nothing_is_lost_where_servers_workers_and_the_database_are_killed(tmp_p
 
 
 @pytest.mark.slow
-def test_a_busy_service_ends_at_a_signal_and_goes_on_later(tmp_path):
+def test_a_busy_service_ends_at_a_signal_and_resumes(tmp_path):
     options = tmp_path, "--workers", "1", "--no-rehearse"
     with serving(*options) as (client, process):
-        listening = [each.laddr for one in family(process) for each in one.net_connections() if each.status == "LISTEN"]
+        listening = [
+            each.laddr for member in family(process) for each in member.net_connections() if each.status == "LISTEN"
+        ]
         assert not listening
         second = [sys.executable, "-m", "wanjax", "serve", "--port", "0", "--dir", str(tmp_path), "--workers", "1"]
         refused = subprocess.run(second, capture_output=True, text=True)
@@ -164,7 +171,7 @@ def test_a_busy_service_ends_at_a_signal_and_goes_on_later(tmp_path):
 
 
 @pytest.mark.slow
-def test_workers_come_with_what_waits(tmp_path):
+def test_workers_scale_with_the_queue(tmp_path):
     with serving(tmp_path, "--workers", "1..2", "--no-rehearse") as (client, _):
         join_namespace(store := JobStore(str(tmp_path / "jobs.sqlite")), tmp_path, SERVE_FILE)
         assert len(store.workers()) == 1
@@ -212,10 +219,10 @@ def test_videos_and_pictures_of_a_service_are_in_a_bucket(tmp_path):
             assert wait_until_finished(client, id)["status"] == "completed"
             names = [f"wanjax-videos/served/{id}/{name}" for name in ("image.png", "thumbnail.webp", "video.mp4")]
             assert files() == names
-            whole = bucket.cat_file(names[2])
-            assert client.get(f"/v1/videos/{id}/content").content == whole
+            content = bucket.cat_file(names[2])
+            assert client.get(f"/v1/videos/{id}/content").content == content
             part = client.get(f"/v1/videos/{id}/content", headers={"range": "bytes=-9"})
-            assert (part.status_code, part.content) == (206, whole[-9:])
+            assert (part.status_code, part.content) == (206, content[-9:])
             assert client.delete(f"/v1/videos/{id}").status_code == 200
             end = time.monotonic() + 20
             while files() and time.monotonic() < end:
@@ -224,7 +231,7 @@ def test_videos_and_pictures_of_a_service_are_in_a_bucket(tmp_path):
 
 
 @pytest.mark.parametrize("workers", ["0", pytest.param("1", marks=pytest.mark.slow)])
-def test_a_model_that_is_none_is_told(tmp_path, workers):
+def test_an_unknown_model_is_reported(tmp_path, workers):
     command = [sys.executable, "-m", "wanjax", "serve", "--model", "nothing", "--workers", workers]
     refused = subprocess.run([*command, "--dir", str(tmp_path), "--port", "0"], capture_output=True, text=True)
     assert refused.returncode == 2
@@ -233,7 +240,7 @@ def test_a_model_that_is_none_is_told(tmp_path, workers):
 
 
 @pytest.mark.parametrize("options", quick(["option"], ["option", "environment"]))
-def test_a_database_that_does_not_answer_is_told_without_its_password(tmp_path, monkeypatch, options):
+def test_an_unreachable_database_is_reported_without_its_password(tmp_path, monkeypatch, options):
     monkeypatch.chdir(tmp_path)
     url = "postgresql://me:a-secret@127.0.0.1:1/jobs"
     if options == "environment":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what a batch tells of its videos."""
+"""Read the manifest of a batch."""
 
 import json
 from contextlib import suppress

@@ -17,17 +17,17 @@ def completion(content: Any, **message: Any) -> bytes:
 class Chat:
     """The server's address, and the path, the key and the body of each request so far.
 
-    `answer` is given the handler and the user's text, and returns the status and the bytes; None where it has answered.
+    `answer` is called with the handler and the user's text, and returns status and bytes, or None if it has responded.
     """
 
     def __init__(self, result: Callable[[BaseHTTPRequestHandler, str], tuple[int, bytes] | None]):
-        self.answer, self.asked = result, []
+        self.answer, self.requests = result, []
         chat = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                chat.asked.append((self.path, self.headers.get("Authorization"), body))
+                chat.requests.append((self.path, self.headers.get("Authorization"), body))
                 if (message := chat.answer(self, body["messages"][-1]["content"])) is None:
                     return
                 self.send_response(message[0])

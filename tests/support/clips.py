@@ -8,7 +8,7 @@ CAPTIONS = ("a red circle", "a blue cat", "the sea at night", "a dog")
 
 
 def write_clips(folder, count=4, frames=9, size=(32, 32), suffix=".gif"):
-    """Write clips of moving colours, equal at every call, and a caption beside each; return the folder."""
+    """Write clips of moving colours, equal at every call, and a caption of each; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for index in range(count):
         random = np.random.default_rng(index)

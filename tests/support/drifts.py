@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of a window's colours, as models make them, and a film to change."""
+"""Changes of a window's colours, as models make them, and a synthetic clip to change."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ WINDOWS, FRAMES = 8, 9
 Change = Callable[[np.ndarray, int], np.ndarray]
 
 
-def film(contrast: float, seed: int = 0) -> np.ndarray:
+def synthetic_clip(contrast: float, seed: int = 0) -> np.ndarray:
     """Frames [T H W 3] of soft shapes in many colours that move to the right."""
     random = np.random.default_rng(seed)
     picture = Image.fromarray(random.integers(0, 256, (9, 24, 3), dtype=np.uint8)).resize(
@@ -53,7 +53,7 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
 
 def share_left(change: Change, contrast: float) -> float:
     """Return the share of the drift of eight windows that is left after matching."""
-    frames = as_is = matched = film(contrast)
+    frames = as_is = matched = synthetic_clip(contrast)
     for window in range(WINDOWS):
         as_is, new_frames = change(as_is, window), change(matched, window)
         matched = match_colours(new_frames, fit_colours(new_frames[:1], matched[:1]))

@@ -67,7 +67,7 @@ class Hub(ThreadingHTTPServer):
         self.refusals, self.short, self.pause, self.pieces, self.limit = [], 0, 0.0, 0, math.inf
         self.flip = None
         self.revisions = {"main": COMMIT, "v1": OLDER, COMMIT: COMMIT, OLDER: OLDER}
-        self.sent = []
+        self.downloads = []
 
     def handle_error(self, request, client_address):
         """Ignores clients that have disconnected."""
@@ -125,7 +125,7 @@ class Answer(BaseHTTPRequestHandler):
         if with_body and self.server.refusals:
             return self.reply(self.server.refusals.pop(0), b"", with_body)
         if with_body:
-            self.server.sent.append((name, start))
+            self.server.downloads.append((name, start))
             data = data[: len(data) - self.server.short]
             if name == self.server.flip:
                 data = data[:-1] + bytes([data[-1] ^ 1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command in processes of its own, whose compiled programs are kept in a folder."""
+"""The command in new processes, with a folder as their compilation cache."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from pathlib import Path
 def wanjax(
     folder: Path, *arguments: str, code: str = "from wanjax.cli import main; main()", devices: int | None = None
 ) -> str:
-    """Run the command in a new process that keeps its programs in the folder; return its output.
+    """Run the command in a new process with the folder as compilation cache; return its output.
 
     `devices` are the number into which JAX divides the processor, where it is given.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Films that the bundled ffmpeg writes, whole and damaged, and how far two clips are apart."""
+"""Video files that the bundled ffmpeg writes, intact and damaged, and the difference of two clips."""
 
 import re
 import subprocess
@@ -34,10 +34,10 @@ CONTAINERS = {
 ANIMATIONS = ("a.gif", "a.webp", "a.png", "a.avif")
 
 
-def gap(one: np.ndarray, other: np.ndarray) -> int:
+def max_difference(first: np.ndarray, second: np.ndarray) -> int:
     """Return the largest difference of two pictures or clips, which have one shape."""
-    assert one.shape == other.shape
-    return int(np.abs(one.astype(int) - other).max())
+    assert first.shape == second.shape
+    return int(np.abs(first.astype(int) - second).max())
 
 
 def ffmpeg(*arguments: str | Path, frames: np.ndarray, rate: str = "25") -> str:
@@ -50,8 +50,8 @@ def ffmpeg(*arguments: str | Path, frames: np.ndarray, rate: str = "25") -> str:
     return done.stderr.decode()
 
 
-def film(path: Path, rate: str = "25", frames: np.ndarray = FRAMES) -> Path:
-    """Write a film, or an animation, in the container of its name."""
+def write_clip(path: Path, rate: str = "25", frames: np.ndarray = FRAMES) -> Path:
+    """Write a video or an animation in the container of its name."""
     if path.name in ANIMATIONS:
         first, *rest = [Image.fromarray(frame) for frame in frames]
         first.save(path, save_all=True, append_images=rest, duration=40, quality=90)
@@ -60,20 +60,20 @@ def film(path: Path, rate: str = "25", frames: np.ndarray = FRAMES) -> Path:
     return path
 
 
-def harmed(path: Path, kind: str) -> Path:
-    """Write a copy beside a file that ends early, or have a hole in the middle of its frames."""
+def write_damaged(path: Path, kind: str) -> Path:
+    """Write a copy of a file that ends early or has a hole in the middle of its frames."""
     data = bytearray(path.read_bytes())
     if kind == "cut":
         del data[int(len(data) * 0.6) :]
     else:
         data[len(data) // 2 : len(data) // 2 + 600] = bytes(600)
-    other = path.with_name(f"{kind}-{path.name}")
-    other.write_bytes(data)
-    return other
+    damaged = path.with_name(f"{kind}-{path.name}")
+    damaged.write_bytes(data)
+    return damaged
 
 
-def breaks(sentence: str, name: str, kind: str) -> bool:
-    """Return whether a sentence refuses a damaged `film` of `FRAMES` with the frame where it breaks.
+def names_broken_frame(sentence: str, name: str, kind: str) -> bool:
+    """Return whether a message names the frame at which a damaged clip of `FRAMES` breaks.
 
     Some that end early do not open at all.
     """

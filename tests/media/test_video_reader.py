@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Films and animations: whole ones with every frame, at its time; cut ones and ones with a hole refused."""
+"""Reading videos and animations: intact ones with every frame at its time; truncated and damaged ones are refused."""
 
 import math
 import re
@@ -14,8 +14,18 @@ import pytest
 from PIL import Image
 
 from tests.support.commands import refused
-from tests.support.films import ANIMATIONS, CONTAINERS, FRAMES, X264, breaks, ffmpeg, film, gap, harmed
 from tests.support.quick import quick
+from tests.support.video_files import (
+    ANIMATIONS,
+    CONTAINERS,
+    FRAMES,
+    X264,
+    ffmpeg,
+    max_difference,
+    names_broken_frame,
+    write_clip,
+    write_damaged,
+)
 from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.media.damage import MIN_HOLE_BYTES, ZeroRuns, holed_frame
@@ -32,26 +42,26 @@ CUTTING = Cutting(((96, 128),), (17, 9), 25, "uniform", "crop")
 
 
 @pytest.mark.parametrize("name", quick(["a.gif"], (*CONTAINERS, *ANIMATIONS)))
-def test_a_command_refuses_a_damaged_film_with_its_frame(tmp_path, monkeypatch, name):
+def test_a_command_names_the_broken_frame_of_a_damaged_video(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    whole = film(tmp_path / name)
+    intact = write_clip(tmp_path / name)
     requested = ("generate", "a", "--model", "nano", "--size", "32x32", "--frames", str(len(FRAMES)), "--fps", "25")
     for kind in ("cut", "hole"):
-        sentence = refused(*requested, "--video", harmed(whole, kind))
+        sentence = refused(*requested, "--video", write_damaged(intact, kind))
         assert str(tmp_path / f"{kind}-{name}") in sentence
-        assert breaks(sentence, name, kind)
+        assert names_broken_frame(sentence, name, kind)
 
 
 @pytest.mark.parametrize("kind", ["cut", "hole"])
 @pytest.mark.parametrize("name", quick(SOME, (*CONTAINERS, *ANIMATIONS)))
-def test_a_damaged_film_is_refused_with_its_frame(tmp_path, name, kind):
+def test_the_broken_frame_of_a_damaged_video_is_named(tmp_path, name, kind):
     """By its path, from a request, and among a training's data; a whole one has every frame."""
-    whole = film(tmp_path / name)
-    clip = read_clip(whole, **CLIP_LIMITS)
+    intact = write_clip(tmp_path / name)
+    clip = read_clip(intact, **CLIP_LIMITS)
     assert len(clip) == len(FRAMES)
     assert np.abs(clip.astype(int) - FRAMES).mean(axis=(1, 2, 3)).max() < 20
-    assert [len(clip) for clip in CUTTING.clips(whole)] == [17]
-    damaged = harmed(whole, kind)
+    assert [len(clip) for clip in CUTTING.clips(intact)] == [17]
+    damaged = write_damaged(intact, kind)
     interfaces = [lambda: read_clip(damaged, **CLIP_LIMITS), lambda: list(CUTTING.clips(damaged))]
     if name.endswith(("mp4", "mov", "webm", "mkv", *ANIMATIONS)):
 
@@ -63,7 +73,7 @@ def test_a_damaged_film_is_refused_with_its_frame(tmp_path, name, kind):
     for interface in interfaces:
         with pytest.raises(WanjaxError) as caught:
             interface()
-        assert breaks(str(caught.value), name, kind)
+        assert names_broken_frame(str(caught.value), name, kind)
 
 
 @pytest.mark.parametrize(
@@ -74,10 +84,10 @@ def test_a_damaged_film_is_refused_with_its_frame(tmp_path, name, kind):
         ("vp9.webm", 0.005, "vp9.webm truncated complete copy"),
     ],
 )
-def test_a_film_without_its_end_is_told_to_be_truncated(tmp_path, name, share, words):
+def test_a_video_without_its_end_is_called_truncated(tmp_path, name, share, words):
     """Of these, not even one frame can be decoded."""
-    whole = film(tmp_path / name).read_bytes()
-    (tmp_path / name).write_bytes(whole[: max(64, int(share * len(whole)))])
+    content = write_clip(tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content[: max(64, int(share * len(content)))])
     with pytest.raises(WanjaxError, match=line_with_words(words)) as caught:
         read_clip(tmp_path / name, **CLIP_LIMITS)
     assert not re.search("Conversion failed|Error opening|Terminating|frame=|Errno", str(caught.value))
@@ -119,17 +129,17 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("kind", HARMLESS)
-def test_what_ffmpeg_says_of_good_films_is_no_fault(tmp_path, monkeypatch, kind):
+def test_messages_of_ffmpeg_about_valid_videos_are_no_fault(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     ffmpeg(*X264, "-bf", "2", "whole.mp4", frames=FRAMES)
     Image.fromarray(FRAMES[0]).save("cover.png")
     ffmpeg("-c:v", "ffv1", "black.mkv", frames=FRAMES * 0)
     command(*HARMLESS[kind])
-    right = {"an edit list": 17, "times that fall": 24}.get(kind, 25)  # of which the frames of others are not shown
-    assert len(read_clip(Path(HARMLESS[kind][-1]), **CLIP_LIMITS)) == right
+    expected = {"an edit list": 17, "times that fall": 24}.get(kind, 25)  # of which the frames of others are not shown
+    assert len(read_clip(Path(HARMLESS[kind][-1]), **CLIP_LIMITS)) == expected
 
 
-def test_zeros_are_found_across_pieces_and_padding_is_none():
+def test_zeros_are_detected_across_reads_and_padding_is_none():
     def holes(*packets: bytes, pixels: int = 0, size: int = 100) -> set[int]:
         zeros, data = ZeroRuns(pixels), b"".join(packets)
         for at in range(0, len(data), size):
@@ -162,18 +172,18 @@ COUNTED = [(name, rate) for name in ("plain.mp4", "a.mkv", "vp9.webm", "a.avi", 
 
 
 @pytest.mark.parametrize(("name", "rate"), quick([("a.mkv", "30000/1001"), ("vp9.webm", "60")], COUNTED))
-def test_a_film_is_thinned_out_alike_in_every_container(tmp_path, name, rate):
+def test_frames_are_dropped_alike_in_every_container(tmp_path, name, rate):
     """The frame that is shown at each k/fps up to the time of the last, and one at least."""
     for count in (17, 81) if name == "a.ts" else (1, 2, 17, 81):
         grey = (np.arange(count) * 3 % 243).astype(np.uint8)
         ramp = np.broadcast_to(grey[:, None, None, None], (count, 16, 32, 3))
-        path = film(tmp_path / name, rate, np.ascontiguousarray(ramp))
+        path = write_clip(tmp_path / name, rate, np.ascontiguousarray(ramp))
         for fps in (8, 16, 24):
             steps = range(math.floor((count - 1) / Fraction(rate) * fps) + 1)
-            right = range(count) if Fraction(rate) <= fps else [math.floor(k * Fraction(rate) / fps) for k in steps]
+            expected = range(count) if Fraction(rate) <= fps else [math.floor(k * Fraction(rate) / fps) for k in steps]
             clip = read_clip(path, frames=200, fps=fps)
-            assert len(clip) == len(right)
-            assert np.abs(clip.mean(axis=(1, 2, 3)) - grey[list(right)]).max() <= 1.4
+            assert len(clip) == len(expected)
+            assert np.abs(clip.mean(axis=(1, 2, 3)) - grey[list(expected)]).max() <= 1.4
 
 
 PEAK = """
@@ -186,7 +196,7 @@ print(clip.nbytes, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak of a process")
-def test_a_film_is_held_once_while_it_is_read(tmp_path):
+def test_a_video_is_in_memory_once_while_it_is_read(tmp_path):
     """A clip within the bounds may take 2.9 GB."""
     command("-f", "lavfi", "-i", "testsrc=s=1280x720:r=25:d=2", *X264, "-preset", "ultrafast", tmp_path / "a.mp4")
     read = subprocess.run([sys.executable, "-c", PEAK, tmp_path / "a.mp4"], capture_output=True, check=True)
@@ -195,14 +205,14 @@ def test_a_film_is_held_once_while_it_is_read(tmp_path):
     assert peak < 1.3 * size
 
 
-def test_a_film_of_as_many_pixels_as_are_read_is_read_whole(tmp_path, machine):
+def test_a_video_of_the_largest_size_is_read(tmp_path, machine):
     machine.reads_at_most(max_pixels=96 * 128, clip_factor=len(FRAMES))
-    assert len(list(read_video_file(film(tmp_path / "fast.mp4"), 100, 25, is_non_colour=False))) == len(FRAMES)
+    assert len(list(read_video_file(write_clip(tmp_path / "fast.mp4"), 100, 25, is_non_colour=False))) == len(FRAMES)
 
 
-def test_a_film_of_too_many_pixels_is_refused_before_a_frame_is_read(tmp_path, machine):
+def test_a_video_too_large_is_refused_before_a_frame_is_read(tmp_path, machine):
     machine.reads_at_most(max_pixels=96 * 128, clip_factor=len(FRAMES) - 1)
-    frames = read_video_file(film(tmp_path / "fast.mp4"), 100, 25, is_non_colour=False)
+    frames = read_video_file(write_clip(tmp_path / "fast.mp4"), 100, 25, is_non_colour=False)
     with pytest.raises(WanjaxError, match=line_with_words("128x96 294,912")):
         next(frames)
 
@@ -214,7 +224,7 @@ def comb(clip: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mpg"])
-def test_an_interlaced_film_is_read_in_whole_frames(tmp_path, name):
+def test_an_interlaced_video_is_read_in_full_frames(tmp_path, name):
     bar = np.zeros((34, 64, 64, 3), np.uint8)
     for i, frame in enumerate(bar):
         frame[:, np.arange(2 * i, 2 * i + 8) % 64] = 255
@@ -233,8 +243,8 @@ def test_wide_primaries_of_a_standard_range(tmp_path, primaries):
     options = "setparams=color_primaries=bt709:color_trc=bt709:colorspace=gbr:range=pc"
     wide = f"zscale=t=linear,format=gbrpf32le,zscale=p={primaries},zscale=t=bt709:m=bt2020nc:r=tv,format=yuv444p12le"
     ffmpeg("-vf", f"format=gbrp,{options},{wide}", "-c:v", "ffv1", tmp_path / "a.mkv", frames=pale)
-    assert gap(read_clip(tmp_path / "a.mkv", **CLIP_LIMITS), pale) <= 3
-    assert gap(read_clip(tmp_path / "a.mkv", **CLIP_LIMITS, background="black"), pale) > 10
+    assert max_difference(read_clip(tmp_path / "a.mkv", **CLIP_LIMITS), pale) <= 3
+    assert max_difference(read_clip(tmp_path / "a.mkv", **CLIP_LIMITS, background="black"), pale) > 10
 
 
 def test_the_default_picture_of_an_animation_is_no_frame_of_it(tmp_path):
@@ -244,11 +254,11 @@ def test_the_default_picture_of_an_animation_is_no_frame_of_it(tmp_path):
     assert read_clip(tmp_path / "a.png", frames=100, fps=10)[:, 0, 0].tolist() == [[20 * i, 0, 0] for i in range(4)]
 
 
-@pytest.mark.parametrize(("duration", "shown"), [(0, 100), (10, 100), (20, 20), (100, 100)])
+@pytest.mark.parametrize(("duration", "delay"), [(0, 100), (10, 100), (20, 20), (100, 100)])
 @pytest.mark.parametrize("suffix", ["gif", "webp", "png"])
-def test_delays_that_are_too_short_are_a_tenth_of_a_second(tmp_path, suffix, duration, shown):
+def test_delays_that_are_too_short_are_a_tenth_of_a_second(tmp_path, suffix, duration, delay):
     first, *rest = [Image.new("L", (8, 6), 20 * i) for i in range(12)]
     first.save(tmp_path / f"a.{suffix}", save_all=True, append_images=rest, duration=duration)
-    right = [math.floor(k * 125 / shown) for k in range(math.floor(11 * shown / 125) + 1)]
+    expected = [math.floor(k * 125 / delay) for k in range(math.floor(11 * delay / 125) + 1)]
     clip = read_clip(tmp_path / f"a.{suffix}", frames=100, fps=8)
-    assert [round(float(x) / 20) for x in clip.mean(axis=(1, 2, 3))] == right
+    assert [round(float(x) / 20) for x in clip.mean(axis=(1, 2, 3))] == expected
