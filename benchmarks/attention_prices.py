@@ -35,7 +35,7 @@ WITH_RARE_WORK = dict.fromkeys(
     ("flash_tpu", INT8), "every head on the running-max path"
 )  # priced without and with its data-dependent branches
 Name = TypeVar("Name")
-OWN = [name for name in IMPLEMENTATIONS if name not in ("reference", "cudnn")]
+IMPLEMENTED = [name for name in IMPLEMENTATIONS if name not in ("reference", "cudnn")]
 
 
 def ours(implementation: str) -> Callable:
@@ -124,7 +124,7 @@ def forms(workload: Workload, qk: str | None = None) -> Mapping[str, Callable]:
     """Return the functions to compare, by their names in the table; with `qk`, only flash_tpu with it and without."""
     if qk:
         return {name: ours(name) for name in ("flash_tpu", f"flash_tpu:qk={qk}")}
-    functions: dict[str, Callable] = {name: ours(name) for name in OWN}
+    functions: dict[str, Callable] = {name: ours(name) for name in IMPLEMENTED}
     for tiles in SPLASH_TILES:
         functions[f"splash {', '.join(map(str, tiles))}"] = splash(workload, tiles)
     if 4 * workload.scores <= LARGEST_SCORES:

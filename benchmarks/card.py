@@ -123,7 +123,7 @@ def programs(model: str, small: bool) -> Iterator[Figure]:
         if program.name == STEP:
             yield measured(step_name, "wanjax", partial(measure, program.abstract_call, BUDGET))
     total, compiling = 0.0, 0.0
-    for program in (one for one in traced if one.stage == "decode"):
+    for program in (priced for priced in traced if priced.stage == "decode"):
         figure = measured(decode_name, "wanjax", partial(measure, program.abstract_call, BUDGET / 2))
         if figure.seconds is None:
             yield figure

@@ -42,7 +42,7 @@ WAITING, DELETED = 8, 7  # unfinished videos of a server; one in so many videos 
 def workers_of(pid: int) -> list[psutil.Process]:
     """Return the processes of a command's workers."""
     with suppress(psutil.Error):
-        return [one for one in psutil.Process(pid).children() if "spawn_main" in " ".join(one.cmdline())]
+        return [process for process in psutil.Process(pid).children() if "spawn_main" in " ".join(process.cmdline())]
     return []
 
 
@@ -77,7 +77,11 @@ class Kills:
 
 def kill_batch(folder: Path, kills: Kills) -> dict[str, Any]:
     """Make a batch with two workers during the kills, and again without kills; return the checks."""
-    file, out, alone = write_requests(folder / "requests.jsonl", kills.requests), folder / "videos", folder / "alone"
+    file, out, undisturbed = (
+        write_requests(folder / "requests.jsonl", kills.requests),
+        folder / "videos",
+        folder / "alone",
+    )
     options = ("--workers", "2", "--retries", "5")
     process = driver(file, out, *options)
     while (status := process.poll()) != 0:
@@ -85,14 +89,15 @@ def kill_batch(folder: Path, kills: Kills) -> dict[str, Any]:
             process = driver(file, out, *options)
         kills.poll(len(videos(out)), process)
         time.sleep(0.1)
-    assert driver(file, alone, "--workers", "2").wait() == 0
+    assert driver(file, undisturbed, "--workers", "2").wait() == 0
     entries = read_manifest(out)
     listed = [entry["file_name"] for entry in entries if "error" not in entry]
     return {
         "all made": sorted(read_metadata(path)["seed"] for path in videos(out)) == list(range(kills.requests)),
         "each listed once": sorted(listed) == [path.name for path in videos(out)],
         "none failed": len(entries) == len(listed),
-        "equal files": [path.read_bytes() for path in videos(out)] == [path.read_bytes() for path in videos(alone)],
+        "equal files": [path.read_bytes() for path in videos(out)]
+        == [path.read_bytes() for path in videos(undisturbed)],
     }
 
 

@@ -45,10 +45,10 @@ def _features(x: Float[Array, "B H W 3"], weights: dict[str, Array]) -> list[Flo
     return features
 
 
-def lpips(one: UInt8[np.ndarray, "T H W 3"], other: UInt8[np.ndarray, "T H W 3"], file: Path) -> float:
+def lpips(first: UInt8[np.ndarray, "T H W 3"], second: UInt8[np.ndarray, "T H W 3"], file: Path) -> float:
     """Return the mean distance of frames."""
     weights = _weights(file)
-    both = [_features(jnp.asarray(frames, jnp.float32) / 127.5 - 1, weights) for frames in (one, other)]
+    both = [_features(jnp.asarray(frames, jnp.float32) / 127.5 - 1, weights) for frames in (first, second)]
     total = 0.0
     for number, (x, y) in enumerate(zip(*both, strict=True)):
         heads = weights[f"lin{number}.model.1.weight"].reshape(-1)

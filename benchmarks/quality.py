@@ -74,19 +74,19 @@ class VariantFigures:
         return medians | {name: float(np.mean(values)) for name, values in lists.items() if values}
 
 
-def psnr(one: Frames, other: Frames) -> float:
+def psnr(first: Frames, second: Frames) -> float:
     """Return the peak signal-to-noise ratio in dB, at most 100."""
-    mean_square = np.mean((one.astype(np.float64) - other) ** 2)
+    mean_square = np.mean((first.astype(np.float64) - second) ** 2)
     return 100.0 if mean_square == 0 else min(100.0, float(10 * np.log10(255**2 / mean_square)))
 
 
-def ssim(one: Frames, other: Frames) -> float:
+def ssim(first: Frames, second: Frames) -> float:
     """Return the mean structural similarity of frames, as Wang et al., 2004: Gaussian windows of 11 × 11, σ 1.5."""
 
     def mean(x: Float[np.ndarray, "T H W 3"]) -> Float[np.ndarray, "T H W 3"]:
         return ndimage.gaussian_filter(x, (0, 1.5, 1.5, 0), truncate=3.5)[:, 5:-5, 5:-5]
 
-    x, y = (frames.astype(np.float64) for frames in (one, other))
+    x, y = (frames.astype(np.float64) for frames in (first, second))
     mean_x, mean_y = mean(x), mean(y)
     var_x, var_y = mean(x * x) - mean_x**2, mean(y * y) - mean_y**2
     both, c1, c2 = mean(x * y) - mean_x * mean_y, (0.01 * 255) ** 2, (0.03 * 255) ** 2

@@ -45,7 +45,7 @@ def pairs(pipe: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return latents [N T H W C] of clips, and the frames [N T H W 3], from 0 to 1, that the VAE makes of them."""
     drawn = clips(count, pipe.defaults.frames, pipe.defaults.height)
     latents = np.stack([np.asarray(pipe.encode_video(clip))[0] for clip in drawn])
-    frames = np.stack([pipe.decode(one[None], jnp.float32) for one in latents])
+    frames = np.stack([pipe.decode(latent[None], jnp.float32) for latent in latents])
     return np.moveaxis(latents, 1, -1), frames
 
 

@@ -39,11 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--videos", type=int, default=6)
     options = parser.parse_args(arguments)
-    made_table = Table("change in each window", "left, full contrast", "left, half")
+    share_table = Table("change in each window", "left, full contrast", "left, half")
     for change in (drifts.gain, drifts.hue, drifts.moving_gradient):
         shares = (f"{drifts.share_left(change, contrast):.1%}" for contrast in (1.0, 0.5))
-        made_table.add_row(change.__name__, *shares)
-    console(stderr=False).print(made_table)
+        share_table.add_row(change.__name__, *shares)
+    console(stderr=False).print(share_table)
     if not options.videos:
         return 0
     pipe, (prompts, _) = wanjax.load("nano"), nano_prompts()

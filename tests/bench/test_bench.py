@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bench at small sizes: each program runs and is compared with its price; what is wrong is found and told."""
+"""The bench at small sizes: each program runs and is compared with its price; wrong results are reported."""
 
 import io
 import json
@@ -51,7 +51,7 @@ def small():
     )
 
 
-def test_compiling_and_the_first_run_are_told_apart_from_the_runs_that_count():
+def test_compiling_and_the_first_run_are_timed_separately():
     calls = []
 
     def run(x):
@@ -67,11 +67,11 @@ def test_compiling_and_the_first_run_are_told_apart_from_the_runs_that_count():
 
 def test_one_layer_keeps_all_other_sizes():
     for name in ("wan2.1-t2v-14b", "cogvideox1.5-5b", "hunyuanvideo1.5-720p-t2v"):
-        whole = presets()[name].model
-        few = suite.limit_layers(whole, 1)
-        assert few.transformer == replace(whole.transformer, layers=1)
-        assert few.vae == whole.vae
-        assert suite.limit_layers(whole, None) is whole
+        model = presets()[name].model
+        few = suite.limit_layers(model, 1)
+        assert few.transformer == replace(model.transformer, layers=1)
+        assert few.vae == model.vae
+        assert suite.limit_layers(model, None) is model
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
@@ -84,10 +84,10 @@ def test_messages_arrive(kind):
     [x] = (np.asarray(x) for x in synthetic_arrays(program.arguments))
     assert x.shape == (24, 16)
     summed = x.reshape(8, 3, 16).sum(0)
-    right = {"all_reduce": summed, "all_gather": x, "all_to_all": x}
-    right |= {"reduce_scatter": summed, "permute": np.roll(x, 3, axis=0)}
-    right = right[kind]
-    np.testing.assert_allclose(np.asarray(output.result), right, rtol=1e-6, atol=1e-8)
+    expected = {"all_reduce": summed, "all_gather": x, "all_to_all": x}
+    expected |= {"reduce_scatter": summed, "permute": np.roll(x, 3, axis=0)}
+    expected = expected[kind]
+    np.testing.assert_allclose(np.asarray(output.result), expected, rtol=1e-6, atol=1e-8)
 
 
 def test_eight_devices_exchange_messages(small):
@@ -103,9 +103,9 @@ def test_attention_is_compared_with_the_reference(small, monkeypatch):
     assert set(result) == {"reference", "chunked", "flash_tpu"}
     assert max(result.values()) < 1e-5
     assert check_attention(2, 16, "bfloat16", tokens=150)["chunked"] < 1e-2
-    right = operations.attention
+    attention = operations.attention
     monkeypatch.setattr(
-        operations, "attention", lambda *x, **o: right(*x, **o) * (1 + 1e-3 * (o["implementation"] != "reference"))
+        operations, "attention", lambda *x, **o: attention(*x, **o) * (1 + 1e-3 * (o["implementation"] != "reference"))
     )
     small.compare_attention()
     assert len(small.faults) == 1
@@ -122,14 +122,14 @@ def test_relative_errors():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "off", "kept", "faults"), [(0.8, 0.0, "fast", 0), (1.2, 0.0, "safe", 0), (0.8, 0.1, "safe", 1)]
+    ("seconds", "off", "chosen", "faults"), [(0.8, 0.0, "fast", 0), (1.2, 0.0, "safe", 0), (0.8, 0.1, "safe", 1)]
 )
-def test_the_faster_set_is_kept_if_its_answer_is_the_same(small, seconds, off, kept, faults):
+def test_the_faster_set_is_chosen_if_its_result_is_the_same(small, seconds, off, chosen, faults):
     x = jnp.ones(4)
     for name, taken, result in (("safe", 1.0, x), ("fast", seconds, x * (1 + off))):
         small._measured_steps[name] = MeasuredProgram(Timing(0.0, taken, (taken, taken)), result, (), {})
     differ, better = small.compare_options()
-    assert (differ, better) == (pytest.approx(off, abs=1e-6), kept)
+    assert (differ, better) == (pytest.approx(off, abs=1e-6), chosen)
     assert len(small.faults) == faults
 
 
@@ -145,7 +145,7 @@ def test_a_program_that_fails_is_a_row_that_says_why(small):
     assert row.ratio is None
 
 
-def test_the_set_that_was_kept_is_what_the_command_uses(tmp_path, monkeypatch):
+def test_commands_use_the_saved_set(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     requested = []
@@ -169,15 +169,15 @@ def test_the_set_that_was_kept_is_what_the_command_uses(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("programs", [["step"], pytest.param(list(suite.PROGRAM_TITLES), marks=pytest.mark.slow)])
-def test_programs_are_measured_beside_their_prices(programs, monkeypatch, tmp_path):
+def test_programs_are_measured_and_compared_with_their_prices(programs, monkeypatch, tmp_path):
     monkeypatch.setattr(suite, "PROGRAM_TITLES", {name: suite.PROGRAM_TITLES[name] for name in programs})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(BENCH_SIZES, ("cpu", True), TINY)
     monkeypatch.setattr(jax, "devices", lambda *_, now=jax.devices: now("cpu")[:1])
-    shown = []
-    monkeypatch.setattr(measuring, "print_bench", lambda result, console: shown.append(result))
+    results = []
+    monkeypatch.setattr(measuring, "print_bench", lambda result, console: results.append(result))
     succeeded(wanjax("bench", "nano", "--quick"))
-    result = json.loads(json.dumps(shown[0].to_json()))
+    result = json.loads(json.dumps(results[0].to_json()))
     assert (result["devices"], result["faster_option_set"], result["faults"]) == ("1 x cpu", None, [])
     assert [row["name"] for row in result["rows"]] == ["attention", *["a product"] * 3, *suite.PROGRAM_TITLES.values()]
     tokens, width, inside = map(int, re.findall(r"\[(\d+) (\d+)\] by \[\d+ (\d+)\]", result["rows"][1]["what"])[0])
@@ -191,7 +191,7 @@ def test_programs_are_measured_beside_their_prices(programs, monkeypatch, tmp_pa
             assert row["rate"] == 2 * tokens * width * inside / row["seconds"]
     monkeypatch.undo()
     console = Console(width=200, record=True, file=io.StringIO())
-    measuring.print_bench(shown[0], console)
+    measuring.print_bench(results[0], console)
     assert re.search(r"a step: .* tokens, two prompts, 1 layer +\d.* \d+(\.\d+)? *\n", text := console.export_text())
     assert len(re.findall(r"a product, .*: [\d.]+ [MG]FLOP/s\n", text)) == 3
     assert "both sets of compiler options are the same on these devices" in text
@@ -200,7 +200,7 @@ def test_programs_are_measured_beside_their_prices(programs, monkeypatch, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["v6e-1", "v6e-8"])
 def test_every_program_compiles_for_the_chip(place, monkeypatch, tmp_path):
-    """All that a bench would run on a v6e goes through the chip's own compiler, and gets its price."""
+    """Every program of a bench on a v6e is compiled by the chip's compiler, and gets its price."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = model_description("wan2.1-t2v-1.3b")
     settings = model.settings.updated({"height": 256, "width": 256, "frames": 17, "dtype": "bfloat16"})

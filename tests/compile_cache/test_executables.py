@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executables that are kept between processes: the right one is found, and no other is ever run."""
+"""Executables that are cached between processes: only the matching one is run."""
 
 import hashlib
 import os
@@ -52,7 +52,7 @@ def strange(axis: int, parts: Any) -> Any:
 
 
 @pytest.fixture
-def kept(tmp_path) -> Executables:
+def cache(tmp_path) -> Executables:
     return Executables(tmp_path / "cache" / "executables")
 
 
@@ -63,35 +63,35 @@ def compiled() -> Any:
 
 
 def called(
-    kept: Executables, program: Any = join, static: Any = 0, on: Partitioner | None = None
+    cache: Executables, program: Any = join, static: Any = 0, on: Partitioner | None = None
 ) -> tuple[list[float], list[Compilation]]:
-    """Call a program in an `Execute` of its own, as another process would; return its result, and what was told."""
+    """Call a program in a new `Execute`, as another process would; return its result and the messages."""
     execute = Execute()
-    execute.executables = kept
+    execute.executables = cache
     compile_context = CompileContext(on or one_device_partitioner())
     with compilations() as output:
         result = execute.call(program, compile_context, static, (np.zeros(2, np.float32), np.ones(1, np.float32)))
     return np.asarray(result).tolist(), output
 
 
-def the_file(kept: Executables) -> Path:
-    (file,) = kept.folder.glob("[!.]*")
+def the_file(cache: Executables) -> Path:
+    (file,) = cache.folder.glob("[!.]*")
     return file
 
 
-def test_an_executable_is_compiled_once(kept):
-    first, result = called(kept)
-    again, read = called(kept)
+def test_an_executable_is_compiled_once(cache):
+    first, result = called(cache)
+    again, read = called(cache)
     assert first == again == [0.0, 0.0, 1.0]
     assert [x.cached for x in result] == [False]
     assert [(x.name, x.cached) for x in read] == [("join", True)]
 
 
 @pytest.mark.parametrize("axes", [{"dp": 2, "sp": 2, "tp": 2}, {"sp": 8}])
-def test_an_executable_of_a_mesh_is_found_where_all_arguments_are_the_host_s(kept, axes):
+def test_an_executable_of_a_mesh_is_reused_if_all_arguments_are_on_the_host(cache, axes):
     partitioner = Partitioner(make_mesh(**axes), SHARDING_RULES["fsdp"])
-    first, _ = called(kept, on=partitioner)
-    again, read = called(kept, on=partitioner)
+    first, _ = called(cache, on=partitioner)
+    again, read = called(cache, on=partitioner)
     assert first == again == [0.0, 0.0, 1.0]
     assert [(x.name, x.cached, x.refusal_reason) for x in read] == [("join", True, "")]
 
@@ -111,9 +111,9 @@ def empty(file: Path) -> None:
 
 
 def swapped(file: Path) -> None:
-    other = Executables(file.parent)
+    another = Executables(file.parent)
     with without_cache():
-        other.store(KEY, jax.jit(lambda x: 5 * x).lower(jnp.ones(3, jnp.float32)).compile())
+        another.store(KEY, jax.jit(lambda x: 5 * x).lower(jnp.ones(3, jnp.float32)).compile())
     (file.parent / f"{KEY}.executable").replace(file)
 
 
@@ -172,11 +172,11 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_what_is_of_no_use_is_compiled_anew_and_told(kept, damage, tmp_path, monkeypatch):
+def test_an_unusable_entry_is_recompiled_and_reported(cache, damage, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    called(kept)
-    damage(the_file(kept))
-    result, output = called(kept)
+    called(cache)
+    damage(the_file(cache))
+    result, output = called(cache)
     assert result == [0.0, 0.0, 1.0]
     assert [x.cached for x in output] == [False]
     assert output[0].refusal_reason
@@ -193,19 +193,19 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
-def test_that_of_other_surroundings_is_never_found(kept, other, monkeypatch):
+@pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS.keys())
+def test_an_executable_of_another_environment_is_never_used(cache, changes, monkeypatch):
     with monkeypatch.context() as patch:
-        theirs = compile_environment()._replace(**other)
+        theirs = compile_environment()._replace(**changes)
         patch.setattr(executables, "compile_environment", lambda: theirs)
-        called(kept)
-    result, output = called(kept)
+        called(cache)
+    result, output = called(cache)
     assert result == [0.0, 0.0, 1.0]
     assert [x.cached for x in output] == [False]
-    assert len(list(kept.folder.iterdir())) == 2
+    assert len(list(cache.folder.iterdir())) == 2
 
 
-def test_changed_code_is_other_surroundings(monkeypatch, tmp_path):
+def test_changed_code_is_another_environment(monkeypatch, tmp_path):
     (tmp_path / "compile_cache").mkdir()
     monkeypatch.setattr(executables, "__file__", str(tmp_path / "compile_cache" / "executables.py"))
     digests = []
@@ -217,38 +217,38 @@ def test_changed_code_is_other_surroundings(monkeypatch, tmp_path):
     assert digests[0] == digests[2] != digests[1]
 
 
-def test_the_folder_is_its_owner_s_alone(kept):
-    called(kept)
-    assert kept.folder.stat().st_mode & 0o777 == 0o700
-    assert the_file(kept).stat().st_mode & 0o777 == 0o600
+def test_the_folder_is_private_to_its_owner(cache):
+    called(cache)
+    assert cache.folder.stat().st_mode & 0o777 == 0o700
+    assert the_file(cache).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path, compiled):
+def test_a_folder_that_cannot_be_created_stops_nothing(tmp_path, compiled):
     (tmp_path / "cache").write_text("a file")
-    kept = Executables(tmp_path / "cache" / "executables")
-    assert called(kept)[0] == [0.0, 0.0, 1.0]
+    cache = Executables(tmp_path / "cache" / "executables")
+    assert called(cache)[0] == [0.0, 0.0, 1.0]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sets a limit of POSIX")
-def test_a_full_disk_keeps_no_half(kept, compiled):
+def test_a_full_disk_leaves_no_partial_file(cache, compiled):
     with no_file_above(100):
-        kept.store(KEY, compiled)
-    assert list(kept.folder.iterdir()) == []
+        cache.store(KEY, compiled)
+    assert list(cache.folder.iterdir()) == []
 
 
-def test_the_least_recently_used_goes_first(kept, compiled, monkeypatch):
+def test_the_least_recently_used_is_removed_first(cache, compiled, monkeypatch):
     names = [letter * 64 for letter in "abcd"]
     for age, name in enumerate(names[:3]):
-        kept.store(name, compiled)
-        os.utime(kept.folder / f"{name}.executable", (1e9 + age, 1e9 + age))
-    assert kept.find(names[0], jax.devices()[:1]) is not None  # is used now
-    monkeypatch.setattr(executables, "MAX_TOTAL_BYTES", 3 * the_size(kept))
-    kept.store(names[3], compiled)
-    assert sorted(x.stem for x in kept.folder.iterdir()) == [names[0], names[2], names[3]]
+        cache.store(name, compiled)
+        os.utime(cache.folder / f"{name}.executable", (1e9 + age, 1e9 + age))
+    assert cache.find(names[0], jax.devices()[:1]) is not None  # is used now
+    monkeypatch.setattr(executables, "MAX_TOTAL_BYTES", 3 * the_size(cache))
+    cache.store(names[3], compiled)
+    assert sorted(x.stem for x in cache.folder.iterdir()) == [names[0], names[2], names[3]]
 
 
-def the_size(kept: Executables) -> int:
-    return max(x.stat().st_size for x in kept.folder.iterdir())
+def the_size(cache: Executables) -> int:
+    return max(x.stat().st_size for x in cache.folder.iterdir())
 
 
 @given(st.lists(VALUES, min_size=2, max_size=2))
@@ -275,14 +275,14 @@ NAMELESS = [lambda x: x, partial(lambda x: x), object(), Stranger(1), Point(1), 
 
 
 @pytest.mark.parametrize("value", NAMELESS, ids=lambda x: type(x).__name__)
-def test_what_only_its_code_tells_apart_has_none(value):
+def test_objects_distinguished_only_by_code_have_no_fingerprint(value):
     with pytest.raises(NoFingerprint):
         fingerprint({"a": [value]})
 
 
-def test_a_program_of_a_stranger_s_is_left_to_jax_s_cache(kept):
-    assert called(kept, strange)[0] == [0.0, 0.0, 1.0]
-    assert not kept.folder.exists()
+def test_a_program_without_a_fingerprint_is_left_to_jax_s_cache(cache):
+    assert called(cache, strange)[0] == [0.0, 0.0, 1.0]
+    assert not cache.folder.exists()
 
 
 def test_the_command_compiles_once_and_makes_the_same_file(tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compile cache that workers share: each program is compiled once, and no owner that is gone holds up the others."""
+"""A compile cache that workers share: each program is compiled once, and no dead owner blocks the others."""
 
 import errno
 import os
@@ -81,14 +81,14 @@ def compiled(folder: AnyPath, pause: float = 0.2) -> str:
     return "own"
 
 
-def test_one_of_many_compiles_and_the_others_read(folder, quickly):
+def test_one_process_compiles_and_the_others_read(folder, quickly):
     with ThreadPoolExecutor(8) as workers:
         result = list(workers.map(lambda _: compiled(folder, 0.8), range(8)))  # for longer than a lease lasts unchanged
     assert sorted(result) == ["compiled"] * 7 + ["own"]
     assert file_names_in(folder) == {"program-cache"}
 
 
-def test_an_owner_that_is_gone_is_followed_by_one(folder, quickly):
+def test_one_process_takes_over_from_a_dead_owner(folder, quickly):
     shared._write(folder / "program-lease-0", b"of a process that was killed")
     with ThreadPoolExecutor(4) as workers:
         result = list(workers.map(lambda _: compiled(folder), range(4)))
@@ -96,7 +96,7 @@ def test_an_owner_that_is_gone_is_followed_by_one(folder, quickly):
     assert file_names_in(folder) == {"program-cache"}
 
 
-def test_an_owner_that_fails_holds_nobody_up(folder, quickly):
+def test_a_failing_owner_blocks_no_other(folder, quickly):
     with ExitStack() as stack:
         first = SharedCache(folder)
         stack.enter_context(first.leasing())
@@ -108,12 +108,12 @@ def test_an_owner_that_fails_holds_nobody_up(folder, quickly):
             assert second.result(9) == "own"
 
 
-def test_what_nobody_gives_back_is_not_leased(folder):
+def test_without_leasing_no_lease_is_written(folder):
     assert SharedCache(folder).get("program") is None
     assert file_names_in(folder) == set()
 
 
-def test_a_store_that_is_lost_is_told_once_and_stops_nothing():
+def test_a_lost_store_is_reported_once_and_stops_nothing():
     forget()
     cache = SharedCache(parse_path("memory://cache/programs"))
     lost = ConnectionError("lost")
@@ -126,14 +126,14 @@ def test_a_store_that_is_lost_is_told_once_and_stops_nothing():
 def test_jax_compiles_once_and_reads_then(folder, chosen):
     share_cache(folder)
 
-    def made(x):
+    def double_plus_one(x):
         return 2 * x + 1
 
     for cached in (False, True):
         jax.clear_caches()
         compilation_cache.reset_cache()
         with compilations() as messages, compile_cache():
-            assert jax.jit(made)(jnp.float32(3)) == 7
+            assert jax.jit(double_plus_one)(jnp.float32(3)) == 7
         assert [x.cached for x in messages if x.name == "made"] == [cached]
     assert [name for name in file_names_in(folder) if name.startswith("jit_made-")]
 
@@ -145,7 +145,7 @@ def test_a_cache_that_cannot_be_created_is_noted(chosen, monkeypatch, tmp_path):
         set_cache_folder()
 
 
-def test_a_place_is_used_after_it_is_said_to_be_trusted(chosen, monkeypatch, tmp_path):
+def test_a_path_is_used_after_it_is_declared_trusted(chosen, monkeypatch, tmp_path):
     output = refused("warmup", "--compile-cache", tmp_path / "cache")
     assert has_line_with(output, f"{tmp_path}/cache --trust-compile-cache {TRUSTED}=1")
     monkeypatch.setenv(SHARED, str(tmp_path / "cache"))
@@ -167,7 +167,7 @@ def test_a_place_is_used_after_it_is_said_to_be_trusted(chosen, monkeypatch, tmp
         ("--compile-cache az://a/b --trust-compile-cache", "az:// s3://"),
     ],
 )
-def test_what_cannot_be_compiled_for_is_told_before_anything_is_compiled(chosen, options, words):
+def test_unsupported_targets_are_reported_before_anything_is_compiled(chosen, options, words):
     Path("file").write_text("")
     assert has_line_with(refused("warmup", *options.split()), words)
 
@@ -183,7 +183,7 @@ def started(folder: Path, cache: str, *command: str) -> subprocess.Popen:
     )
 
 
-def told(process: subprocess.Popen) -> tuple[int, int]:
+def program_counts(process: subprocess.Popen) -> tuple[int, int]:
     """Return the numbers of programs that a process compiled, and that it read."""
     output = process.communicate()[1]
     assert process.returncode == 0, output
@@ -206,10 +206,10 @@ def test_workers_share_what_they_compile(tmp_path, kind, killed):
                 time.sleep(0.05)
             workers[0].send_signal(signal.SIGKILL)
             workers.pop(0).communicate()
-        counts = [told(worker) for worker in workers]
+        counts = [program_counts(worker) for worker in workers]
         assert sum(compiled for compiled, _ in counts) <= 8
         assert all(compiled + read == 8 for compiled, read in counts)
-        assert told(started(tmp_path, cache, "a red circle", *SMALL, "--out", "last.mp4")) == (0, 8)
+        assert program_counts(started(tmp_path, cache, "a red circle", *SMALL, "--out", "last.mp4")) == (0, 8)
         assert len([name for name in entries(cache) if name.endswith("-cache")]) == 8
     videos = {(tmp_path / f"{i}.mp4").read_bytes() for i in (1, 2, "last")}
     assert len(videos) == 1
@@ -221,7 +221,7 @@ def entries(cache: str) -> list[str]:
 
 
 @pytest.mark.slow  # loads libtpu
-def test_a_chip_of_eight_has_the_key_of_eight_and_one_alone_another(monkeypatch):
+def test_a_chip_of_eight_has_the_key_of_eight_and_a_single_chip_another(monkeypatch):
     """By the part of JAX's key that tells devices: so a worker that is shown one chip reads what is made for one."""
     pytest.importorskip("libtpu")
     from jax._src.lib import xla_client  # which JAX's own key asks
@@ -232,12 +232,12 @@ def test_a_chip_of_eight_has_the_key_of_eight_and_one_alone_another(monkeypatch)
     def key(devices):
         return xla_client.get_topology_for_devices(devices).fingerprint()
 
-    one, eight = (topology_devices(x.topology, one_host=True) for x in map(find_slice, ("v6e-1", "v6e-8")))
-    assert {key([device]) for device in eight} == {key(eight)} != {key(one)}
+    single, eight = (topology_devices(x.topology, one_host=True) for x in map(find_slice, ("v6e-1", "v6e-8")))
+    assert {key([device]) for device in eight} == {key(eight)} != {key(single)}
 
 
 @pytest.mark.slow
-def test_a_cache_is_filled_for_chips_that_are_not_here(tmp_path):
+def test_a_cache_is_filled_for_absent_chips(tmp_path):
     pytest.importorskip("libtpu")
     command = ("warmup", "--chip", "v6e-1", *SMALL[:6])
     for result, there in ((8, 0), (0, 8)):
@@ -248,7 +248,7 @@ def test_a_cache_is_filled_for_chips_that_are_not_here(tmp_path):
     assert len(list((tmp_path / "programs/tpu").iterdir())) == 8
 
 
-def test_another_user_reads_what_is_shared(tmp_path):
+def test_another_user_reads_shared_entries(tmp_path):
     before = os.umask(0o022)
     try:
         SharedCache(tmp_path).put("program", b"compiled")
@@ -257,7 +257,7 @@ def test_another_user_reads_what_is_shared(tmp_path):
     assert stat.S_IMODE((tmp_path / "program-cache").stat().st_mode) == 0o644
 
 
-def test_of_a_write_that_fails_nothing_is_left(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     def full(file, content):
         with file.open("wb") as opened:
             opened.write(content[: len(content) // 2])
@@ -272,7 +272,7 @@ def test_of_a_write_that_fails_nothing_is_left(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["", "cache", "./cache", "~/cache"])
-def test_an_empty_or_relative_name_of_the_users_cache_is_none(tmp_path, monkeypatch, name):
+def test_an_empty_or_relative_cache_folder_is_ignored(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", name)
     result = user_cache()

@@ -110,13 +110,13 @@ def authors_specs(width):
 
 @pytest.mark.parametrize("width", SIZES)
 @pytest.mark.parametrize("options", [None, "right", 2, 16, 48, 96, 0, -12, True, "12", [12], 12.0, 7])
-def test_heads_that_no_published_model_of_a_width_has_are_told(width, options):
-    """Shapes of tensors do not tell them, so that wrong ones would make noise."""
-    right = width // 128
-    config = {} if options is None else {"num_heads": right if options == "right" else options, "vace_layers": None}
+def test_unpublished_numbers_of_heads_are_reported(width, options):
+    """Shapes of tensors do not determine them, and wrong ones would make noise."""
+    expected = width // 128
+    config = {} if options is None else {"num_heads": expected if options == "right" else options, "vace_layers": None}
     if options in (None, "right"):
         read = transformer_config(original.transformer_json(authors_specs(width), config))
-        assert (read.heads, read.head_dim) == (right, 128)
+        assert (read.heads, read.head_dim) == (expected, 128)
         return
     with pytest.raises(WanjaxError) as raised:
         transformer_config(original.transformer_json(authors_specs(width), config))
@@ -149,7 +149,7 @@ CONFIGS = [  # what reads a config that is wrong, and what the sentence names
 
 
 @pytest.mark.parametrize(("read", "words"), CONFIGS)
-def test_values_that_no_network_has_are_told(read, words):
+def test_values_that_no_network_has_are_reported(read, words):
     with pytest.raises(WanjaxError) as raised:
         read()
     assert has_line_with(str(raised.value), words)

@@ -168,7 +168,7 @@ def abstract(param_dtype=jnp.float32):
     return nnx.eval_shape(lambda: Model(param_dtype=param_dtype, rngs=nnx.Rngs(0)))
 
 
-def test_load_fills_stacks_lists_and_leaves_the_abstract_module_alone():
+def test_load_fills_stacks_and_lists_and_leaves_the_abstract_module_unchanged():
     source, shapes = checkpoint(), abstract()
     model = modules.load(shapes, RULES, source)
     q = source.tensors["blocks.1.attn.to_q.weight"]
@@ -236,7 +236,7 @@ def faults(source, rules=RULES, **options):
     return str(caught.value)
 
 
-def test_plan_needs_shapes_alone():
+def test_plan_needs_only_shapes():
     sources = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in SHAPES.items()}
     assignments = weight_rules.assign(RULES, sources, modules.parameters(abstract()))
     assert sorted(key for each in assignments for key in each.sources) == sorted(SHAPES)
@@ -266,7 +266,7 @@ def test_every_fault_is_listed_at_once_and_nothing_is_read():
 ENDLESS = [f"{name}.{'9' * 5000}.x" for name in "ab"] + [f"a.{'9' * 5000}.y"]  # only keys, for all their numbers
 TWICE = [*RULES[:-1], WeightRule("levels.0.conv.bias", "table")]
 NOT_FILLED = "parameters filled one rule table"
-FAULTS = [  # tensors beside those of the checkpoint, the rules, and what the sentence names
+FAULTS = [  # tensors besides those of the checkpoint, the rules, and what the message names
     ({"blocks.2.attn.to_q.weight": np.zeros((6, 8), np.float32)}, RULES, "blocks.2.attn.to_q.weight [6, 8] [8, 6]"),
     ({"blocks.0.norm_added_q.weight": np.zeros(8, np.float32)}, RULES, "unused blocks.0.norm_added_q.weight"),
     (dict.fromkeys(ENDLESS, np.zeros(1, np.float32)), RULES, " ".join(["unused", *ENDLESS])),

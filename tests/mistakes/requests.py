@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import reduce
 from typing import Any, NamedTuple
 
-RIGHT: dict[str, Any] = {"prompt": "a red circle", "size": "32x32", "frames": 5, "steps": 2}
+VALID: dict[str, Any] = {"prompt": "a red circle", "size": "32x32", "frames": 5, "steps": 2}
 INTERFACES = ("command", "toml", "rows", "http", "python")
 
 
@@ -41,8 +41,8 @@ WHOLE = {"http": "a side alone is refused before"}
 SET = {"python": "`pipe.scheduler` is set"}
 OF_A_CALL = {"python": "a call takes it"}
 AT_LOADING = dict.fromkeys(("command", "toml", "rows", "python"), "it is chosen when the model is loaded")
-SENT = {"http": "a file is sent, and never named"}
-ONLY_SENT = dict.fromkeys(("command", "toml", "rows", "python"), "a file is named, and never sent")
+NEVER_NAMED = {"http": "a file is sent, and never named"}
+NEVER_SENT = dict.fromkeys(("command", "toml", "rows", "python"), "a file is named, and never sent")
 BY_HTTP = dict.fromkeys(("command", "toml", "rows", "python"), "the server's own bound")
 
 WHOLE_NUMBERS = ("frames", "fps", "windows", "overlap")
@@ -182,21 +182,21 @@ MISTAKES = (
     Mistake({"lora": 3}, "lora 3 LoRA --lora", AT_LOADING),
     Mistake({"lora": {"other": "x"}}, "lora LoRA --lora", AT_LOADING),
     # pictures and clips
-    Mistake({"image": "absent.png"}, "absent.png", SENT),
-    Mistake({"image": ADDRESS}, f"{ADDRESS} curl", SENT),
-    Mistake({"image": 7}, "image 7", TYPED | SENT),
+    Mistake({"image": "absent.png"}, "absent.png", NEVER_NAMED),
+    Mistake({"image": ADDRESS}, f"{ADDRESS} curl", NEVER_NAMED),
+    Mistake({"image": 7}, "image 7", TYPED | NEVER_NAMED),
     Mistake({"references": "absent.png"}, "nano reference images"),
     Mistake({"mask": "absent.png"}, "nano mask"),
     Mistake({"last_image": "absent.png"}, "nano last"),
-    Mistake({"image": ADDRESS}, "image data: URL", ONLY_SENT),
-    Mistake({"image": "/etc/passwd"}, "image data: URL", ONLY_SENT),
-    Mistake({"image": {"file_id": "1"}}, "image data: URL", ONLY_SENT),
-    Mistake({"image": "data:image/png;base64,!!"}, "image base64", ONLY_SENT),
-    Mistake({"image": "data:image/png;base64,AAAA"}, "image picture", ONLY_SENT),
-    Mistake({"image": ["data:;base64,AAAA"] * 2}, "2 files image 1", ONLY_SENT),
-    Mistake({"image": [["data:;base64,AAAA"]]}, "image file", ONLY_SENT),
-    Mistake({"image": reduce(lambda inner, _: [inner], range(600), [])}, "image file", ONLY_SENT),
-    Mistake({"image": "a.png", "input_reference": "b.png"}, "image", SENT | ONE_NAME),
+    Mistake({"image": ADDRESS}, "image data: URL", NEVER_SENT),
+    Mistake({"image": "/etc/passwd"}, "image data: URL", NEVER_SENT),
+    Mistake({"image": {"file_id": "1"}}, "image data: URL", NEVER_SENT),
+    Mistake({"image": "data:image/png;base64,!!"}, "image base64", NEVER_SENT),
+    Mistake({"image": "data:image/png;base64,AAAA"}, "image picture", NEVER_SENT),
+    Mistake({"image": ["data:;base64,AAAA"] * 2}, "2 files image 1", NEVER_SENT),
+    Mistake({"image": [["data:;base64,AAAA"]]}, "image file", NEVER_SENT),
+    Mistake({"image": reduce(lambda inner, _: [inner], range(600), [])}, "image file", NEVER_SENT),
+    Mistake({"image": "a.png", "input_reference": "b.png"}, "image", NEVER_NAMED | ONE_NAME),
 )
 OF_A_CHECKPOINT = (  # asked of a small checkpoint of each family, in a folder
     Mistake({"frames": 14}, "14 frames 4n + 1 13 17"),

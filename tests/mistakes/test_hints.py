@@ -34,12 +34,12 @@ def pipe() -> Pipeline:
 
 
 @pytest.mark.parametrize("name", NEAR)
-def test_a_near_name_is_told(name):
+def test_a_similar_name_is_suggested(name):
     assert near_names(name, sorted(field_names()), 1) == [NEAR[name]]
 
 
 @pytest.mark.parametrize("name", FAR)
-def test_a_far_name_is_not_told(name):
+def test_a_dissimilar_name_is_not_suggested(name):
     assert near_names(name, sorted(field_names())) == []
 
 
@@ -87,7 +87,7 @@ def test_a_guessed_method_is_answered_with_what_to_use(pipe, name):
         getattr(pipe, name)
 
 
-def test_an_attribute_that_is_another_library_s_or_a_setting_is_told_with_its_place(pipe):
+def test_an_attribute_of_another_library_or_a_setting_names_the_right_one(pipe):
     with pytest.raises(AttributeError, match=r"pipe\.transformer"):
         _ = pipe.unet
     with pytest.raises(AttributeError, match=r"pipe\.transformer"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import wanjax
-from tests.mistakes.requests import INTERFACES, MISTAKES, OF_A_CHECKPOINT, RIGHT, Mistake
+from tests.mistakes.requests import INTERFACES, MISTAKES, OF_A_CHECKPOINT, VALID, Mistake
 from tests.serve.conftest import Server
 from tests.support.commands import refused
 from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint
@@ -38,11 +38,11 @@ def through(interface: str) -> Any:
 
 def request(mistake: Mistake) -> dict[str, Any]:
     """Return the fields of a wrong request."""
-    fields = {**RIGHT, **mistake.fields}
+    fields = {**VALID, **mistake.fields}
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def told(sentence: str, mistake: Mistake) -> bool:
+def names_mistake(sentence: str, mistake: Mistake) -> bool:
     """Return whether a sentence names what the row asks for, with fields as options or as keywords."""
     underscored = partial(re.sub, "(?<=[a-z])-(?=[a-z0-9])", "_")
     return has_line_with(underscored(sentence), underscored(mistake.words))
@@ -107,8 +107,8 @@ def by_toml(fields: dict[str, Any]) -> str:
     return sentence
 
 
-def by_row(fields: dict[str, Any], **others: Any) -> str:
-    Path("rows.jsonl").write_text(f"{json.dumps(RIGHT | others)}\n{json.dumps(as_json(fields))}\n")
+def by_row(fields: dict[str, Any], **more: Any) -> str:
+    Path("rows.jsonl").write_text(f"{json.dumps(VALID | more)}\n{json.dumps(as_json(fields))}\n")
     sentence = refused("batch", "rows.jsonl")
     assert has_line_with(sentence, "line 2")
     return sentence
@@ -135,38 +135,38 @@ def by_call(fields: dict[str, Any], pipe: Pipeline) -> str:
 
 @through("command")
 def test_the_command(mistake):
-    assert told(by_command(request(mistake)), mistake)
+    assert names_mistake(by_command(request(mistake)), mistake)
 
 
 @pytest.mark.parametrize("prompt", [{}, {"prompt": ""}, {"prompt": " "}, {"prompt": "caf\udce9"}], ids=str)
 def test_the_command_that_encodes(prompt):
     [words] = {row.words for row in MISTAKES if row.fields == {"prompt": None} | prompt and row.words != "prompt"}
-    assert told(by_command(prompt, command="encode"), Mistake(prompt, words))
+    assert names_mistake(by_command(prompt, command="encode"), Mistake(prompt, words))
 
 
 @through("toml")
 def test_a_file_of_options(mistake):
     sentence = by_toml(request(mistake))
-    assert told(sentence, in_toml(mistake))
+    assert names_mistake(sentence, in_toml(mistake))
     if any(option(name) not in OPTIONS or isinstance(x, bool | list) for name, x in mistake.fields.items()):
         assert has_line_with(sentence, "my.toml")  # which does not hold what it may
 
 
 @through("rows")
 def test_a_row(mistake):
-    assert told(by_row(request(mistake)), in_json(mistake))
+    assert names_mistake(by_row(request(mistake)), in_json(mistake))
 
 
 @through("http")
 def test_http(server, mistake):
     error = by_http(request(mistake), server)
-    assert told(error["message"], in_json(mistake))
+    assert names_mistake(error["message"], in_json(mistake))
     assert error["param"] in mistake.fields
 
 
 @through("python")
 def test_a_call(pipe, mistake):
-    assert told(by_call(request(mistake), pipe), mistake)
+    assert names_mistake(by_call(request(mistake), pipe), mistake)
 
 
 @pytest.fixture(scope="module", params=[tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint])
@@ -188,7 +188,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.mark.parametrize("mistake", OF_A_CHECKPOINT, ids=name_of)
 @pytest.mark.parametrize("interface", INTERFACES)
 def test_a_checkpoint_of_each_family(checkpoint, interface, mistake):
-    assert told(checkpoint[interface](request(mistake)), mistake)
+    assert names_mistake(checkpoint[interface](request(mistake)), mistake)
 
 
 def test_all_wrong_rows_are_reported_at_once():
@@ -198,8 +198,8 @@ def test_all_wrong_rows_are_reported_at_once():
         Path("rows.jsonl").write_text("".join(json.dumps(as_json(request(row))) + "\n" for row in some))
         sentence = refused("batch", "rows.jsonl")
         for row in some:
-            assert told(sentence, in_json(row))
+            assert names_mistake(sentence, in_json(row))
 
 
-def test_an_interface_is_left_out_with_a_reason():
+def test_an_interface_is_omitted_with_a_reason():
     assert {interface for row in MISTAKES for interface in row.elsewhere} <= {*INTERFACES}

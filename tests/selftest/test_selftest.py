@@ -28,7 +28,7 @@ def faults(result):
 
 
 @pytest.mark.parametrize("share", [1e-5, 1e-3, 0.3])
-def test_a_signature_tells_how_far_an_array_is(share):
+def test_a_signature_measures_the_distance_of_an_array(share):
     random = np.random.default_rng(0)
     x, noise = random.normal(size=(3, 50, 70)), random.normal(size=(3, 50, 70))
     far = relative_error(signature(x + share * noise), signature(x))
@@ -39,31 +39,31 @@ def test_an_array_that_is_not_finite_is_infinitely_far():
     assert relative_error(signature([1.0, np.nan]), signature([1.0, 2.0])) == np.inf
 
 
-def test_all_that_is_run_is_kept():
+def test_golden_values_cover_all_checks():
     assert set(load_golden()) == {"nano", "tiles", *small_models.model_names()}
     assert all(np.isfinite(x).all() and np.any(x) for each in load_golden().values() for x in each.values())
 
 
-def test_the_bundled_model_is_right():
+def test_the_bundled_model_passes():
     assert faults(checks.check_nano()) == []
 
 
-def test_a_family_and_tiles_are_right():
+def test_a_family_and_tiles_pass():
     assert faults([*checks.check_family(SMALL), *checks.check_tiles()]) == []
 
 
-def test_messages_between_devices_are_right():
+def test_messages_between_devices_pass():
     result = list(checks.check_messages())
     assert len(result) == 5
     assert faults(result) == []
 
 
-def test_a_message_that_arrives_wrong_is_seen(monkeypatch):
+def test_a_corrupted_message_is_detected(monkeypatch):
     monkeypatch.setattr(jax.lax, "all_gather", lambda x, axes, **_: jax.lax.psum(jnp.tile(x, (8, 1)), axes))
     assert faults(checks.check_messages()) == ["message all-gather"]
 
 
-def test_a_checkpoint_comes_back_as_it_was_written():
+def test_a_checkpoint_is_read_as_written():
     result = list(checks.check_checkpoint())
     assert len(result) == 3
     assert faults(result) == []
@@ -71,19 +71,19 @@ def test_a_checkpoint_comes_back_as_it_was_written():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [model for model in small_models.model_names() if model != SMALL])
-def test_each_family_is_right(model):
+def test_each_family_passes(model):
     assert faults(checks.check_family(model)) == []
 
 
 @pytest.mark.slow
-def test_a_mesh_of_eight_devices_makes_what_one_makes():
+def test_a_mesh_of_eight_devices_equals_one_device():
     assert checks.mesh_axes(8) == {"dp": 2, "sp": 2, "tp": 2}
     result = list(checks.check_mesh())
     assert len(result) == 9
     assert faults(result) == []
 
 
-def test_a_swapped_weight_is_seen(monkeypatch):
+def test_a_swapped_weight_is_detected(monkeypatch):
     read = small_models.RandomWeights.read
     query, key = (f"blocks.0.attn1.to_{name}.weight" for name in "qk")
     swapped = {query: key, key: query}
@@ -91,7 +91,7 @@ def test_a_swapped_weight_is_seen(monkeypatch):
     assert faults(checks.check_family(SMALL)) == [f"{SMALL}, denoise", f"{SMALL}, decode"]
 
 
-def test_bfloat16_where_float32_is_due_is_seen(monkeypatch):
+def test_bfloat16_in_place_of_float32_is_detected(monkeypatch):
     monkeypatch.setattr(
         checks, "small_pipeline", lambda model, mesh: small_models.small_pipeline(model, mesh, "bfloat16")
     )
@@ -104,24 +104,24 @@ def run_by(strategy, monkeypatch):
     monkeypatch.setattr(checks, "small_pipeline", lambda model, mesh: make(model, mesh).with_strategy(strategy))
 
 
-def test_a_wrong_tile_is_seen(monkeypatch):
+def test_a_wrong_tile_is_detected(monkeypatch):
     monkeypatch.setattr(tiling, "_cross_fade", lambda before, after, overlap, axis: after)
     run_by(Execute(), monkeypatch)
     assert faults(checks.check_tiles()) == ["tiles, frames"]
 
 
-def test_a_stale_executable_is_seen(monkeypatch, tmp_path):
-    kept = Executables(tmp_path / "executables")
+def test_a_stale_executable_is_detected(monkeypatch, tmp_path):
+    executables = Executables(tmp_path / "executables")
     with monkeypatch.context() as older:  # code whose programs are kept as if they were today's
         silu = jax.nn.silu
         older.setattr(jax.nn, "silu", lambda x: 1.05 * silu(x))
-        run_by(Execute(kept), older)
+        run_by(Execute(executables), older)
         assert faults(checks.check_family(SMALL))
-    run_by(Execute(kept), monkeypatch)
+    run_by(Execute(executables), monkeypatch)
     assert faults(checks.check_family(SMALL))
 
 
-def test_what_raises_is_wrong_and_the_rest_goes_on(monkeypatch):
+def test_a_check_that_raises_fails_and_the_others_run(monkeypatch):
     def broken():
         raise RuntimeError("INTERNAL: the device is lost\nmore")
 

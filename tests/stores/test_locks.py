@@ -8,7 +8,7 @@ from wanjax.errors import WanjaxError
 from wanjax.stores.locks import locked
 
 
-def test_a_folder_is_locked_by_one_and_left_as_it_was(tmp_path):
+def test_a_folder_is_locked_by_one_process_and_left_unchanged(tmp_path):
     for _ in range(2):
         with locked(tmp_path / "a.lock", "training", "folder"):
             with pytest.raises(WanjaxError, match=line_with_words(f"training {tmp_path} folder")):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places in stores: names that are none, videos that appear whole, and what is told where a store fails."""
+"""Paths in stores: invalid names, videos that appear when complete, and messages of failing stores."""
 
 import errno
 import os
@@ -46,7 +46,7 @@ def refused(call, *arguments) -> str:
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.gif", "a.webp", "a.png"])
-def test_a_video_in_a_store_is_the_file_that_it_would_be_here(tmp_path, name):
+def test_a_video_in_a_store_equals_the_local_file(tmp_path, name):
     frames = clip(1 if name == "a.png" else 5)
     write_trial_video(f"memory://videos/new/{name}", len(frames), (32, 32), 8, RECORD)
     assert objects() == {}
@@ -59,7 +59,7 @@ def test_a_video_in_a_store_is_the_file_that_it_would_be_here(tmp_path, name):
     assert os.listdir(tmp_path) == [name]
 
 
-def test_a_file_of_this_machine_may_be_given_as_a_url(tmp_path):
+def test_a_local_file_may_be_a_url(tmp_path):
     result = Video(clip(), 8, RECORD).save(f"file://{tmp_path}/a.gif")
     assert result == tmp_path / "a.gif"
     assert read_metadata(f"file://{tmp_path}/a.gif") == RECORD
@@ -80,7 +80,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("name", "words"), NAMES.items(), ids=NAMES)
-def test_what_is_no_name_in_a_store_is_told(monkeypatch, name, words):
+def test_an_invalid_name_in_a_store_is_reported(monkeypatch, name, words):
     if name.startswith("gs:"):  # as if its library were not installed
         monkeypatch.setattr("wanjax.stores.paths.find_spec", lambda name: None)
     output = refused(write_trial_video, name, 5, (32, 32), 8, RECORD)
@@ -101,7 +101,7 @@ FAILING = {  # the call of a store that fails, with what, ours that meets it, an
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_a_store_that_fails_is_named(tmp_path, name):
+def test_a_failing_store_is_named(tmp_path, name):
     operation, error, call, words = FAILING[name]
     with failing(operation, error):
         output = refused(call)
@@ -110,22 +110,22 @@ def test_a_store_that_fails_is_named(tmp_path, name):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_full_disk_here_is_not_the_store_s_fault(tmp_path):
+def test_a_full_local_disk_is_not_blamed_on_the_store(tmp_path):
     with failing("get_file", OSError(errno.ENOSPC, "No space left on device")), pytest.raises(OSError, match="space"):
         RemotePath("memory", "videos").download_all(["a"], tmp_path / "new")
 
 
-def test_a_video_that_cannot_be_published_is_kept_here(tmp_path):
+def test_a_video_that_cannot_be_published_stays_local(tmp_path):
     with failing("put_file", DENIED):
         output = refused(write_video, "memory://videos/a.mp4", clip(), 8, RECORD)
     assert has_line_with(output, "memory://videos/a.mp4 Access Denied")
     assert objects() == {}
-    [kept] = tmp_path.glob("wanjax-*/a.mp4")
-    assert str(kept) in output
-    assert read_metadata(kept) == RECORD
+    [temporary_file] = tmp_path.glob("wanjax-*/a.mp4")
+    assert str(temporary_file) in output
+    assert read_metadata(temporary_file) == RECORD
 
 
-def test_a_video_that_fails_leaves_the_one_before(tmp_path):
+def test_a_failing_video_leaves_the_earlier_one(tmp_path):
     write_video("memory://videos/a.gif", clip(), 8, RECORD)
     before = objects()
 
@@ -150,7 +150,7 @@ with temp_dir() as one, temp_dir(Path(sys.argv[1])) as other:
 """
 
 
-def test_temporary_folders_of_a_killed_process_go_with_the_next(tmp_path, monkeypatch):
+def test_the_next_process_removes_temporary_folders_of_a_killed_one(tmp_path, monkeypatch):
     """Neither those of one that runs, nor a video that could not be published."""
     (within := tmp_path / "models").mkdir()
     process = subprocess.run([sys.executable, "-c", KILLED, str(within)], env=os.environ | {"TMPDIR": str(tmp_path)})
@@ -159,12 +159,12 @@ def test_temporary_folders_of_a_killed_process_go_with_the_next(tmp_path, monkey
     assert len(left) == 2
     with failing("put_file", DENIED):
         refused(write_video, "memory://videos/a.gif", clip(), 8, RECORD)
-    [kept] = tmp_path.glob("wanjax-*/a.gif")
+    [remaining] = tmp_path.glob("wanjax-*/a.gif")
     RemotePath("memory", "videos/b").write(b"0")
     with temp_dir() as folder:
         RemotePath("memory", "videos").download_all(["b"], within)
         assert folder.is_dir()
-    assert sorted(os.listdir(tmp_path)) == ["models", kept.parent.name]
+    assert sorted(os.listdir(tmp_path)) == ["models", remaining.parent.name]
     assert os.listdir(within) == ["b"]
 
 
@@ -185,8 +185,8 @@ def test_names_that_lead_elsewhere_are_not_taken(name):
 
 
 @pytest.mark.filterwarnings("ignore:Sending a large body")  # by gcsfs
-def test_what_google_s_store_has_is_what_was_sent(tmp_path):
-    """Its library marks the end of a file by a text that the file may hold: what is cut off there is told."""
+def test_google_s_store_has_the_uploaded_bytes(tmp_path):
+    """Its library marks the end of a file by a text that the file may hold: what is cut off there is reported."""
     with running_gcs():
         folder = parse_path(f"{GOOGLES}/videos")
         folder.check_writable()
@@ -204,7 +204,7 @@ def test_what_google_s_store_has_is_what_was_sent(tmp_path):
         assert has_line_with(refused(parse_path("gs://no-such-bucket/a").read_object, 9), "gs://no-such-bucket/a")
 
 
-def test_an_object_is_created_by_one_alone():
+def test_only_one_process_creates_an_object():
     lease = RemotePath("memory", "cache/lease")
     assert lease.create(b"1")
     assert not lease.create(b"2")

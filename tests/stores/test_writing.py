@@ -10,13 +10,13 @@ from wanjax.stores import user_folders
 from wanjax.stores.writing import atomic_write, check_folder
 
 
-def test_what_fails_half_way_leaves_the_file_before(tmp_path):
+def test_a_failed_write_leaves_the_earlier_file(tmp_path):
     file = tmp_path / "video.mp4"
     file.write_bytes(b"before")
 
     def stopped() -> None:
-        with atomic_write(file) as beside:
-            beside.write_bytes(b"half")
+        with atomic_write(file) as temporary_file:
+            temporary_file.write_bytes(b"half")
             raise RuntimeError("stopped")
 
     with pytest.raises(RuntimeError, match="stopped"):
@@ -24,13 +24,13 @@ def test_what_fails_half_way_leaves_the_file_before(tmp_path):
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("video.mp4", b"before")]
 
 
-def test_a_file_appears_when_all_of_it_is_there(tmp_path):
+def test_a_file_appears_when_it_is_complete(tmp_path):
     file = tmp_path / "video.mp4"
-    with atomic_write(file) as beside:
-        assert beside.suffix == ".mp4"  # by which its writer chooses a format
-        beside.write_bytes(b"half")
+    with atomic_write(file) as temporary_file:
+        assert temporary_file.suffix == ".mp4"  # by which its writer chooses a format
+        temporary_file.write_bytes(b"half")
         assert not file.exists()
-        beside.write_bytes(b"whole")
+        temporary_file.write_bytes(b"whole")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("video.mp4", b"whole")]
 
 
@@ -46,7 +46,7 @@ def test_a_missing_first_folder_is_named_once(folder, name):
     )
 
 
-def test_a_home_that_does_not_exist_is_none(tmp_path, monkeypatch):
+def test_a_missing_home_is_ignored(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert user_folders.home() == tmp_path
     monkeypatch.setenv("HOME", str(tmp_path / "nope"))

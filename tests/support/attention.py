@@ -109,7 +109,7 @@ def with_waiting_weights(used, attend, *operands):
             return out, waiting.gathered()
 
     out, gathered = jax.jit(run)(placed, *operands)
-    for got, right in zip(gathered, weights, strict=True):
-        assert got.sharding.is_fully_replicated
-        np.testing.assert_array_equal(got, right)
+    for gathered_weight, weight in zip(gathered, weights, strict=True):
+        assert gathered_weight.sharding.is_fully_replicated
+        np.testing.assert_array_equal(gathered_weight, weight)
     return out

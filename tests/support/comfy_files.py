@@ -35,13 +35,13 @@ def hadamard(size):
     return out / np.sqrt(size)
 
 
-def convrot(name, x, group, layout=per_row, **beside):
+def convrot(name, x, group, layout=per_row, **more):
     """Return a layer as ComfyUI stores it in 8-bit integers with rotated groups, and the weight by the rule."""
     turned = (x.astype(np.float64).reshape(len(x), -1, group) @ hadamard(group).T).reshape(x.shape)
     scale, filled = layout(turned.astype(np.float32))
     scale, filled = np.asarray(scale * np.float32(448 / 127)), filled.astype(np.float64) * np.float32(448 / 127)
-    whole = np.clip(np.round(turned / filled), -128, 127).astype(np.int8)
-    tensors = {f"{name}.weight": whole, f"{name}.weight_scale": scale}
-    entries = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": group} | beside
-    numbers = (whole * filled).reshape(len(x), -1, group) @ hadamard(group)
+    rounded = np.clip(np.round(turned / filled), -128, 127).astype(np.int8)
+    tensors = {f"{name}.weight": rounded, f"{name}.weight_scale": scale}
+    entries = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": group} | more
+    numbers = (rounded * filled).reshape(len(x), -1, group) @ hadamard(group)
     return tensors, entries, numbers.reshape(x.shape)

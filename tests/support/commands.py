@@ -35,13 +35,13 @@ class Arguments(dict[str, Any]):
         """Keep arguments in place of those before."""
         self.clear()
         self.update(named)
-        for one in arguments:
-            if isinstance(one, Report):
-                self["report"] = one
-            elif isinstance(one, VideoRequest):
-                self.update(one.fields)
-            elif hasattr(one, "_asdict"):
-                self.update(one._asdict())
+        for argument in arguments:
+            if isinstance(argument, Report):
+                self["report"] = argument
+            elif isinstance(argument, VideoRequest):
+                self.update(argument.fields)
+            elif hasattr(argument, "_asdict"):
+                self.update(argument._asdict())
 
 
 def refused(*arguments: str | Path, status: int = 2, begun: bool | None = None) -> str:

@@ -4,8 +4,8 @@
 import numpy as np
 
 
-def error(got, expected):
+def error(result, expected):
     """Return the L2 norm of the difference, relative to that of `expected`; fails unless `got` is finite."""
-    got = np.asarray(got, np.float64)
-    assert np.isfinite(got).all()
-    return np.linalg.norm(got - expected) / np.linalg.norm(expected)
+    result = np.asarray(result, np.float64)
+    assert np.isfinite(result).all()
+    return np.linalg.norm(result - expected) / np.linalg.norm(expected)

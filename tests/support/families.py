@@ -16,9 +16,11 @@ from wanjax.pipelines.wan import FAMILY
 @contextmanager
 def registered(*families: Family, presets: tuple[Preset, ...] = ()) -> Iterator[None]:
     """Register families, and more presets of Wan."""
-    known = [replace(each, presets=(*each.presets, *presets)) if each is FAMILY else each for each in registry.FAMILIES]
+    registered_families = [
+        replace(each, presets=(*each.presets, *presets)) if each is FAMILY else each for each in registry.FAMILIES
+    ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "FAMILIES", known)
+        patch.setattr(registry, "FAMILIES", registered_families)
         for family in families:
             wanjax.register(family)
         yield

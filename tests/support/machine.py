@@ -31,7 +31,7 @@ class Machine:
         self._patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**15, 10**15 - free, free))
 
     def reads_at_most(self, **bounds: int) -> None:
-        """Bound pictures and clips; a bound that is not given is the usual one."""
+        """Bound pictures and clips; None is the default bound."""
         for name, value in vars(MediaLimits(**bounds)).items():
             self._patch.setattr(MEDIA_LIMITS, name, value)
 

@@ -22,7 +22,7 @@ STRICT, PASSWORD = "strict", "p@ss/word"  # a user who has to give a password
 
 
 def program(name: str) -> str:
-    """Return the path of one of PostgreSQL's programs, which Debian has beside the path; skip the test without."""
+    """Return the path of one of PostgreSQL's programs, which Debian has outside the path; skip the test without."""
     folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
     result = shutil.which(name) or next((str(each / name) for each in folders if (each / name).exists()), None)
     return result or pytest.skip("there is no PostgreSQL")

@@ -27,7 +27,7 @@ def caller(partitioner: Partitioner | None = None) -> Callable[..., Any]:
 
 def compiled(program: Program | None = None, strategy: Execute = EXECUTE) -> int:
     """Return the number of programs that a strategy has compiled, or of those of one program."""
-    return sum(program is None or known is program for known, *_ in list(strategy._compiled))
+    return sum(program is None or key is program for key, *_ in list(strategy._compiled))
 
 
 def begun(pipe: Any, encoded: Any, settings: Any, noise: Any = None) -> tuple[Any, State]:

@@ -49,7 +49,7 @@ def proxied(kind: str, folder: Path, port: int, prefix: str = PREFIX, lines: str
 
     Args:
         kind: "nginx" or "caddy".
-        folder: A folder for its files, made if need be.
+        folder: A folder for its files, created if it is missing.
         port: The server's port on this machine.
         prefix: The path under which the server is reached, "/" for all.
         lines: The proxy's configuration; None is what the documentation prints.
@@ -57,23 +57,23 @@ def proxied(kind: str, folder: Path, port: int, prefix: str = PREFIX, lines: str
     if (program := shutil.which(PROGRAMS[kind])) is None:
         pytest.skip(f"there is no {kind}")
     with socket.create_server(("127.0.0.1", 0)) as free:
-        own = free.getsockname()[1]
+        proxy_port = free.getsockname()[1]
     lines = (lines or printed(kind)).replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace(PREFIX, prefix)
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "proxy.conf"
     if kind == "nginx":
-        config.write_text(OF_NGINX % (own, lines))
+        config.write_text(OF_NGINX % (proxy_port, lines))
         command = [program, "-p", folder, "-c", config, "-e", "stderr"]
     else:
         if prefix == "/":  # which needs no address without the slash
             lines = re.sub(r"(?m)^\s*redir .*\n", "", lines)
-        config.write_text(OF_CADDY % lines.replace("videos.example", f"http://127.0.0.1:{own}"))
+        config.write_text(OF_CADDY % lines.replace("videos.example", f"http://127.0.0.1:{proxy_port}"))
         command = [program, "run", "--adapter", "caddyfile", "--config", config]
     homes = dict.fromkeys(("HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"), str(folder))
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | homes)
     try:
-        _wait(process, own)
-        yield f"http://127.0.0.1:{own}{prefix}"
+        _wait(process, proxy_port)
+        yield f"http://127.0.0.1:{proxy_port}{prefix}"
     finally:
         process.terminate()
         process.communicate(timeout=60)

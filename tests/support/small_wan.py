@@ -86,8 +86,8 @@ def transformer_config(heads):
 
 def causal_pipeline(heads, partitioner, *, chunk_frames=2, window=6, sink=0):
     """Return a pipeline that makes a video block by block, with random weights."""
-    plain = asdict(transformer_config(heads))
-    config = CausalTransformerConfig(**plain, chunk_frames=chunk_frames, window=window, sink=sink)
+    sizes = asdict(transformer_config(heads))
+    config = CausalTransformerConfig(**sizes, chunk_frames=chunk_frames, window=window, sink=sink)
     components = Components(
         {
             "transformer": lambda room: network(partial(WanCausalTransformer, config), partitioner),
@@ -101,8 +101,8 @@ def causal_pipeline(heads, partitioner, *, chunk_frames=2, window=6, sink=0):
 
 def animate_pipeline(heads, partitioner, layers=2):
     """Return a pipeline that follows a driving clip, with random weights."""
-    plain = asdict(replace(transformer_config(heads), channels_in=10, layers=layers))
-    config = AnimateTransformerConfig(**plain, image_width=8, image_positions=None, clip_offset=(1, 0, -1))
+    sizes = asdict(replace(transformer_config(heads), channels_in=10, layers=layers))
+    config = AnimateTransformerConfig(**sizes, image_width=8, image_positions=None, clip_offset=(1, 0, -1))
     components = Components({"transformer": lambda room: network(partial(WanAnimateTransformer, config), partitioner)})
     shapes = CharacterAnimation(transformer=config, vae=VAE, scheduler=FlowDPM())
     defaults = presets()["wan2.2-animate-2-14b"].defaults.updated({"dtype": "float32", "steps": 2})
@@ -128,10 +128,10 @@ def animate_conditioning(bias=None):
 
 def pose_pipeline(heads, partitioner, layers=2):
     """Return a pipeline that follows a pose clip and a face, with random weights."""
-    plain = asdict(replace(transformer_config(heads), channels_in=12, layers=layers))
+    sizes = asdict(replace(transformer_config(heads), channels_in=12, layers=layers))
     faces = {"face_size": 16, "motion_channels": (4, 6, 5), "motion_width": 8, "motions": 3, "motion_space": 7}
     faces |= {"face_width": 6, "face_heads": 2, "face_stride": 2}
-    config = PoseTransformerConfig(**plain, image_width=8, image_positions=None, **faces)
+    config = PoseTransformerConfig(**sizes, image_width=8, image_positions=None, **faces)
     components = Components({"transformer": lambda room: network(partial(WanPoseTransformer, config), partitioner)})
     vae = replace(VAE, multipliers=(1, 2, 2), temporal_downsample=(True, True))  # four frames are one, as in the face
     shapes = PoseToVideo(transformer=config, vae=vae)

@@ -78,14 +78,14 @@ class Parts(BytesParser):
         head, _, body = text.partition(b"\r\n")
         if b"multipart/related" not in head:
             return super().parsebytes(text, headersonly)
-        whole = super().parsebytes(head + b"\r\n")
-        boundary, parts = f"\n--{whole.get_boundary()}".encode(), []
+        message = super().parsebytes(head + b"\r\n")
+        boundary, parts = f"\n--{message.get_boundary()}".encode(), []
         for part in (b"\n" + body).split(boundary)[1:3]:
             about, _, content = part.lstrip(b"\n").partition(b"\n\n")
             parts.append(super().parsebytes(about + b"\n\n"))
             parts[-1].set_payload(content.decode("ascii", "surrogateescape"))
-        whole.set_payload(parts)
-        return whole
+        message.set_payload(parts)
+        return message
 
 
 class Queueing(HTTPServer):
@@ -108,14 +108,14 @@ def forget() -> None:
 @contextmanager
 def failing(method: str, error: Exception, after: int = 0) -> Iterator[list[Any]]:
     """Let a method of the store in memory fail after so many calls; yield the arguments of those that succeeded."""
-    whole: Callable[..., Any] = getattr(MemoryFileSystem, method)
+    original: Callable[..., Any] = getattr(MemoryFileSystem, method)
     calls: list[Any] = []
 
     def call(self: Any, *arguments: Any, **named: Any) -> Any:
         if len(calls) >= after:
             raise error
         calls.append(arguments)
-        return whole(self, *arguments, **named)
+        return original(self, *arguments, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MemoryFileSystem, method, call)

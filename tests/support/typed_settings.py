@@ -34,19 +34,19 @@ class SettingsKeywords(TypedDict, total=False):
 
 def source() -> str:
     """Return the text of the module."""
-    known = schema(Settings).items()
-    lines = [f"    {name}: {_type(name)} | None" for name, _ in known if name not in ELSEWHERE]
+    settings = schema(Settings).items()
+    lines = [f"    {name}: {_type(name)} | None" for name, _ in settings if name not in ELSEWHERE]
     return HEAD + "\n".join(lines) + "\n"
 
 
 def _type(name: str) -> str:
-    others = {
+    types = {
         "cache": "CacheRule | str",
         "guidance_rule": "GuidanceRule | str",
         "seed": "int | str",
         "then": "str | Sequence[str]",
     }
-    return others.get(name, schema(Settings)[name].kind.__name__)
+    return types.get(name, schema(Settings)[name].kind.__name__)
 
 
 if __name__ == "__main__":

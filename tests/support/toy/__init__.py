@@ -103,7 +103,7 @@ def embed_texts(static, texts, weights):
 
 @dataclass(frozen=True)
 class ToyDenoiser(Denoiser):
-    def embed_timesteps(self, network, times, plain=False):
+    def embed_timesteps(self, network, times, unprojected=False):
         return network.time_embed(nets.sinusoidal_embedding(times, 8).astype(network.dtype))
 
     def predict(self, network, x, t, prompt, shared, blocks=EVERY_BLOCK, dense=None):

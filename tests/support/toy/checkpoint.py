@@ -44,8 +44,8 @@ def write_checkpoint(folder: Path, family: Family) -> Path:
         classes[name] = ["toys", result.kind.classes[0]]
     save_tokenizer(folder / "tokenizer", model_max_length=LENGTH)
     _write(folder / "scheduler" / "scheduler_config.json", {"_class_name": "Ancestral"})
-    others = {"tokenizer": ["transformers", "T5TokenizerFast"], "scheduler": ["toys", "AncestralScheduler"]}
-    _write(folder / "model_index.json", {"_class_name": family.pipelines[0]} | classes | others)
+    other_parts = {"tokenizer": ["transformers", "T5TokenizerFast"], "scheduler": ["toys", "AncestralScheduler"]}
+    _write(folder / "model_index.json", {"_class_name": family.pipelines[0]} | classes | other_parts)
     return folder
 
 

@@ -111,20 +111,20 @@ def add_noise(static, latents, words):
 
 @program(conv_options)
 def decode_sound(graphdef, latents, video, weights):
-    alone = jax.lax.dynamic_slice_in_dim(latents, video, 1)
-    return nnx.merge(graphdef, weights)(jnp.moveaxis(alone, 1, -1))[0]
+    single = jax.lax.dynamic_slice_in_dim(latents, video, 1)
+    return nnx.merge(graphdef, weights)(jnp.moveaxis(single, 1, -1))[0]
 
 
 @dataclass(frozen=True)
 class SoundDenoiser(Denoiser):
-    def embed_timesteps(self, network, times, plain=False):
+    def embed_timesteps(self, network, times, unprojected=False):
         return network.time_embed(nets.sinusoidal_embedding(times, 8).astype(network.dtype))
 
     def predict(self, network, x, t, prompt, shared, blocks=EVERY_BLOCK, dense=None):
-        kept, real = shared
+        reference, real = shared
         times = len(t) // len(real)  # the prompts of a video
-        kept = jax.tree.map(lambda x: jnp.concatenate([x] * times, axis=1), kept)
-        return network(x, t, *prompt, kept, jnp.concatenate([real] * times), blocks)
+        reference = jax.tree.map(lambda x: jnp.concatenate([x] * times, axis=1), reference)
+        return network(x, t, *prompt, reference, jnp.concatenate([real] * times), blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ class SoundModel(VideoModel[SoundConditioning]):
         vae, options = runtime.components.get("vae"), {"reference": pictures["image"][None]}
         options |= {} if (clip := pictures.clip("driving")) is None else {"driving": clip[: settings.frames]}
         fitted = {
-            name: [fit_to_size(one, settings.size, settings.resize) for one in frames]
+            name: [fit_to_size(frame, settings.size, settings.resize) for frame in frames]
             for name, frames in options.items()
         }
         return {name: encode_clip(vae, frames, tiling, runtime.call) for name, frames in fitted.items()}

@@ -64,14 +64,14 @@ class JointBlock(nnx.Module):
         y = attend(q, k, v, key_mask=mask, implementation=self.attention)
         return x + self.video_out(y.reshape(x.shape)), (k, v)
 
-    def __call__(self, streams, text, kept, mask):
+    def __call__(self, streams, text, reference, mask):
         video, audio = streams["video"], streams["audio"]
         qkv = [
             self.video_qkv(self.norm(video).astype(self.dtype)),
             self.audio_qkv(self.norm(audio).astype(self.dtype)),
         ]
-        q, *own = self._split(jnp.concatenate(qkv, axis=1), 3)
-        pairs = zip(kept, self._split(self.text_kv(text), 2), own, strict=True)
+        q, *own_kv = self._split(jnp.concatenate(qkv, axis=1), 3)
+        pairs = zip(reference, self._split(self.text_kv(text), 2), own_kv, strict=True)
         k, v = (jnp.concatenate(pair, axis=1) for pair in pairs)
         y = attend(q, k, v, key_mask=mask, implementation=self.attention).reshape(len(video), -1, video.shape[-1])
         y_video, y_audio = jnp.split(y, [video.shape[1]], axis=1)
@@ -100,19 +100,19 @@ class JointTransformer(nnx.Module):
     def reference(self, x):
         """Return the keys and values of a reference [B T H W C] in each layer, and which of them are real."""
         tokens, real = self._tokens(x)
-        _, kept = scan_with_results(self.blocks, lambda block, x: block.reference(x, real), tokens)
-        return kept, real
+        _, keys_and_values = scan_with_results(self.blocks, lambda block, x: block.reference(x, real), tokens)
+        return keys_and_values, real
 
-    def __call__(self, x, t, text, mask, kept, real, cache=EVERY_BLOCK):
+    def __call__(self, x, t, text, mask, reference, real, cache=EVERY_BLOCK):
         time = self.time_embed(sinusoidal_embedding(t, 8).astype(self.dtype))[:, None]
-        video, own = self._tokens(x["video"])
+        video, is_real = self._tokens(x["video"])
         audio = self.audio_embed(x["audio"].astype(self.dtype))
         streams = {"video": video + time, "audio": audio + time}
-        keys = jnp.concatenate([real, mask, own, jnp.ones(audio.shape[:2], bool)], axis=1)
+        keys = jnp.concatenate([real, mask, is_real, jnp.ones(audio.shape[:2], bool)], axis=1)
         for part in cache.parts(self.config.layers):
             streams = cache.before(part, streams)
             streams = scan_blocks(
-                self.blocks, lambda block, x, kept: block(x, text, kept, keys), streams, kept, part=part
+                self.blocks, lambda block, x, reference: block(x, text, reference, keys), streams, reference, part=part
             )
         streams = cache.after(streams)
         patches = self.proj_out(streams["video"])
