@@ -37,7 +37,6 @@ LAYERS = [  # a module imports from its own layer and those below
         "wanjax.errors",
         "wanjax.figures",
         "wanjax.signals",
-        "wanjax.solver_names",
         "wanjax.stores",
     ],
 ]
