@@ -360,7 +360,7 @@ MUTATIONS = (
         "snapshot_download, repository, revision=revision, ",
         "snapshot_download, repository, revision=None, ",
         "`--revision` is ignored: the newest weights are loaded",
-        ("checkpoints/test_hub.py::test_a_revision_is_the_one_that_is_asked_for",),
+        ("checkpoints/test_hub.py::test_the_requested_revision_is_downloaded",),
     ),
     Mutation(
         "atomic-rename",

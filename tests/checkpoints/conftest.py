@@ -52,15 +52,15 @@ def online(server, set_hub_url):
 
 
 @pytest.fixture(scope="module")
-def known_shapes():
+def cached_shapes():
     """Trace each network once: tracing takes most of the time in converting so small a checkpoint."""
-    known = {}
+    cache = {}
 
     def abstract(network, **options):
         key = (network.config, str(options))
-        if key not in known:
-            known[key] = compute(network, **options)
-        return known[key]
+        if key not in cache:
+            cache[key] = compute(network, **options)
+        return cache[key]
 
     with pytest.MonkeyPatch.context() as patch:
         compute = Network.abstract

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of Wan Animate 2: its tensors are those of image to video, so that other marks tell the two apart."""
+"""Files of Wan Animate 2: its tensors are those of image to video, so other marks distinguish them."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def weights(source: Any) -> list[np.ndarray]:
         ("bf16_distillation.safetensors", {}, ".block.", "FlowMatchEulerDiscreteScheduler"),
     ],
 )
-def test_a_file_is_told_by_its_header_its_blocks_or_its_name(tensors, tmp_path, name, header, level, scheduler):
+def test_a_file_is_recognised_by_its_header_blocks_or_name(tensors, tmp_path, name, header, level, scheduler):
     save_safetensors(tmp_path / name, by_the_authors(tensors, level), header)
     source = open_source(tmp_path / name)
     assert source.index["_class_name"] == "WanAnimate2Pipeline"
@@ -75,7 +75,7 @@ def test_integers_with_rotated_groups(tmp_path):
     """Comfy-Org's smaller file, whose linear layers of the blocks are in 8 bits (ConvRot)."""
     config = JSON | {"dim": 64, "ffn_dim": 128, "freq_dim": 64, "text_dim": 64}
     kind = read_network(JSON["_class_name"], config, NETWORKS)
-    random, plain, tensors = np.random.default_rng(0), {}, {}
+    random, exact_tensors, tensors = np.random.default_rng(0), {}, {}
     for name, spec in kind.specs.items():
         x = random.normal(size=spec.shape).astype(np.float32)
         [stored] = by_the_authors({name: x})
@@ -85,13 +85,13 @@ def test_integers_with_rotated_groups(tmp_path):
             tensors |= integers | {f"{layer}.comfy_quant": json_bytes(**entries)}
         else:
             tensors[stored] = x
-        plain[name] = x.astype(np.float32)
+        exact_tensors[name] = x.astype(np.float32)
     assert sum(x.dtype == np.int8 for x in tensors.values()) == 24  # 12 layers of each block
     save_safetensors(tmp_path / "wan_animate_2_distill_int8_convrot.safetensors", tensors, HEADER)
     source = open_source(tmp_path / "wan_animate_2_distill_int8_convrot.safetensors")
     assert source["scheduler"].config()["_class_name"] == "FlowMatchEulerDiscreteScheduler"
     abstract = kind.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
-    exact_weights = jax.tree.leaves(modules.load(abstract, kind.rules, Tensors(plain)))
+    exact_weights = jax.tree.leaves(modules.load(abstract, kind.rules, Tensors(exact_tensors)))
     for result, exact in zip(weights(source), exact_weights, strict=True):
         np.testing.assert_allclose(result, exact, rtol=2**-9, atol=1e-6 * np.abs(exact).max())
 
@@ -142,7 +142,7 @@ def tensors_in_order(tensors: dict[str, np.ndarray], config: AnimateTransformerC
         ),
     ],
 )  # fmt: skip
-def test_diffusers_folders_are_told_apart_by_their_scheduler(tensors, tmp_path, scheduler, distilled, steps):
+def test_diffusers_folders_are_distinguished_by_their_scheduler(tensors, tmp_path, scheduler, distilled, steps):
     folder = published(tmp_path / "checkpoint", tensors, scheduler)
     checkpoint = inspect_checkpoint(folder)
     assert checkpoint.model.distilled == distilled

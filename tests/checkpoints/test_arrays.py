@@ -52,7 +52,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def fault(read, *args):
-    """Return the one sentence with which `read` fails."""
+    """Return the message with which `read` fails."""
     with pytest.raises(WanjaxError) as caught:
         read(*args)
     assert "\n" not in str(caught.value)
@@ -70,7 +70,7 @@ def test_chunks_cover_an_array_and_are_small(shape, dtype, stacked):
         patch.setattr(store, "MAX_CHUNK_BYTES", 256)
         chunk = chunk_shape(spec, stacked and bool(shape))
     assert len(chunk) == len(shape)
-    assert all(1 <= size <= whole for size, whole in zip(chunk, shape, strict=True))
+    assert all(1 <= size <= total for size, total in zip(chunk, shape, strict=True))
     assert math.prod(chunk) * spec.dtype.itemsize <= 256
 
 
@@ -81,7 +81,7 @@ def test_a_chunk_of_a_stack_is_whole_blocks_or_parts_of_one():
     assert chunk_shape(Spec((30, 1536, 256), np.dtype(np.float32)), True) == (10, 1536, 256)
 
 
-def test_what_is_written_is_read(folder):
+def test_arrays_are_read_as_written(folder):
     arrays = Arrays(folder)
     assert arrays.specs.keys() == TENSORS.keys()
     for name, x in TENSORS.items():
@@ -111,7 +111,7 @@ def test_orbax_reads_what_we_write(folder):
         assert np.asarray(x).tobytes() == TENSORS[name].tobytes()
 
 
-def test_on_one_cpu_an_array_takes_no_memory_beyond_itself(folder, monkeypatch):
+def test_on_one_cpu_an_array_takes_no_extra_memory(folder, monkeypatch):
     buffers = []
     aligned = store.aligned_empty
     monkeypatch.setattr(store, "aligned_empty", lambda *args: buffers.append(aligned(*args)) or buffers[-1])
@@ -124,7 +124,7 @@ def chunk(folder, name="blocks.q.kernel"):
     return sorted((folder / name / "c").rglob("*"))[-1]
 
 
-def test_a_flipped_byte_is_found_wherever_it_is_read(folder):
+def test_a_flipped_byte_is_detected_at_any_read(folder):
     file = chunk(folder)
     contents = bytearray(file.read_bytes())
     contents[20] ^= 1
@@ -136,14 +136,14 @@ def test_a_flipped_byte_is_found_wherever_it_is_read(folder):
 
 
 @pytest.mark.parametrize("size", [None, 0, 3, 100])
-def test_a_chunk_that_is_truncated_or_missing_is_found(folder, size):
+def test_a_truncated_or_missing_chunk_is_detected(folder, size):
     chunk(folder).unlink() if size is None else os.truncate(chunk(folder), size)
     array = StoredArray(folder / "blocks.q.kernel")
     assert has_line_with(fault(array.read), "blocks.q.kernel damaged")
     assert not all(array.is_written(piece) for piece in array.chunk_slices())
 
 
-def test_a_digest_knows_values_shape_and_dtype(folder):
+def test_a_digest_depends_on_values_shape_and_dtype(folder):
     digests = {name: Arrays(folder)[name].digest() for name in TENSORS}
     assert digests == {name: Arrays(folder)[name].digest() for name in TENSORS}
     assert len(set(digests.values())) == len(TENSORS)
@@ -230,6 +230,6 @@ def there_and_back():
         assert x.sharding == targets[name].sharding
         assert np.asarray(x).tobytes() == Arrays(folder / "one").read(name).tobytes()
     save(model, folder / "eight")
-    other = modules.restore(meshed((4, 2), ROWS), Arrays(folder / "eight"))
-    for name, x in modules.parameters(other).items():
+    restored = modules.restore(meshed((4, 2), ROWS), Arrays(folder / "eight"))
+    for name, x in modules.parameters(restored).items():
         assert np.asarray(x).tobytes() == np.asarray(modules.parameters(model)[name]).tobytes()

@@ -36,8 +36,8 @@ pytestmark = pytest.mark.usefixtures("known_shapes")
 def test_there_and_back_is_equal_bit_for_bit(source, converted, tmp_path):
     assert ToDiffusers(open_source(converted), tmp_path / "back", NETWORKS).run()
     assert tensors(tmp_path / "back") == tensors(source)
-    beside = ["model_index.json", "tokenizer/tokenizer.json", "scheduler/scheduler_config.json", "README.md"]
-    for name in [*beside, *(f"{network}/config.json" for network in COMPONENTS)]:
+    other_files = ["model_index.json", "tokenizer/tokenizer.json", "scheduler/scheduler_config.json", "README.md"]
+    for name in [*other_files, *(f"{network}/config.json" for network in COMPONENTS)]:
         assert json_or_text(tmp_path / "back" / name) == json_or_text(source / name)
     assert not list((tmp_path / "back").rglob("*.bin"))
     again = tmp_path / "again"
@@ -64,7 +64,7 @@ def test_every_model_goes_there_and_back(model, tmp_path):
 
 
 @pytest.mark.parametrize("prefix", quick([""], ["vision_model.", ""]))
-def test_what_a_network_has_no_use_for_goes_there_and_back_too(prefix, tmp_path):
+def test_unused_tensors_are_converted_there_and_back(prefix, tmp_path):
     """CLIP's last block and norm, under either of their names, are converted but not read by `load`."""
     source_folder = tiny_image_checkpoint(tmp_path / "given")
     weights = source_folder / "image_encoder" / "model.safetensors"
@@ -73,15 +73,15 @@ def test_what_a_network_has_no_use_for_goes_there_and_back_too(prefix, tmp_path)
     more = {"vision_model.post_layernorm.weight": np.ones(16, np.float32), **last}
     more["vision_model.embeddings.position_ids"] = np.arange(5)[None]
     outside = {"visual_projection.weight"}  # of the tower
-    whole = {
+    extra_tensors = {
         key if key in outside else prefix + key.removeprefix("vision_model."): x for key, x in (used | more).items()
     }
-    save_safetensors(weights, whole)
+    save_safetensors(weights, extra_tensors)
     assert ToWanjax(open_source(source_folder), tmp_path / "there", NETWORKS).run()
     verify(open_source(tmp_path / "there"))
     assert ToDiffusers(open_source(tmp_path / "there"), tmp_path / "back", NETWORKS).run()
     assert tensors(tmp_path / "back") == tensors(source_folder)
-    assert set(tensors(source_folder)) >= {f"image_encoder.{key}" for key in whole}
+    assert set(tensors(source_folder)) >= {f"image_encoder.{key}" for key in extra_tensors}
     encoders = [parameters(loading.load(tmp_path / name).image_encoder) for name in ("given", "there")]
     for name, x in encoders[0].items():
         np.testing.assert_array_equal(x, encoders[1][name])
@@ -105,7 +105,7 @@ def tokens(pipe):
     return pipe.tokenizer.tokenize(["a red circle"]).ids.tolist()
 
 
-def test_it_says_where_it_comes_from(source, converted):
+def test_a_converted_checkpoint_names_its_source(source, converted):
     manifest = json.loads((converted / "wanjax.json").read_text())
     assert manifest["licence"] == "apache-2.0"
     assert manifest["request"]["source"] == str(source)
@@ -153,7 +153,7 @@ def test_the_command_says_what_it_reads_and_writes(source, tmp_path):
 KERNELS = {"text_encoder": "blocks.attn.q.kernel", "transformer": "proj_out.kernel", "vae": "quant.kernel"}
 
 
-def test_a_component_can_have_a_dtype_of_its_own(source, tmp_path):
+def test_each_component_can_have_a_different_dtype(source, tmp_path):
     wanjax_command(
         source, tmp_path / "x", "--dtype", "bfloat16", "--dtype", "text_encoder=float32", "--dtype", "vae=bfloat16"
     )
@@ -201,7 +201,7 @@ def test_a_component_can_have_a_dtype_of_its_own(source, tmp_path):
         (("{source}", "{source}/README.md/x"), "README.md/x Not a directory"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(source, converted, tmp_path, arguments, message):
+def test_mistakes_are_reported(source, converted, tmp_path, arguments, message):
     places = {"source": source, "converted": converted, "new": tmp_path / "new"}
     assert has_line_with(refused(*(argument.format(**places) for argument in arguments)), message)
     assert not os.listdir(tmp_path)

@@ -47,12 +47,12 @@ def change(folder: Path, changed: Callable[[dict], dict]) -> None:
 
 
 def test_weights_that_are_not_finite_are_not_written(damaged, tmp_path):
-    whole(with_nan)(damaged)
+    in_one_file(with_nan)(damaged)
     assert has_line_with(refused(damaged, tmp_path / "new"), "proj_out.bias finite")
     assert not (tmp_path / "new").exists()
 
 
-def whole(harm: Callable[[Path], None]) -> Callable[[Path], None]:
+def in_one_file(harm: Callable[[Path], None]) -> Callable[[Path], None]:
     """Apply damage to a transformer that is stored in one file."""
 
     def do(folder: Path) -> None:
@@ -71,19 +71,19 @@ def whole(harm: Callable[[Path], None]) -> Callable[[Path], None]:
     [
         (truncated, "diffusion_pytorch_model.safetensors incomplete metadata"),
         (corrupt, "model.safetensors header"),
-        (whole(without_a_shard), "diffusion_pytorch_model-00002-of-00002.safetensors"),
-        (whole(with_other_keys), "missing proj_out.bias unused extra.weight more.bias wrong shape dtype"),
+        (in_one_file(without_a_shard), "diffusion_pytorch_model-00002-of-00002.safetensors"),
+        (in_one_file(with_other_keys), "missing proj_out.bias unused extra.weight more.bias wrong shape dtype"),
         (with_another_shape, "proj_out.bias [3] [16]"),
         (with_another_dtype, "proj_out.bias int32 float32"),
     ],
 )
-def test_a_fault_of_the_source_is_told_and_leaves_nothing(damaged, tmp_path, harm, message):
+def test_a_fault_of_the_source_is_reported_and_leaves_nothing(damaged, tmp_path, harm, message):
     harm(damaged)
     assert has_line_with(refused(damaged, tmp_path / "new"), message)
     assert os.listdir(tmp_path) == ["damaged"]
 
 
-def test_a_damaged_download_is_found_by_its_name_in_the_cache(source, damaged, tmp_path):
+def test_a_damaged_download_is_reported_by_its_name_in_the_cache(source, damaged, tmp_path):
     """The hub's cache names a large file by its checksum, and the snapshot links to it."""
     file = damaged / "vae" / WEIGHTS
     blob = tmp_path / convert.hashlib.sha256(file.read_bytes()).hexdigest()
@@ -97,14 +97,14 @@ def test_a_damaged_download_is_found_by_its_name_in_the_cache(source, damaged, t
     assert not (tmp_path / "bad").exists()
 
 
-def test_a_disk_without_room_is_told_before_anything_is_written(source, tmp_path, machine):
+def test_a_full_disk_is_reported_before_anything_is_written(source, tmp_path, machine):
     machine.has_disk(10_000)
     message = refused(source, tmp_path / "new", status=1)
     assert has_line_with(message, "new 10 kB free 318 kB")
     assert not (tmp_path / "new").exists()
 
 
-def test_a_disk_that_fills_is_told_and_the_next_run_goes_on(source, converted, tmp_path):
+def test_a_disk_that_fills_is_reported_and_the_next_run_resumes(source, converted, tmp_path):
     with no_file_above(7000):
         message = refused(source, tmp_path / "new", status=1)
     assert has_line_with(message, f"{tmp_path / 'new'} File too large resumes")
@@ -115,7 +115,7 @@ def test_a_disk_that_fills_is_told_and_the_next_run_goes_on(source, converted, t
     assert checksums(tmp_path / "new") == checksums(converted)
 
 
-def test_what_was_stopped_is_not_mixed_with_another_source(source, damaged, tmp_path, monkeypatch):
+def test_a_stopped_conversion_is_not_mixed_with_another_source(source, damaged, tmp_path, monkeypatch):
     """A run resumes another only if every file of the source is the same."""
     stop_in(monkeypatch, "_copy_files", damaged, tmp_path / "new")
     change(damaged, lambda x: {"proj_out.bias": x["proj_out.bias"] + 1})
@@ -135,7 +135,7 @@ def stop_in(monkeypatch, method: str, source: Path, target: Path) -> None:
             ToWanjax(open_source(source), target, NETWORKS).run()
 
 
-def test_what_is_written_is_not_written_again(source, converted, tmp_path, monkeypatch):
+def test_finished_chunks_are_not_written_again(source, converted, tmp_path, monkeypatch):
     stop_in(monkeypatch, "_copy_files", source, tmp_path / "new")
     chunks = {path: path.stat().st_mtime_ns for path in (tmp_path / ".new.partial").rglob("c/**/*") if path.is_file()}
     lost = sorted(chunks)[3]
@@ -147,7 +147,7 @@ def test_what_is_written_is_not_written_again(source, converted, tmp_path, monke
     assert checksums(tmp_path / "new") == checksums(converted)
 
 
-def test_a_chunk_that_was_damaged_before_the_end_is_found_and_written_again(source, converted, tmp_path, monkeypatch):
+def test_a_chunk_damaged_before_the_end_is_detected_and_rewritten(source, converted, tmp_path, monkeypatch):
     stop_in(monkeypatch, "_copy_files", source, tmp_path / "new")
     flip(tmp_path / ".new.partial" / "transformer")
     assert "proj_out.kernel is damaged" in refused(source, tmp_path / "new")
@@ -296,10 +296,10 @@ def stray(folder: Path) -> Path:
 def swapped_chunks(folder: Path) -> Path:
     """Swaps the chunks of two arrays of one shape, each of which has the checksum of its bytes."""
     weights = folder / "transformer" / "weights"
-    one, other = (weights / name / "c" / "0" for name in ("text_embed.up.bias", "time_embed.up.bias"))
-    kept = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(kept)
+    first, second = (weights / name / "c" / "0" for name in ("text_embed.up.bias", "time_embed.up.bias"))
+    first_bytes = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(first_bytes)
     return weights
 
 
@@ -319,7 +319,7 @@ HARMS = [lost_chunk, lost_array, flipped, swapped_arrays, swapped_chunks, stray,
     "harm",
     [*HARMS, emptied, emptied_with_its_digest, another_licence, no_arrays, *map(with_the_manifest, MANIFESTS)],
 )
-def test_verify_names_what_is_wrong(converted, tmp_path, harm):
+def test_verify_names_the_damage(converted, tmp_path, harm):
     folder = shutil.copytree(converted, tmp_path / "harmed")
     assert str(harm(folder)) in refused("--verify", folder)
 
@@ -328,7 +328,7 @@ def test_verify_names_what_is_wrong(converted, tmp_path, harm):
     ("harm", "verify", "words"),
     [
         (flipped, False, "proj_out.kernel damaged"),
-        (swapped_chunks, True, "text_embed.up.bias"),  # each whole, so that only the manifest's checksums tell
+        (swapped_chunks, True, "text_embed.up.bias"),  # each intact, so that only the manifest's checksums differ
         (swapped_chunks, False, None),
     ],
 )

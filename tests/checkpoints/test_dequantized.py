@@ -61,7 +61,7 @@ def small_squares(x):
     return largest(x, 32, 32)
 
 
-def one(x):
+def one_value(x):
     scale, full_scale = per_tensor(x)
     return scale.reshape(1), full_scale
 
@@ -71,7 +71,7 @@ def none(x):
     return scale.reshape(()), full_scale
 
 
-LAYOUTS = [per_tensor, one, none, per_row, flat, parts, without_axis, squares, small_squares]
+LAYOUTS = [per_tensor, one_value, none, per_row, flat, parts, without_axis, squares, small_squares]
 
 
 def eight_bits(name, x, layout, spelling="weight_scale", numbers="weight", dtype=ml_dtypes.float8_e4m3fn):
@@ -110,7 +110,7 @@ def test_a_kernel_has_a_scale_for_each_row():
 
 
 @pytest.mark.parametrize(
-    "beside",
+    "other_tensors",
     [
         {"a.input_scale": np.ones((), np.float32)},
         {"a.scale_input": np.ones(1, np.float32), "scaled_fp8": np.zeros(0, ml_dtypes.float8_e4m3fn)},
@@ -122,11 +122,11 @@ def test_a_kernel_has_a_scale_for_each_row():
     ],
 )
 @pytest.mark.parametrize("stored", [ml_dtypes.float8_e4m3fn, np.uint8])
-def test_what_stands_beside_a_scale_is_left_out(beside, stored):
+def test_other_tensors_of_a_scale_are_ignored(other_tensors, stored):
     x = weight((192, 384))
     tensors, full_scale = eight_bits("a", x, flat)
-    tensors = tensors | beside
-    if stored is np.uint8 and "a.comfy_quant" in beside:  # then the format is told there alone
+    tensors = tensors | other_tensors
+    if stored is np.uint8 and "a.comfy_quant" in other_tensors:  # then only that tensor names the format
         tensors["a.weight"] = tensors["a.weight"].view(np.uint8)
     reader = DequantizedReader(Tensors(tensors))
     assert list(reader.specs) == ["a.weight"]
@@ -136,7 +136,7 @@ def test_what_stands_beside_a_scale_is_left_out(beside, stored):
 @pytest.mark.parametrize("layout", [per_tensor, none, per_row, flat, without_axis, squares])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_integers(shape, layout):
-    """They are in place of the weight, and become bfloat16; the scale's shape tells what it is for."""
+    """They are in place of the weight, and become bfloat16; the scale's shape determines what it scales."""
     x = weight(shape)
     scale, full_scale = layout(x)
     scale, full_scale = np.asarray(scale * np.float32(3.5)), full_scale * np.float32(3.5)  # 128 steps in place of 448
@@ -154,7 +154,7 @@ def test_integers(shape, layout):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("layout", [per_tensor, none, one, per_row, flat, without_axis])
+@pytest.mark.parametrize("layout", [per_tensor, none, one_value, per_row, flat, without_axis])
 @pytest.mark.parametrize("name", ["weight_scale", "scale_weight"])
 def test_integers_in_place_of_the_weight_itself(name, layout, dtype):
     """LightX2V's and compressed-tensors', and those that LightX2V writes for ComfyUI; the product is plain."""
@@ -164,9 +164,9 @@ def test_integers_in_place_of_the_weight_itself(name, layout, dtype):
     spread = scale.astype(np.float32) if scale.size == 1 else scale.astype(np.float32).reshape(-1, 1)
     spread = spread if scale.shape[1:] != (12,) else np.repeat(scale.astype(np.float32), 32, 1)
     integers = np.random.default_rng(0).integers(-128, 128, x.shape).astype(np.int8)
-    beside = {"scaled_fp8": np.zeros(2, ml_dtypes.float8_e4m3fn)} if name == "scale_weight" else {}
+    marker = {"scaled_fp8": np.zeros(2, ml_dtypes.float8_e4m3fn)} if name == "scale_weight" else {}
     reader = DequantizedReader(
-        Tensors({"a.weight": integers, f"a.{name}": scale, "a.bias": np.ones(192, np.float32)} | beside)
+        Tensors({"a.weight": integers, f"a.{name}": scale, "a.bias": np.ones(192, np.float32)} | marker)
     )
     assert reader.specs == {"a.weight": ((192, 384), np.float32), "a.bias": ((192,), np.float32)}
     np.testing.assert_array_equal(reader.read("a.weight"), integers * spread)
@@ -183,10 +183,10 @@ def test_floats_and_integers_by_other_names(shape, names, layout):
     x = weight(shape)
     scale, full_scale = layout(x)
     numbers, name = (f"a.{name}" for name in names)
-    others = {"a.bias": np.ones(3, np.float32), "a.input_scale": np.ones((), np.float32)}
-    others |= {"a.output_scale": np.ones((), np.float32)}
+    other_tensors = {"a.bias": np.ones(3, np.float32), "a.input_scale": np.ones((), np.float32)}
+    other_tensors |= {"a.output_scale": np.ones((), np.float32)}
     reader = DequantizedReader(
-        Tensors({numbers: (x / full_scale).astype(ml_dtypes.float8_e4m3fn), name: scale} | others)
+        Tensors({numbers: (x / full_scale).astype(ml_dtypes.float8_e4m3fn), name: scale} | other_tensors)
     )
     assert list(reader.specs) == ["a.weight", "a.bias"]
     assert reader.specs["a.weight"] == (shape, np.dtype(np.float32))
@@ -200,7 +200,7 @@ def test_floats_and_integers_by_other_names(shape, names, layout):
 
 @pytest.mark.parametrize("layout", [per_tensor, per_row, without_axis])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_integers_with_a_zero_of_their_own(shape, layout):
+def test_integers_with_a_zero_point(shape, layout):
     """Each part of a weight has its least and its greatest number, and 0 lies anywhere between."""
     x = weight(shape) + 1
     count, _ = layout(x)
@@ -295,7 +295,7 @@ REFUSED = [  # tensors, and what the sentence about them names
 
 
 @pytest.mark.parametrize(("tensors", "words"), REFUSED, ids=[words for _, words in REFUSED])
-def test_anything_else_is_one_sentence(tensors, words):
+def test_other_formats_are_refused(tensors, words):
     with pytest.raises(WanjaxError) as caught:
         DequantizedReader(Tensors({key: x for key, x in tensors.items() if x is not None})).read("a.weight")
     assert has_line_with(str(caught.value), words)
@@ -323,34 +323,36 @@ def test_a_folder_of_them_is_loaded_and_converted(checkpoint, tmp_path):
         assert count > 5
         save_safetensors(folder / file, tensors)
     ToWanjax(open_source(folder), tmp_path / "converted", NETWORKS).run()
-    original, *others = (wanjax.load(path) for path in (checkpoint, folder, tmp_path / "converted"))
+    original, *quantised_pipes = (wanjax.load(path) for path in (checkpoint, folder, tmp_path / "converted"))
     for name in ("transformer", "text_encoder"):
-        right = modules.parameters(getattr(original, name))
-        for pipe in others:
+        expected = modules.parameters(getattr(original, name))
+        for pipe in quantised_pipes:
             result = modules.parameters(getattr(pipe, name))
-            assert result.keys() == right.keys()
-            for key, x in right.items():
+            assert result.keys() == expected.keys()
+            for key, x in expected.items():
                 error = np.abs(np.asarray(result[key]) - np.asarray(x))
                 assert (error <= np.abs(x) * ROUNDING + np.abs(x).max() / 448 * SMALLEST).all(), key
-        jax.tree.map(np.testing.assert_array_equal, *(modules.parameters(getattr(pipe, name)) for pipe in others))
+        jax.tree.map(
+            np.testing.assert_array_equal, *(modules.parameters(getattr(pipe, name)) for pipe in quantised_pipes)
+        )
 
 
 @pytest.mark.parametrize("names", FOLDER[1:])
 def test_a_single_file_of_them_is_recognised(names, checkpoint, tmp_path):
     """Though the tensors by whose names a transformer is known have others."""
-    tensors, right = {}, load_safetensors(checkpoint / "transformer/diffusion_pytorch_model.safetensors")
-    for key, x in right.items():
+    tensors, expected = {}, load_safetensors(checkpoint / "transformer/diffusion_pytorch_model.safetensors")
+    for key, x in expected.items():
         chosen = x.ndim == 2 and key.endswith(".weight")
         tensors |= eight_bits(key.removesuffix(".weight"), np.asarray(x), flat, *names)[0] if chosen else {key: x}
     save_safetensors(tmp_path / "wan.safetensors", {f"model.diffusion_model.{key}": x for key, x in tensors.items()})
     weights = open_source(tmp_path / "wan.safetensors")["transformer"].weights()
-    assert set(weights.specs) == set(right)
+    assert set(weights.specs) == set(expected)
     assert "condition_embedder.time_proj.weight" not in tensors
 
 
 @pytest.mark.parametrize("method", ["nunchaku_lite", "gguf", None, 7])
-def test_a_config_tells_who_quantised(method, checkpoint, tmp_path):
-    """A method of which nothing is read is named before weights are; of others, the tensors tell enough."""
+def test_a_config_names_the_quantizer(method, checkpoint, tmp_path):
+    """An unsupported method is named before weights are read; for others, the tensors suffice."""
     folder = shutil.copytree(checkpoint, tmp_path / "eight")
     config = json.loads((folder / "transformer/config.json").read_text())
     message = {"quantization_config": {"quant_method": method}}
@@ -506,7 +508,7 @@ def test_every_number_is_widened_as_numpy_does(kind):
         np.testing.assert_array_equal(out, x.astype(np.float32))
 
 
-def test_broken_formats_in_the_metadata_are_one_sentence():
+def test_broken_formats_in_the_metadata_are_refused():
     reader: Any = Tensors(FLOAT8)
     for text in ("{", "[]", '{"layers": 3}', '{"layers": {"a": 3}}'):
         reader.metadata = {"_quantization_metadata": text}

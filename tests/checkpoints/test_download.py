@@ -24,7 +24,7 @@ WEIGHTS = "vae/diffusion_pytorch_model.safetensors"
 
 
 def fault(components):
-    """Return the one sentence with which a download fails."""
+    """Return the message with which a download fails."""
     with pytest.raises(WanjaxError) as caught:
         fetched(ID, components)
     assert "\n" not in str(caught.value)
@@ -32,12 +32,12 @@ def fault(components):
 
 
 @pytest.mark.usefixtures("online")
-def test_a_dropped_connection_is_taken_up_where_it_broke_off(server):
+def test_a_dropped_download_resumes(server):
     server.files[WEIGHTS] = bytes(range(256)) * 100_000  # more than two of the pieces of 10 MiB that the client writes
     server.drops = 1
     folder = fetched(ID, ["vae"])
     assert (folder / WEIGHTS).read_bytes() == server.files[WEIGHTS]
-    assert [start for sent, start in server.downloads if sent == WEIGHTS] == [0, 10 << 20]
+    assert [start for name, start in server.downloads if name == WEIGHTS] == [0, 10 << 20]
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def impatient(monkeypatch):
 
 
 @pytest.mark.usefixtures("online")
-def test_a_hub_that_is_busy_for_a_while_is_asked_again(server, impatient):
+def test_a_busy_hub_is_retried(server, impatient):
     server.refusals = [429, 503, 429]
     with suppress(WanjaxError):  # a 503 for a file's bytes is an error, and the next run resumes
         fetched(ID, ["vae"])
@@ -67,7 +67,7 @@ def test_a_hub_that_is_busy_for_a_while_is_asked_again(server, impatient):
         (404, "downloaded"),
     ],
 )
-def test_a_file_that_stays_out_of_reach_is_told(server, status, what):
+def test_an_unreachable_file_is_reported(server, status, what):
     server.refusals = [status] * 100
     assert has_line_with(fault(["vae"]), what)
     server.refusals = []
@@ -75,7 +75,7 @@ def test_a_file_that_stays_out_of_reach_is_told(server, status, what):
 
 
 @pytest.mark.usefixtures("online")
-def test_a_file_of_another_length_than_the_hub_lists_is_not_taken(server):
+def test_a_file_of_another_length_than_the_hub_lists_is_refused(server):
     fetched(ID, ())
     server.short = 7
     assert has_line_with(fault(["vae"]), "Consistency check failed")
@@ -96,7 +96,7 @@ for _ in sys.stdin:
 """
 
 
-def test_killed_while_downloading_each_run_goes_on_to_the_same_bytes(server, tmp_path):
+def test_killed_downloads_resume_to_the_same_bytes(server, tmp_path):
     """Kill ten downloads at random moments: only complete files have their names, and these are not sent again."""
     for name in FILES:
         if name.endswith(".safetensors") and "/diffusion" in name:
@@ -128,14 +128,14 @@ def test_killed_while_downloading_each_run_goes_on_to_the_same_bytes(server, tmp
             for folder in tmp_path.glob("hub/models--owner--video/snapshots/*"):
                 for name in files_in(folder):
                     assert (folder / name).read_bytes() == server.files[name]
-                    complete.setdefault(name, Counter(sent for sent, _ in server.downloads)[name])
+                    complete.setdefault(name, Counter(name for name, _ in server.downloads)[name])
         attempts.stdin.close()
     assert complete.keys() == {"model_index.json"} | TRANSFORMER | VAE
-    assert complete == Counter(sent for sent, _ in server.downloads)
+    assert complete == Counter(name for name, _ in server.downloads)
 
 
 @pytest.mark.usefixtures("online")
-def test_a_file_that_differs_from_its_checksum_is_removed_and_sent_again(server):
+def test_a_file_that_differs_from_its_checksum_is_downloaded_again(server):
     server.files[WEIGHTS] = random.Random(0).randbytes(2_000_000)
     server.flip = WEIGHTS
     listed = checksum(server.files[WEIGHTS])
@@ -148,11 +148,11 @@ def test_a_file_that_differs_from_its_checksum_is_removed_and_sent_again(server)
     assert (folder / WEIGHTS).read_bytes() == server.files[WEIGHTS]
     assert hub.cached_checksum(folder / WEIGHTS) == checksum(server.files[WEIGHTS])
     assert hub.cached_checksum(folder / "vae/config.json") is None
-    assert [sent for sent, _ in server.downloads].count(WEIGHTS) == 2
+    assert [name for name, _ in server.downloads].count(WEIGHTS) == 2
 
 
 @pytest.mark.usefixtures("online")
-def test_a_disk_that_is_too_small_is_told_before_the_first_byte(server, machine):
+def test_a_disk_that_is_too_small_is_reported_before_the_first_byte(server, machine):
     machine.has_disk(100_000)
     assert has_line_with(fault(["transformer"]), "301 kB more 100 kB free")
     assert not [name for name, _ in server.downloads if name.endswith(".safetensors")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors, read and written as the format's own library does, with every fault named in one sentence."""
+"""Safetensors, read and written as the format's own library does, with every fault named."""
 
 import json
 import mmap
@@ -49,7 +49,7 @@ def assert_same(tensors, expected):
 
 
 def fault(read, *args):
-    """Return the one sentence with which `read` fails."""
+    """Return the message with which `read` fails."""
     with pytest.raises(WanjaxError) as caught:
         read(*args)
     message = str(caught.value)
@@ -67,7 +67,7 @@ def fault(read, *args):
         max_size=5,
     )
 )
-def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, drawn):
+def test_saved_tensors_are_loaded_bit_for_bit(tmp_path, drawn):
     tensors = {
         key: np.resize(np.frombuffer(seed + b"\0", np.uint8), np.prod(shape, dtype=int) * dtype.itemsize)
         .view(dtype)
@@ -157,7 +157,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_named_with_what_is_wrong(tmp_path, name):
+def test_a_broken_file_is_named_with_its_fault(tmp_path, name):
     contents, what = BROKEN[name]
     path = tmp_path / "x.safetensors"
     path.write_bytes(contents)
@@ -198,7 +198,7 @@ def test_numbers_that_are_not_finite_leave_the_old_file(tmp_path, dtype):
     assert os.listdir(tmp_path) == ["x.safetensors"]
 
 
-def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path):
+def test_a_full_disk_leaves_only_the_old_file(tmp_path):
     path = tmp_path / "x.safetensors"
     save_safetensors(path, {"a": np.ones(1, np.float32)})
     with no_file_above(1000):
@@ -208,11 +208,11 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path):
     assert_same(load_safetensors(path), {"a": np.ones(1, np.float32)})
 
 
-def test_an_interrupt_leaves_nothing_half_written(tmp_path):
+def test_an_interrupt_leaves_no_partial_file(tmp_path):
     def interrupted():
-        with atomic_write(tmp_path / "x.mp4") as beside:
-            beside.write_bytes(b"half")
-            assert beside.suffix == ".mp4"
+        with atomic_write(tmp_path / "x.mp4") as temporary_file:
+            temporary_file.write_bytes(b"half")
+            assert temporary_file.suffix == ".mp4"
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -251,7 +251,7 @@ def test_a_folder_is_read_in_each_layout(tmp_path, stem, sharded):
     assert folder.specs["a.bias"] == Spec((3,), np.dtype(ml_dtypes.bfloat16))
 
 
-def test_the_plain_variant_is_not_mixed_with_another(tmp_path):
+def test_the_default_variant_is_not_mixed_with_another(tmp_path):
     save_safetensors(tmp_path / "model.fp16.safetensors", SPLIT[0])
     save_safetensors(tmp_path / "model.safetensors", SPLIT[1])
     assert_same(read_all(SafetensorsFolder(tmp_path)), SPLIT[1])
@@ -271,12 +271,12 @@ def with_a_key_in_two_shards(folder):
     write_shards(folder, [SPLIT[0], SPLIT[1] | {"b": TENSORS["b"]}])
 
 
-def with_an_index_of(weight_map, others=()):
+def with_an_index_of(weight_map, more_keys=()):
     """Return what writes shards with an index that is wrong, and a file of these tensors beside them."""
 
     def write(folder):
         write_shards(folder, SPLIT, weight_map)
-        save_safetensors(folder / "other.safetensors", {key: TENSORS["b"] for key in others})
+        save_safetensors(folder / "other.safetensors", {key: TENSORS["b"] for key in more_keys})
 
     return write
 
@@ -320,7 +320,7 @@ FOLDERS = {  # what makes a folder wrong, and what the sentence about it names
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_folder_that_is_wrong_is_named_with_what_is_wrong(tmp_path, name):
+def test_a_wrong_folder_is_named_with_its_fault(tmp_path, name):
     harm, words = FOLDERS[name]
     harm(tmp_path)
     assert has_line_with(fault(SafetensorsFolder, tmp_path), words)
@@ -338,19 +338,19 @@ def test_a_folder_that_is_wrong_is_named_with_what_is_wrong(tmp_path, name):
         (check_folder, "/proc/stages", "written another"),
     ],
 )
-def test_a_place_where_nothing_is_read_or_written(tmp_path, monkeypatch, call, name, words):
+def test_an_unreadable_or_unwritable_path(tmp_path, monkeypatch, call, name, words):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
     assert has_line_with(fault(call, Path(name)), words)
 
 
-def test_what_a_process_left_that_is_gone_is_removed(tmp_path):
+def test_files_of_a_dead_process_are_removed(tmp_path):
     """Neither what runs, nor what is another machine's, nor what has another name."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     gone, here = f".{ended.pid}@{HOST_NAME}", f".{os.getpid()}@{HOST_NAME}"
     left = [f"{gone}.partial.a.mp4", f"{gone}.old.b"]
-    kept = [
+    expected = [
         f"{here}.partial.c.mp4",
         f".{ended.pid}@elsewhere.partial.d.mp4",
         ".hidden",
@@ -358,10 +358,10 @@ def test_what_a_process_left_that_is_gone_is_removed(tmp_path):
         "a.mp4",
         "b",
     ]
-    for name in (*left, *kept):
+    for name in (*left, *expected):
         (tmp_path / name).write_text("x")
     (tmp_path / f"{gone}.partial.frames").mkdir()
     (tmp_path / f"{gone}.old.lost").mkdir()  # its process was killed before the new folder had its name
-    with atomic_write(tmp_path / "f.json") as beside:
-        beside.write_text("{}")
-    assert sorted(os.listdir(tmp_path)) == sorted([*kept, "f.json", "lost"])
+    with atomic_write(tmp_path / "f.json") as temporary_file:
+        temporary_file.write_text("{}")
+    assert sorted(os.listdir(tmp_path)) == sorted([*expected, "f.json", "lost"])

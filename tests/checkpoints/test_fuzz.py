@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random files: each is read within its own bytes, or refused in one sentence.
+"""Random files: each is read within its bytes, or refused with a message.
 
 A few hundred cases of each kind; three thousand with `pytest -m slow tests/checkpoints/test_fuzz.py`.
 """
@@ -126,12 +126,12 @@ def test_an_index_is_followed_within_its_folder_or_refused(tmp_path, cases):
     save_safetensors(folder / "model-2.safetensors", {"b": TENSORS["b"], "c": TENSORS["c"]})
     save_safetensors(tmp_path / "outside.safetensors", {"secret": TENSORS["b"]})
     index = folder / "model.safetensors.index.json"
-    right = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-2.safetensors"}
-    whole = json.dumps({"metadata": {}, "weight_map": right}).encode()
-    maps = st.dictionaries(keys, names, max_size=4).map(lambda more: {"weight_map": right | more}) | st.builds(
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-2.safetensors"}
+    content = json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
+    maps = st.dictionaries(keys, names, max_size=4).map(lambda more: {"weight_map": weight_map | more}) | st.builds(
         lambda weight_map: {"weight_map": weight_map}, junk
     )
-    texts = st.one_of(maps.map(json.dumps).map(str.encode), junk.map(json.dumps).map(str.encode), damaged(whole))
+    texts = st.one_of(maps.map(json.dumps).map(str.encode), junk.map(json.dumps).map(str.encode), damaged(content))
 
     def test(text: bytes) -> None:
         index.write_bytes(text)
@@ -159,7 +159,7 @@ def write_arrays(folder: Path) -> None:
 @pytest.mark.parametrize("file", ["_METADATA", "a.weight/zarr.json", "a.weight/c/0/0"])
 def test_stored_arrays_are_read_or_refused(tmp_path, file, cases):
     write_arrays(tmp_path)
-    whole = (tmp_path / file).read_bytes()
+    content = (tmp_path / file).read_bytes()
 
     def test(text: bytes) -> None:
         (tmp_path / file).write_bytes(text)
@@ -173,17 +173,17 @@ def test_stored_arrays_are_read_or_refused(tmp_path, file, cases):
 
         read_or_refuse(read)
 
-    fuzz(cases, damaged(whole), test=test)
+    fuzz(cases, damaged(content), test=test)
 
 
 @pytest.mark.parametrize("cases", CASES)
 def test_a_manifest_is_read_or_refused(tmp_path, cases):
     (tmp_path / "model_index.json").write_text("{}")
-    whole = json.dumps({"format": 1, "request": {"source": "x"}, "networks": {"a": {}}, "files": {}}).encode()
+    content = json.dumps({"format": 1, "request": {"source": "x"}, "networks": {"a": {}}, "files": {}}).encode()
     tables = st.fixed_dictionaries({"format": st.just(1), "request": junk, "networks": junk, "files": junk})
 
     def test(text: bytes) -> None:
         (tmp_path / "wanjax.json").write_bytes(text)
         read_or_refuse(lambda: open_source(tmp_path).published_name)
 
-    fuzz(cases, damaged(whole) | tables.map(json.dumps).map(str.encode), test=test)
+    fuzz(cases, damaged(content) | tables.map(json.dumps).map(str.encode), test=test)

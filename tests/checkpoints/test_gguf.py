@@ -46,7 +46,7 @@ def test_every_type_is_read_as_its_package_reads_it(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", sorted(FAST))
-def test_types_with_a_rule_of_their_own_take_any_bytes(kind):
+def test_types_with_special_rules_take_any_bytes(kind):
     """Also scales that are infinite or NaN, and more rows than a piece has."""
     size, nbytes = gguf.GGML_QUANT_SIZES[Kind[kind]]
     raw = np.random.default_rng(0).integers(0, 256, (300, 2048 // size * nbytes), dtype=np.uint8)
@@ -55,7 +55,7 @@ def test_types_with_a_rule_of_their_own_take_any_bytes(kind):
 
 
 def test_a_file_of_several_types(tmp_path):
-    """Kernels in blocks, norms and biases as plain numbers; order, shapes and names are kept."""
+    """Kernels in blocks, norms and biases as floats; order, shapes and names are preserved."""
     random = np.random.default_rng(0)
     halves = random.normal(size=(3, 5)).astype(ml_dtypes.bfloat16)
     tensors = {
@@ -144,7 +144,7 @@ BROKEN = [  # the file, and what the sentence names
 
 
 @pytest.mark.parametrize(("content", "words"), BROKEN, ids=[words for _, words in BROKEN])
-def test_a_broken_file_is_one_sentence(content, words, tmp_path):
+def test_a_broken_file_is_refused(content, words, tmp_path):
     (tmp_path / "a.gguf").write_bytes(content)
     with pytest.raises(WanjaxError) as caught:
         GgufFile(tmp_path / "a.gguf")
@@ -153,7 +153,7 @@ def test_a_broken_file_is_one_sentence(content, words, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def content(tmp_path_factory):
     tensors = {"a.weight": (blocks(Kind.Q4_K, (4, 256)), Kind.Q4_K), "a.bias": np.ones(4, np.float32)}
     fields = {"general.name": "small", "tokens": ["a", "b", "c"], "comfy.gguf.orig_shape.a.weight": [1024]}
     return write_gguf(tmp_path_factory.mktemp("whole") / "a.gguf", tensors, fields).read_bytes()
@@ -161,9 +161,9 @@ def whole(tmp_path_factory):
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_damage_is_an_error_of_ours_or_another_number(data, whole, tmp_path):
-    """Bytes that were changed or cut off never raise anything else, and nothing is read beside the file."""
-    content = bytearray(whole[: data.draw(st.integers(0, len(whole)))])
+def test_any_damage_raises_our_error_or_changes_a_number(data, file_bytes, tmp_path):
+    """Changed or truncated bytes never raise another error, and nothing outside the file is read."""
+    content = bytearray(file_bytes[: data.draw(st.integers(0, len(file_bytes)))])
     for _ in range(data.draw(st.integers(0, 4))):
         if content:
             content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))

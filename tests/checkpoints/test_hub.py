@@ -23,20 +23,20 @@ OPENED = "from wanjax.registry import open_source"
 
 
 def fault(name, components=None, **options):
-    """Return the one sentence with which a checkpoint, or the download of its components, fails."""
+    """Return the message with which a checkpoint, or the download of its components, fails."""
     with pytest.raises(WanjaxError) as caught:
         open_source(name, **options) if components is None else fetched(name, components)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_a_folder_that_is_there_is_taken_as_it_is(tmp_path):
+def test_an_existing_folder_is_used_as_it_is(tmp_path):
     (tmp_path / "model_index.json").write_text("{}")
     assert open_source(tmp_path).root == open_source(str(tmp_path)).root == tmp_path
 
 
 @pytest.mark.usefixtures("online")
-def test_only_the_wanted_files_are_downloaded(server):
+def test_only_the_required_files_are_downloaded(server):
     folder = fetched(ID, ["transformer"])
     assert files_in(folder) == {"model_index.json"} | TRANSFORMER
     assert all((folder / name).read_bytes() == FILES[name] for name in files_in(folder))
@@ -52,7 +52,7 @@ def test_either_form_of_a_tokenizer_is_downloaded(server, name):
     assert (fetched(ID, ["tokenizer"]) / "tokenizer" / name).read_bytes() == b"{}"
 
 
-def test_offline_the_cache_is_used_and_what_it_lacks_is_said(server, set_hub_url):
+def test_offline_the_cache_is_used_and_missing_files_are_named(server, set_hub_url):
     set_hub_url(server.url, offline=True)
     assert "unset HF_HUB_OFFLINE" in fault(ID, ["vae"])
     set_hub_url(server.url)
@@ -65,7 +65,7 @@ def test_offline_the_cache_is_used_and_what_it_lacks_is_said(server, set_hub_url
 
 
 @pytest.mark.usefixtures("online")
-def test_a_revision_is_the_one_that_is_asked_for(server):
+def test_the_requested_revision_is_downloaded(server):
     assert hub.locate(ID, revision="v1").name == OLDER
     assert hub.locate(ID).name == COMMIT
 
@@ -82,8 +82,8 @@ pwd.getpwuid = unknown
 from wanjax.checkpoints.hub import locate
 print(locate("{ID}"))
 """
-    own = {name: value for name, value in os.environ.items() if name not in ("HOME", "HF_HOME", "XDG_CACHE_HOME")}
-    environment = own | {"HF_ENDPOINT": server.url, "TMPDIR": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    variables = {name: value for name, value in os.environ.items() if name not in ("HOME", "HF_HOME", "XDG_CACHE_HOME")}
+    environment = variables | {"HF_ENDPOINT": server.url, "TMPDIR": str(tmp_path), "HF_HUB_OFFLINE": "0"}
     assert path_printed_by(code, environment, tmp_path / "here").is_relative_to(tmp_path)
     assert os.listdir(tmp_path) == ["here"]
 
@@ -110,7 +110,7 @@ def test_a_relative_name_of_the_users_cache_makes_no_folder_here(server, tmp_pat
 LONG = "x" * 300
 UNKNOWN = ("nowhere", "./no/where", "/no/where", "a/b/c", "", "a b/c", "ä/b", ".")
 NO_FILES = ("a.safetensors", "/a/b/c.safetensors", f"{ID}/../../x", "", f"{ID}/a*.safetensors", LONG)
-NAMES = [  # of what is not there, the call that is given one, and what the sentence names
+NAMES = [  # names that do not exist, the call that gets them, and what the message names
     *((open_source, name, "no") for name in UNKNOWN),
     *((wanjax.load, name, name) for name in (LONG, f"{LONG}.gguf", f"{LONG}.safetensors", f"a/b/c/{LONG}")),
     *((hub.locate_file, name, "OWNER/NAME/FILE") for name in NO_FILES),
@@ -124,7 +124,7 @@ NAMES = [  # of what is not there, the call that is given one, and what the sent
 
 @pytest.mark.usefixtures("online")
 @pytest.mark.parametrize(("call", "name", "words"), NAMES)
-def test_what_is_not_there_is_named(call, name, words, tmp_path, monkeypatch):
+def test_missing_repositories_and_files_are_named(call, name, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(WanjaxError) as caught:
         call(name)
@@ -165,7 +165,7 @@ HARMS = [  # what makes a hub wrong, what the sentence about its model names, an
     ],
     ids=[*(words for _, words, _ in HARMS), "a full disk"],
 )
-def test_a_hub_that_does_not_give_it_is_explained(server, set_hub_url, harm, room, words, fails):
+def test_a_refusal_of_the_hub_is_explained(server, set_hub_url, harm, room, words, fails):
     server.set_hub_url = set_hub_url
     harm(server)
     with no_file_above(room) if room else nullcontext(), pytest.raises(WanjaxError) as caught:
@@ -185,7 +185,7 @@ def test_a_single_file_of_the_hub_or_of_the_disk(server, tmp_path):
 
 
 @pytest.mark.usefixtures("online")
-def test_a_lora_of_the_hub_is_asked_for_once(server):
+def test_a_lora_of_the_hub_is_requested_once(server):
     server.files["style.safetensors"] = b"L" * 100
     lora = Lora(f"{ID}/style.safetensors").resolve_folder()
     result = lora.path
@@ -209,10 +209,10 @@ def test_the_clients_settings_come_from_the_environment(server, tmp_path):
 
 
 @pytest.mark.usefixtures("online")
-def test_a_checkpoint_comes_with_its_configs_in_one_look(server):
+def test_configs_of_a_checkpoint_are_downloaded_in_one_request(server):
     opened = open_source(ID)
-    sent = [name for name, _ in server.downloads]
-    assert sorted(sent) == ["model_index.json", "transformer/config.json", "vae/config.json"]
+    names = [name for name, _ in server.downloads]
+    assert sorted(names) == ["model_index.json", "transformer/config.json", "vae/config.json"]
     server.status = 500
     assert opened["vae"].config() == json.loads(FILES["vae/config.json"])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A licence with conditions of its own is told before the weights under it are downloaded."""
+"""A licence with conditions is printed before the weights under it are downloaded."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from wanjax.errors import WanjaxError
 
 
 @pytest.mark.usefixtures("online")
-def test_the_licence_of_a_single_file_is_told_before_it_is_downloaded(server, tmp_path):
+def test_the_licence_of_a_single_file_is_printed_before_its_download(server, tmp_path):
     """The file is downloaded to be examined, and so before anything else."""
     name, tiny = "part/model.safetensors", tiny_checkpoint(tmp_path / "tiny")
     [weights] = (tiny / "transformer").glob("*.safetensors")
@@ -24,26 +24,26 @@ def test_the_licence_of_a_single_file_is_told_before_it_is_downloaded(server, tm
     bound, messages = replace(like, name="bound", source=f"{ID}/{name}", model=None), []
 
     def note(sentence):
-        messages.append((sentence, [sent for sent, _ in server.downloads]))
+        messages.append((sentence, [file for file, _ in server.downloads]))
 
     with registered(presets=(bound,)):
         for _ in range(2):
             with pytest.raises(WanjaxError, match="holds no"):  # the tiny model is that of no repository
                 wanjax.load("bound", note=note)
-    [(licence, sent_before)] = messages
+    [(licence, downloads_before)] = messages
     assert has_line_with(licence, f"bound CC-BY-NC-4.0 {ID}")
-    assert name not in sent_before
-    assert name in [sent for sent, _ in server.downloads]
+    assert name not in downloads_before
+    assert name in [file for file, _ in server.downloads]
 
 
 @pytest.mark.usefixtures("online")
-def test_the_licence_is_told_before_the_first_download_alone(server, tmp_path):
+def test_the_licence_is_printed_only_before_the_first_download(server, tmp_path):
     tiny = tiny_checkpoint(tmp_path / "tiny")
     server.files = {str(path.relative_to(tiny)): path.read_bytes() for path in tiny.rglob("*") if path.is_file()}
     like = replace(registry.presets()["wan2.1-t2v-1.3b"], source=ID, model=None)
-    known = (replace(like, name="free"), replace(like, name="bound", licence="licence of its own"))
+    presets = (replace(like, name="free"), replace(like, name="bound", licence="licence of its own"))
     messages: list[str] = []
-    with registered(presets=known):
+    with registered(presets=presets):
         wanjax.load("free", note=messages.append)
         assert messages == []
         pipe = wanjax.load("bound", note=messages.append)

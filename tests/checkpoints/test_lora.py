@@ -72,13 +72,13 @@ def q_of(pipe):
 
 
 def test_a_lora_is_merged_when_the_transformer_is_loaded(checkpoint, file):
-    plain = q_of(wanjax.load(checkpoint))
+    base = q_of(wanjax.load(checkpoint))
     notes = []
     merged = wanjax.load(checkpoint, lora=f"{file}:0.5", note=notes.append)
     assert notes == [f"{file}: 1 of 1 change merged"]
-    np.testing.assert_allclose(q_of(merged), plain + 0.5 * change(file), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(q_of(merged), base + 0.5 * change(file), rtol=1e-6, atol=1e-6)
     several = wanjax.load(checkpoint, lora=[Lora(str(file)), f"{file}:-3"])
-    np.testing.assert_allclose(q_of(several), plain - 2 * change(file), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(q_of(several), base - 2 * change(file), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.usefixtures("online")
@@ -98,8 +98,8 @@ def test_peft_s_alpha_is_read_wherever_the_file_is(where, checkpoint, file, tmp_
 
 
 def test_a_strength_of_0_leaves_every_weight_as_it_is(checkpoint, file):
-    plain, none = (modules.parameters(wanjax.load(checkpoint, lora=x).transformer) for x in ((), f"{file}:0"))
-    jax.tree.map(np.testing.assert_array_equal, plain, none)
+    base, none = (modules.parameters(wanjax.load(checkpoint, lora=x).transformer) for x in ((), f"{file}:0"))
+    jax.tree.map(np.testing.assert_array_equal, base, none)
 
 
 def test_a_lora_is_merged_into_a_converted_checkpoint(checkpoint, file, tmp_path):
@@ -111,19 +111,19 @@ def test_a_lora_is_merged_into_a_converted_checkpoint(checkpoint, file, tmp_path
 @pytest.mark.parametrize("dtype", quick(["bfloat16"], ["float32", "bfloat16"]))
 def test_a_conversion_merges_a_lora(checkpoint, file, tmp_path, dtype):
     """The converted checkpoint has the weights that `load` makes of the LoRA, and so has the one written back."""
-    plain, lora = tmp_path / "plain", f"{file}:0.5"
-    run("convert", checkpoint, plain, "--dtype", dtype)
-    assert "1 of 1 change merged" in run("convert", plain, tmp_path / "merged", "--lora", lora)
+    converted, lora = tmp_path / "plain", f"{file}:0.5"
+    run("convert", checkpoint, converted, "--dtype", dtype)
+    assert "1 of 1 change merged" in run("convert", converted, tmp_path / "merged", "--lora", lora)
     run("convert", checkpoint, tmp_path / "at once", "--lora", lora, "--dtype", f"transformer={dtype}")
-    run("convert", plain, tmp_path / "back", "--to", "diffusers", "--lora", lora)
-    for name, source in (("merged", plain), ("back", plain), ("at once", checkpoint)):
+    run("convert", converted, tmp_path / "back", "--to", "diffusers", "--lora", lora)
+    for name, source in (("merged", converted), ("back", converted), ("at once", checkpoint)):
         pipe, loaded = wanjax.load(tmp_path / name), wanjax.load(source, lora=lora, param_dtype=dtype)
         assert q_of(pipe).dtype == dtype
-        assert (q_of(pipe) != q_of(wanjax.load(plain))).any()
+        assert (q_of(pipe) != q_of(wanjax.load(converted))).any()
         weights = [modules.parameters(each.transformer) for each in (pipe, loaded)]
         jax.tree.map(np.testing.assert_array_equal, *weights)
     assert json.loads((tmp_path / "merged/wanjax.json").read_text())["request"]["loras"] == ["style.safetensors:0.5"]
-    assert "already exists" in run("convert", plain, tmp_path / "merged", "--lora", lora)
+    assert "already exists" in run("convert", converted, tmp_path / "merged", "--lora", lora)
     assert "/merged match: 200 arrays and 7 other files" in run("convert", tmp_path / "merged", "--verify")
 
 
@@ -159,11 +159,11 @@ def test_another_lora_needs_another_folder(checkpoint, file, merged, tmp_path, m
     assert has_line_with(refused("convert", *options), words)
 
 
-def test_changes_of_nothing_here_are_told(checkpoint, file, tmp_path):
-    other = tmp_path / "other.safetensors"
-    save_safetensors(other, load_safetensors(file) | {"lora_te_x.diff": np.ones((5, 5), np.float32)})
+def test_unmatched_changes_are_reported(checkpoint, file, tmp_path):
+    unmatched = tmp_path / "other.safetensors"
+    save_safetensors(unmatched, load_safetensors(file) | {"lora_te_x.diff": np.ones((5, 5), np.float32)})
     with pytest.warns(UserWarning, match=line_with_words("1 of 2 merged lora_te_x")):
-        wanjax.load(checkpoint, lora=str(other))
+        wanjax.load(checkpoint, lora=str(unmatched))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wanjax.load(checkpoint, lora=str(file))
@@ -178,9 +178,9 @@ def test_changes_of_nothing_here_are_told(checkpoint, file, tmp_path):
     ],
 )
 def test_a_lora_that_does_not_fit_is_refused_before_loading(checkpoint, file, tmp_path, lora, words):
-    save_safetensors(other := tmp_path / "other.safetensors", {f"{Q}.diff": np.ones((5, 5), np.float32)})
+    save_safetensors(misfit := tmp_path / "other.safetensors", {f"{Q}.diff": np.ones((5, 5), np.float32)})
     with pytest.raises(WanjaxError, match=line_with_words(words)):
-        wanjax.load(checkpoint, lora=lora.replace("OTHER", str(other)).replace("FILE", str(file)))
+        wanjax.load(checkpoint, lora=lora.replace("OTHER", str(misfit)).replace("FILE", str(file)))
 
 
 @pytest.fixture(scope="module")
@@ -198,10 +198,10 @@ def test_each_of_two_experts_has_its_own_lora(experts, file):
     rules = network(source, "transformer", NETWORKS).rules
     loras = [Lora(str(file)), Lora(str(file), 2.0, "high"), Lora(str(file), 4.0, "low")]
     adapted = with_loras(source, loras, NETWORKS)
-    plain = source["transformer"].tensors(rules).read(KEY)
+    base = source["transformer"].tensors(rules).read(KEY)
     for component, strength in (("transformer", 3), ("transformer_2", 5)):
         merged = adapted[component].tensors(rules).read(KEY)
-        np.testing.assert_allclose(merged, plain + strength * change(file), rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(merged, base + strength * change(file), rtol=1e-6, atol=1e-6)
     assert adapted["vae"].tensors([]).read("quant_conv.bias") is not None
 
 
@@ -225,7 +225,7 @@ def test_each_half_of_a_file_goes_to_its_expert(halves, checkpoint, experts, fil
         with pytest.raises(WanjaxError, match=line_with_words("experts LoRA")):
             wanjax.load(checkpoint, lora=lora)
     rules = network(source, "transformer", NETWORKS).rules
-    plain = source["transformer"].tensors(rules).read(KEY)
+    base = source["transformer"].tensors(rules).read(KEY)
     for loras, strengths in (
         ([Lora(str(both))], (1, -2)),
         ([Lora(str(low))], (0, -2)),
@@ -236,7 +236,7 @@ def test_each_half_of_a_file_goes_to_its_expert(halves, checkpoint, experts, fil
         adapted = with_loras(source, loras, NETWORKS, notes.append)
         for component, strength in zip(("transformer", "transformer_2"), strengths, strict=True):
             merged = adapted[component].tensors(rules).read(KEY)
-            np.testing.assert_allclose(merged, plain + strength * change(file), rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(merged, base + strength * change(file), rtol=1e-6, atol=1e-6)
         assert all(has_line_with(note, "1 of 1") for note in notes)
     with pytest.raises(WanjaxError, match=line_with_words("low=")):
         with_loras(source, [Lora(str(low), 1.0, "high")], NETWORKS)

@@ -76,9 +76,9 @@ def test_factors_with_alpha_are_added_in_float32(dtype, opened):
     expected = base.read(key).astype(np.float64) + 0.5 * 3 / 2 * up @ down
     np.testing.assert_allclose(merged.read(key), expected, rtol=1e-6, atol=1e-6)
     assert merged.specs[key] == Spec((6, 4), np.dtype(np.float32))
-    other = "blocks.0.norm2.bias"
-    assert merged.read(other) is base.read(other)
-    assert merged.specs[other] == base.specs[other]
+    unchanged = "blocks.0.norm2.bias"
+    assert merged.read(unchanged) is base.read(unchanged)
+    assert merged.specs[unchanged] == base.specs[unchanged]
 
 
 def test_differences_of_weights_biases_and_modulations_are_added(opened):
@@ -196,15 +196,15 @@ def test_peft_may_set_alpha_by_module(pattern, opened):
         ({PEFT_METADATA: '{"text_encoder.lora_alpha": 8}'}, 1),
     ],
 )
-def test_alpha_may_stand_in_the_metadata(metadata, scale, opened):
+def test_alpha_may_be_in_the_metadata(metadata, scale, opened):
     file = opened(PAIR, metadata)
     np.testing.assert_allclose(file.change("blocks.0.attn1.to_q.weight", 1.0, ZEROS), scale * UP @ DOWN, rtol=1e-6)
-    own = opened(PAIR | {f"{Q}.alpha": np.array([[3]], np.int64)}, metadata)  # is nearer
-    np.testing.assert_allclose(own.change("blocks.0.attn1.to_q.weight", 1.0, ZEROS), 1.5 * UP @ DOWN, rtol=1e-6)
+    with_alpha = opened(PAIR | {f"{Q}.alpha": np.array([[3]], np.int64)}, metadata)  # is nearer
+    np.testing.assert_allclose(with_alpha.change("blocks.0.attn1.to_q.weight", 1.0, ZEROS), 1.5 * UP @ DOWN, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "style.safetensors"])
-def test_peft_s_config_may_stand_beside_the_file(name, opened, tmp_path):
+def test_peft_s_config_may_be_in_the_same_folder(name, opened, tmp_path):
     (tmp_path / PEFT_CONFIG).write_text('{"r": 2, "lora_alpha": 6, "alpha_pattern": {"^blocks": 1}}')
     pair = {f"base_model.model.dit.{key.removeprefix('transformer.')}": x for key, x in PEFT_PAIR.items()}
     path = tmp_path / name
@@ -212,8 +212,8 @@ def test_peft_s_config_may_stand_beside_the_file(name, opened, tmp_path):
     specs = {f"dit.{key}": spec for key, spec in SPECS.items()}  # PEFT's name of a module, on which `^` stands
     change = LoraFile(path, specs, TRANSFORMER).change("dit.blocks.0.attn1.to_q.weight", 1.0, ZEROS)
     np.testing.assert_allclose(change, 3 * UP @ DOWN, rtol=1e-6)
-    other = opened(PAIR, name="other.safetensors")  # is not PEFT's
-    np.testing.assert_allclose(other.change("blocks.0.attn1.to_q.weight", 1.0, ZEROS), UP @ DOWN, rtol=1e-6)
+    without_config = opened(PAIR, name="other.safetensors")  # is not PEFT's
+    np.testing.assert_allclose(without_config.change("blocks.0.attn1.to_q.weight", 1.0, ZEROS), UP @ DOWN, rtol=1e-6)
 
 
 def test_unmatched_tensors_are_reported(opened):
@@ -322,7 +322,7 @@ ARGUMENTS = [
 
 
 @pytest.mark.parametrize(("call", "arguments", "words"), ARGUMENTS)
-def test_arguments_that_are_no_lora(call, arguments, words):
+def test_invalid_lora_arguments(call, arguments, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         call(*arguments)
 

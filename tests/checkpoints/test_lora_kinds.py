@@ -80,10 +80,10 @@ def loha(rows, columns, kernel=(), core=False):
     return tensors, change
 
 
-def lokr(rows, columns, kernel=(), core=False, whole=(True, False)):
+def lokr(rows, columns, kernel=(), core=False, unfactored=(True, False)):
     small, tensors, halves = (2, 4), {}, []
     large, flat = (rows // small[0], columns // small[1]), int(np.prod(kernel, dtype=int))
-    for i, (high, across), is_whole in ((1, small, whole[0]), (2, large, whole[1])):
+    for i, (high, across), is_whole in ((1, small, unfactored[0]), (2, large, unfactored[1])):
         inner = kernel if i == 2 else ()
         if is_whole:
             tensors[f"lokr_w{i}"] = random(i, high, across, *inner)
@@ -119,7 +119,7 @@ def assert_near(result, expected):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("module", ["linear", "kernel", "kernel with a core"])
-def test_a_change_is_that_of_its_formula(module, kind, opened):
+def test_a_change_follows_its_formula(module, kind, opened):
     write, options = KINDS[kind]
     name, _, core = module.partition(" with a ")
     rows, columns, *kernel = SHAPES[f"{name}.weight"]
@@ -129,9 +129,9 @@ def test_a_change_is_that_of_its_formula(module, kind, opened):
     assert_near(merged(file, -0.7)[f"{name}.weight"], BASE[f"{name}.weight"] - 0.7 * 1.5 / RANK * change)
 
 
-def test_whole_factors_of_lokr_have_no_rank(opened):
+def test_unfactored_matrices_of_lokr_have_no_rank(opened):
     """LyCORIS, musubi-tuner and ai-toolkit write an alpha that counts for nothing; PEFT's config counts."""
-    tensors, change = lokr(12, 20, whole=(True, True))
+    tensors, change = lokr(12, 20, unfactored=(True, True))
     tensors = {f"linear.{key}": x for key, x in tensors.items()}
     file = opened(tensors | {"linear.alpha": np.float32(1e10)})
     assert_near(merged(file)["linear.weight"], BASE["linear.weight"] + change)
@@ -225,12 +225,12 @@ def test_the_changes_of_several_files_do_not_depend_on_their_order(opened):
     tensors, _ = lora(12, 20)
     tensors = {f"linear.{role}": x for role, x in tensors.items()}
     dora = opened(tensors | {"linear.dora_scale": np.ones((12, 1), np.float32)})
-    plain = opened(tensors)
-    files = [(dora, 0.5), (plain, 2.0)]
-    one, other = (MergedLoraReader(Tensors(BASE), each).read("linear.weight") for each in (files, files[::-1]))
-    np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+    difference = opened(tensors)
+    files = [(dora, 0.5), (difference, 2.0)]
+    forward, backward = (MergedLoraReader(Tensors(BASE), each).read("linear.weight") for each in (files, files[::-1]))
+    np.testing.assert_allclose(forward, backward, rtol=1e-6, atol=1e-6)
     apart = sum(MergedLoraReader(Tensors(BASE), [each]).read("linear.weight") - BASE["linear.weight"] for each in files)
-    np.testing.assert_allclose(one, BASE["linear.weight"] + apart, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(forward, BASE["linear.weight"] + apart, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_difference_is_one_of_any_tensor(key, changed, opened):
     assert_near(merged(file, 0.5)[changed], BASE[changed] + 0.5 * difference)
 
 
-def test_peft_s_whole_tensors_take_the_place_of_the_network_s(opened):
+def test_full_tensors_of_peft_replace_the_network_s(opened):
     """Those of `bias` and `modules_to_save`; a tensor by its own name is a checkpoint's in any other file."""
     values = {"base_layer.bias": "linear.bias", "weight": "linear.weight"}
     tensors = {f"base_model.model.linear.{role}": random(9, *SHAPES[key]) for role, key in values.items()}
@@ -326,7 +326,7 @@ CONFIGS = [  # PEFT's, of another formula
         *((PAIR | (ADALORA if x.get("peft_type") == "ADALORA" else {}), x, words) for x, words in CONFIGS),
     ],
 )
-def test_what_makes_no_change_is_one_sentence(tensors, config, words, opened):
+def test_a_file_without_a_change_is_refused(tensors, config, words, opened):
     metadata = [{PEFT_METADATA: json.dumps(config)}] if config else []
     with pytest.raises(WanjaxError) as caught:
         merged(opened({key: x for key, x in tensors.items() if x is not None}, *metadata), 2.0)
@@ -334,7 +334,7 @@ def test_what_makes_no_change_is_one_sentence(tensors, config, words, opened):
     assert "\n" not in str(caught.value)
 
 
-def test_a_module_of_a_wrapper_s_name_is_known(tmp_path):
+def test_a_module_named_like_a_wrapper_is_recognised(tmp_path):
     specs = {"module.to_q.weight": Spec((12, 20), np.dtype(np.float32))}
     tensors, change = lora(12, 20)
     save_safetensors(tmp_path / "a.safetensors", {f"transformer.module.to_q.{role}": x for role, x in tensors.items()})

@@ -46,7 +46,7 @@ def published(server, tiny, online):
     return server
 
 
-def sent_weights(server) -> list[str]:
+def downloaded_weights(server) -> list[str]:
     return [name for name, _ in server.downloads if name.endswith(".safetensors")]
 
 
@@ -59,24 +59,24 @@ def test_a_model_of_the_hub_is_refused_before_its_weights_are_downloaded(
 ):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    least = bytes_of(tiny, "bfloat16")  # its stored dtype is not known yet
+    least = bytes_of(tiny, "bfloat16")  # its stored dtype is unknown so far
     machine.has_memory(least - 1)
     with pytest.raises(WanjaxError, match=line_with_words(f"transformer {ID} needs machine")):
         wanjax.load(ID)
     output = refused("a", "--model", ID, "--size", "32x32", "--frames", "5")
     assert has_line_with(output, f"transformer {ID} 42.9 kB weights bfloat16")
-    assert sent_weights(published) == []
+    assert downloaded_weights(published) == []
     machine.has_memory(least)
     assert wanjax.load(ID).components.sizes == {"transformer": least}  # another's config needs a download
     machine.has_memory(None)  # unknown, so nothing is refused
     pipe = wanjax.load(ID)
-    assert sent_weights(published) == []
+    assert downloaded_weights(published) == []
     assert pipe.transformer is not None
-    assert sent_weights(published)
+    assert downloaded_weights(published)
 
 
-def test_all_stages_of_a_model_of_the_hub_are_looked_at_before_any_is_computed(published, tiny, machine):
-    """Decoding alone would fit, but not beside the networks of the other stages, which stay."""
+def test_the_memory_of_all_stages_is_checked_before_any_is_computed(published, tiny, machine):
+    """Decoding would fit, but not together with the networks of the other stages, which stay loaded."""
     how = {"size": (64, 64), "frames": 1, "steps": 2}
     pipe = wanjax.load(tiny, offload="stages")
     needed, _ = peak_bytes(trace_programs(pipe, pipe.settings(**how), memory=0))
@@ -88,7 +88,7 @@ def test_all_stages_of_a_model_of_the_hub_are_looked_at_before_any_is_computed(p
         wanjax.load(ID, offload="none").with_strategy(Idle())("a", **how)
 
 
-def test_the_exact_dtype_is_known_when_a_network_is_loaded(tiny, machine):
+def test_the_exact_dtype_is_used_when_a_network_is_loaded(tiny, machine):
     """The weights are stored in float32."""
     exact = bytes_of(tiny, "float32")
     machine.has_memory(exact - 1)
@@ -115,13 +115,13 @@ def test_the_exact_dtype_is_known_when_a_network_is_loaded(tiny, machine):
 )
 def test_published_models(model, size, message, machine, tmp_path, monkeypatch):
     """Of the hub nothing but what was cached could be read here: the configs are those of the presets."""
-    known = registry.model_description(model)
+    description = registry.model_description(model)
     if model == "nano":
         result = registry.inspect_checkpoint(model)
     else:
-        classes = {name: ["", ""] for name in known.model.spec.networks}
+        classes = {name: ["", ""] for name in description.model.spec.networks}
         (tmp_path / "model_index.json").write_text(json.dumps(classes))
-        result = registry.Checkpoint(**vars(known), source=open_diffusers(model, tmp_path))
+        result = registry.Checkpoint(**vars(description), source=open_diffusers(model, tmp_path))
     monkeypatch.setattr(registry, "inspect_checkpoint", lambda *_: result)
     machine.has_memory(size)
     if message is None:
@@ -150,15 +150,15 @@ def test_a_mesh_divides_the_weights(monkeypatch):
         dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
     )
     spread = with_shardings(network, Partitioner(make_mesh(1, 1, 8), SHARDING_RULES["fsdp"]))
-    alone = memory.bytes_needed(network)
-    assert alone == pytest.approx(28.6 * GB, rel=0.01)
-    assert memory.bytes_needed(spread) >= alone
+    one_device = memory.bytes_needed(network)
+    assert one_device == pytest.approx(28.6 * GB, rel=0.01)
+    assert memory.bytes_needed(spread) >= one_device
     monkeypatch.setattr(memory, "device_platform", lambda: "tpu")
-    assert memory.bytes_needed(spread) == pytest.approx(alone / 8, rel=0.01)
+    assert memory.bytes_needed(spread) == pytest.approx(one_device / 8, rel=0.01)
     chip = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", memory_stats=lambda: {"bytes_limit": 16 * GB})
     monkeypatch.setattr(memory.jax, "local_devices", lambda: [chip])
     loading.check_memory("it", "transformer", spread)
-    monkeypatch.setattr(memory, "bytes_by_device", lambda _: {"chip": alone})
+    monkeypatch.setattr(memory, "bytes_by_device", lambda _: {"chip": one_device})
     with pytest.raises(WanjaxError, match=line_with_words("TPU v5 16 GB mesh sp tp 2")):
         loading.check_memory("it", "transformer", network)
 
@@ -202,10 +202,10 @@ def test_remedies_are_those_that_make_a_network_fit(size, host, remedies, monkey
 
 
 def test_loading_proposes_a_precision_where_a_model_then_fits(machine, tmp_path, monkeypatch):
-    known = registry.model_description("wan2.1-t2v-14b")
-    classes = {name: ["", ""] for name in known.model.spec.networks}
+    description = registry.model_description("wan2.1-t2v-14b")
+    classes = {name: ["", ""] for name in description.model.spec.networks}
     (tmp_path / "model_index.json").write_text(json.dumps(classes))
-    result = registry.Checkpoint(**vars(known), source=open_diffusers("wan2.1-t2v-14b", tmp_path))
+    result = registry.Checkpoint(**vars(description), source=open_diffusers("wan2.1-t2v-14b", tmp_path))
     monkeypatch.setattr(registry, "inspect_checkpoint", lambda *_: result)
     machine.has_memory(20 * GB)
     with pytest.raises(WanjaxError, match=ROUND):
@@ -218,15 +218,15 @@ def test_loading_proposes_a_precision_where_a_model_then_fits(machine, tmp_path,
         assert ROUND not in str(caught.value)
 
 
-def test_the_machine_a_machine(monkeypatch, tmp_path):
+def test_total_memory_of_this_machine(monkeypatch, tmp_path):
     cpu = jax.devices()[0]
     monkeypatch.setattr(memory, "CGROUPS_FILE", tmp_path / "groups")
     monkeypatch.setattr(memory, "CGROUPS_ROOT", tmp_path)
     swap = SimpleNamespace(total=0)
     monkeypatch.setattr(memory.psutil, "swap_memory", lambda: swap)
-    whole = memory.total_memory(cpu)
-    assert whole is not None
-    assert whole > GB
+    total = memory.total_memory(cpu)
+    assert total is not None
+    assert total > GB
     (tmp_path / "a" / "b").mkdir(parents=True)
     for path, text in (
         ("groups", "0::/a/b\n"),
@@ -245,7 +245,7 @@ def test_the_machine_a_machine(monkeypatch, tmp_path):
     assert memory.total_memory(SimpleNamespace(platform="gpu", memory_stats=lambda: None)) is None
 
 
-def test_what_it_will_take_is_told(tiny, tmp_path, monkeypatch):
+def test_the_needed_memory_is_reported(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = ("a", "--model", tiny, "--size", "32x32", "--frames", "5", "--steps", "1", "--dtype", "float32")
     assert "weights" not in succeeded(command(*options)).stderr  # of less than a gigabyte

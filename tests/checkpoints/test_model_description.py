@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A converted checkpoint of a published model is known as that model by commands that load nothing."""
+"""Commands that load nothing recognise a converted checkpoint of a published model."""
 
 import jax
 import pytest
@@ -34,7 +34,7 @@ def test_the_sizes_by_name_are_those_of_the_published_model(converted, size):
     assert wanjax.load(converted).settings(size=size).size == expected
 
 
-def test_what_is_known_of_the_published_model_is_told(converted):
+def test_facts_of_the_published_model_are_printed(converted):
     entries = describe(converted)
     assert entries["name"] == converted
     assert (entries["source"], entries["licence"]) == (PRESET.source, PRESET.licence)

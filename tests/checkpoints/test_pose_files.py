@@ -152,10 +152,10 @@ def test_a_lora_may_change_adapters_of_the_face(tmp_path):
         for name, shape in (("A", (2, columns)), ("B", (rows, 2)))
     }
     save_safetensors(tmp_path / "lora.safetensors", factors)
-    plain = wanjax.load(folder, dtype="float32").transformer
+    base = wanjax.load(folder, dtype="float32").transformer
     merged = wanjax.load(folder, lora=tmp_path / "lora.safetensors", dtype="float32").transformer
     for layer, stack in (("image_k", "blocks.cross_attn"), ("q", "face_adapters")):
-        before, after = (np.asarray(submodule(x, f"{stack}.{layer}").kernel[...]) for x in (plain, merged))
+        before, after = (np.asarray(submodule(x, f"{stack}.{layer}").kernel[...]) for x in (base, merged))
         name = next(name for name in layers if name.startswith(stack.partition(".")[0].removesuffix("s")))
         product = factors[f"diffusion_model.{name}.lora_B.weight"] @ factors[f"diffusion_model.{name}.lora_A.weight"]
         np.testing.assert_array_equal(before[0], after[0])

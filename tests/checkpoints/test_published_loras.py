@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA files by the keys and shapes of published ones, held against the published networks: each change is placed.
+"""LoRA files by the keys and shapes of published ones, matched with the published networks: each change has its place.
 
-The numbers of changes are those of the publishers' own files; sources are beside each.
+The numbers of changes are those of the publishers' own files; each has its source.
 """
 
 import re
@@ -49,9 +49,9 @@ def theirs(name):
 def factors(modules, down=A, up=B, *, prefix="", rank=32, alpha=False, under=False):
     """Return the shapes of a LoRA's tensors of modules, given the shapes of their weights."""
     result = {}
-    for module, (rows, *others) in modules.items():
+    for module, (rows, *dimensions) in modules.items():
         key = prefix + (module.replace(".", "_") if under else module)
-        result |= {f"{key}{down}": (rank, *others), f"{key}{up}": (rows, rank, *[1] * (len(others) - 1))}
+        result |= {f"{key}{down}": (rank, *dimensions), f"{key}{up}": (rows, rank, *[1] * (len(dimensions) - 1))}
         result |= {f"{key}.alpha": ()} if alpha else {}
     return result
 
@@ -92,7 +92,7 @@ def distilled(name, *, modulation, head=True):
 
 @pytest.mark.parametrize("modulation", ["diff_m", "diff"])
 @pytest.mark.parametrize(("name", "count"), [(T2V, 1095), (I2V, 1303), (SMALL, 825)])
-def test_a_distilled_lora_of_all_weights_is_merged_whole(name, count, modulation, tmp_path):
+def test_a_distilled_lora_of_all_weights_is_merged_completely(name, count, modulation, tmp_path):
     """ModelTC/LightX2V lora_loader.py; Kijai/WanVideo_comfy, whose extractions have `blocks.N.modulation.diff`."""
     matches = opened(tmp_path, name, distilled(name, modulation=modulation))
     assert (matches.num_matched, matches.unmatched) == (count, ())
@@ -144,7 +144,7 @@ def test_lightning_s_alphas_are_whole_numbers(name, tmp_path):
     assert (matches.num_matched, matches.unmatched) == (400, ())
 
 
-def test_a_bias_of_one_layer_alone(tmp_path):
+def test_a_bias_of_a_single_layer(tmp_path):
     """AccVideo's has `time_projection.1.diff_b` beside its products."""
     tensors = factors(blocks(T2V), DOWN, UP, prefix="diffusion_model.", rank=64)
     matches = opened(tmp_path, T2V, tensors | {"diffusion_model.time_projection.1.diff_b": (30720,)})
@@ -193,7 +193,7 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_every_spelling_is_read_whole(spelling, tmp_path):
+def test_every_spelling_is_read_completely(spelling, tmp_path):
     prefix, down, up, alpha, under = SPELLINGS[spelling]
     matches = opened(tmp_path, SMALL, factors(blocks(SMALL), down, up, prefix=prefix, alpha=alpha, under=under))
     assert (matches.num_matched, matches.unmatched) == (300, ())
@@ -234,12 +234,12 @@ RENAMED = [  # musubi-tuner's convert_hunyuan_video_1_5_lora_to_comfy.py
 def comfy(modules):
     """Return HunyuanVideo's modules as ComfyUI names them, with q, k and v as one."""
     result = {}
-    for module, (rows, *others) in modules.items():
+    for module, (rows, *dimensions) in modules.items():
         name, three = re.subn(r"_attn_[qkv]$", "_attn.qkv", module)
         name = name.replace("_attn_proj", "_attn.proj")
         for theirs_, comfys in RENAMED:
             name = name.replace(theirs_, comfys)
-        result[name] = (rows * (3 if three else 1), *others)
+        result[name] = (rows * (3 if three else 1), *dimensions)
     return result
 
 
@@ -279,7 +279,7 @@ HUNYUAN = {
 
 
 @pytest.mark.parametrize("spelling", quick(["authors", "ComfyUI"], HUNYUAN))
-def test_hunyuanvideo_s_are_read_whole(spelling, tmp_path):
+def test_loras_of_hunyuanvideo_are_read_completely(spelling, tmp_path):
     count, tensors = HUNYUAN[spelling]
     matches = opened(tmp_path, VIDEO, tensors())
     assert (matches.num_matched, matches.unmatched) == (count, ())
@@ -296,7 +296,7 @@ COGVIDEOX = {
 
 @pytest.mark.parametrize("spelling", COGVIDEOX)
 @pytest.mark.parametrize("name", quick([COG[1]], COG))
-def test_cogvideox_s_are_read_whole(name, spelling, tmp_path):
+def test_loras_of_cogvideox_are_read_completely(name, spelling, tmp_path):
     prefix, down, up, under = COGVIDEOX[spelling]
     modules = linear(ours(name), r"transformer_blocks\.\d+\.attn1\.(?:to_[qkv]|to_out\.0)")
     matches = opened(tmp_path, name, factors(modules, down, up, prefix=prefix, under=under, rank=64))
@@ -305,7 +305,7 @@ def test_cogvideox_s_are_read_whole(name, spelling, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["LoKr", "LoHa"])
-def test_a_lokr_or_loha_by_musubi_tuner_and_ai_toolkit_is_read_whole(kind, tmp_path):
+def test_a_lokr_or_loha_by_musubi_tuner_and_ai_toolkit_is_read_completely(kind, tmp_path):
     """Keys of networks/lokr.py and loha.py, and those after convert_lora.py; ai-toolkit's alpha of whole factors."""
     for prefix, under in (("lora_unet_", True), ("diffusion_model.", False), ("lycoris_", True)):
         tensors = {}

@@ -135,7 +135,7 @@ def test_nano_takes_a_byte_for_each_number_of_its_blocks(tmp_path):
 def test_a_conversion_resumes_in_the_middle_of_a_kernel(tmp_path, monkeypatch):
     """What is missing of a kernel, its values or its scale, is rounded again."""
     source = tiny_checkpoint(tmp_path / "source")
-    whole = convert(source, tmp_path / "whole", "int8")
+    uninterrupted = convert(source, tmp_path / "whole", "int8")
     rounded = []
 
     def stop(kernel, layer, **options):
@@ -152,7 +152,7 @@ def test_a_conversion_resumes_in_the_middle_of_a_kernel(tmp_path, monkeypatch):
     scales = sorted(conversion.partial.rglob("*.scale/c/**/*"))
     (first, *_) = (path for path in scales if path.is_file())
     first.unlink()
-    assert checksums(convert(source, tmp_path / "again", "int8")) == checksums(whole)
+    assert checksums(convert(source, tmp_path / "again", "int8")) == checksums(uninterrupted)
 
 
 def test_another_precision_needs_another_folder(tmp_path):
@@ -187,9 +187,9 @@ def test_a_lora_is_merged_before_weights_are_rounded(tmp_path):
     source, lora = tiny_checkpoint(tmp_path / "source"), tmp_path / "style.safetensors"
     change = np.random.default_rng(0).normal(size=(24, 24)).astype(np.float32)
     save_safetensors(lora, {"diffusion_model.blocks.1.self_attn.q.diff": change})
-    merged, plain = (wanjax.load(source, lora=some, dtype="float32") for some in (str(lora), ()))
+    merged, base = (wanjax.load(source, lora=some, dtype="float32") for some in (str(lora), ()))
     rounded = wanjax.load(source, lora=str(lora), precision="int8-weights", dtype="float32")
-    kernel, before = (np.asarray(pipe.transformer.blocks.self_attn.q.kernel[...]) for pipe in (merged, plain))
+    kernel, before = (np.asarray(pipe.transformer.blocks.self_attn.q.kernel[...]) for pipe in (merged, base))
     assert np.linalg.norm(kernel[1] - before[1]) == pytest.approx(np.linalg.norm(change), rel=1e-3)
     layer = rounded.transformer.blocks.self_attn.q
     for block in (0, 1):
@@ -223,13 +223,13 @@ def test_a_lora_changes_stored_weights_of_8_bits(precision, tmp_path):
     converted = convert(source, tmp_path / "converted", precision)
     floats = wanjax.load(source, dtype="float32").transformer.blocks.self_attn.v.kernel[...][1]
     change = factors(lora, "diffusion_model.blocks.1.self_attn.v", (24, 24), 0.2 * np.linalg.norm(floats)).T
-    plain, changed = (wanjax.load(converted, lora=some, dtype="float32") for some in ((), str(lora)))
+    base, changed = (wanjax.load(converted, lora=some, dtype="float32") for some in ((), str(lora)))
     assert changed.defaults.precision == precision
-    before, after = (pipe.transformer.blocks.self_attn.v for pipe in (plain, changed))
+    before, after = (pipe.transformer.blocks.self_attn.v for pipe in (base, changed))
     expected = floats_of(before, 1) + change
     assert np.linalg.norm(floats_of(after, 1) - expected) < 0.01 * np.linalg.norm(expected)
     np.testing.assert_array_equal(after.values[...][0], before.values[...][0])
-    old, new = weights_of(plain), weights_of(changed)
+    old, new = weights_of(base), weights_of(changed)
     assert old.keys() == new.keys()
     for name in old.keys() - {"blocks.self_attn.v.values", "blocks.self_attn.v.scale"}:
         assert (new[name].dtype, new[name].shape) == (old[name].dtype, old[name].shape)
@@ -245,16 +245,16 @@ def test_a_change_that_is_smaller_than_a_step_is_not_lost(size, rotated):
     stored = FloatKernel(*quantize(kernel, layer), rotates=rotated)[...]
     change = random.normal(size=(512, 4)) @ random.normal(size=(4, 512))
     change *= size * np.linalg.norm(kernel) / np.linalg.norm(change)
-    kept = {}
+    shares = {}
     for again in (False, True):
         after = FloatKernel(*quantize((stored + change).astype(np.float32), layer, again=again), rotates=rotated)[...]
-        kept[again] = np.sum((after - stored) * change) / np.sum(change * change)
+        shares[again] = np.sum((after - stored) * change) / np.sum(change * change)
         assert np.linalg.norm(after - (kernel + change)) < 0.0125 * np.linalg.norm(kernel)
-    assert kept[True] == pytest.approx(1, abs=0.1)
-    assert size > 0.01 or kept[False] < 0.1
+    assert shares[True] == pytest.approx(1, abs=0.1)
+    assert size > 0.01 or shares[False] < 0.1
 
 
-def test_a_lora_on_a_file_of_integers_is_kept_too(tmp_path):
+def test_a_lora_on_a_file_of_integers_is_not_lost(tmp_path):
     """Weights in int8 with a scale for each row, which `precision` rounds for the second time."""
     source, lora = tiny_checkpoint(tmp_path / "source"), tmp_path / "style.safetensors"
     (file,) = (source / "transformer").glob("*.safetensors")
@@ -264,15 +264,15 @@ def test_a_lora_on_a_file_of_integers_is_kept_too(tmp_path):
     tensors |= {f"{name}.weight": np.rint(x / scale).astype(np.int8), f"{name}.weight_scale": scale}
     save_safetensors(file, {key: np.array(value) for key, value in tensors.items()})
     change = factors(lora, "diffusion_model.blocks.1.self_attn.v", (24, 24), 0.003 * np.linalg.norm(x)).T
-    plain, changed = (
+    base, changed = (
         wanjax.load(source, lora=some, precision="int8-weights").transformer.blocks.self_attn.v
         for some in ((), str(lora))
     )
-    np.testing.assert_array_equal(plain.values[...][1].T, tensors[f"{name}.weight"])
-    np.testing.assert_allclose(changed.scale[...][1], plain.scale[...][1] * 1.04, rtol=0.01)
-    np.testing.assert_array_equal(changed.scale[...][0], plain.scale[...][0])
-    kept = np.sum((floats_of(changed, 1) - floats_of(plain, 1)) * change) / np.sum(change * change)
-    assert kept == pytest.approx(1, abs=0.5)
+    np.testing.assert_array_equal(base.values[...][1].T, tensors[f"{name}.weight"])
+    np.testing.assert_allclose(changed.scale[...][1], base.scale[...][1] * 1.04, rtol=0.01)
+    np.testing.assert_array_equal(changed.scale[...][0], base.scale[...][0])
+    share = np.sum((floats_of(changed, 1) - floats_of(base, 1)) * change) / np.sum(change * change)
+    assert share == pytest.approx(1, abs=0.5)
 
 
 def registry_source(source, lora):
@@ -284,7 +284,7 @@ def registry_source(source, lora):
 
 def on_devices(source: Path, converted: Path) -> None:
     """Compare both ways on four devices with one, and the shares of each device."""
-    alone = weights_of(wanjax.load(source, precision="int8", mesh=wanjax.make_mesh(devices=jax.devices()[:1])))
+    one_device = weights_of(wanjax.load(source, precision="int8", mesh=wanjax.make_mesh(devices=jax.devices()[:1])))
     for rules in ("fsdp", "tp"):
         mesh = wanjax.make_mesh(1, 2, 2, devices=jax.devices()[:4])
         kernel = wanjax.load(source, mesh=mesh, rules=rules).transformer.blocks.mlp.up.kernel[...]
@@ -294,7 +294,7 @@ def on_devices(source: Path, converted: Path) -> None:
             wanjax.load(source, precision="int8", mesh=mesh, rules=rules),
             wanjax.load(converted, mesh=mesh, rules=rules),
         ):
-            assert_equal(weights_of(pipe), alone)
+            assert_equal(weights_of(pipe), one_device)
             values = pipe.transformer.blocks.mlp.up.values[...]
             assert values.dtype == jnp.int8
             assert values.sharding.shard_shape(values.shape) == shard

@@ -86,13 +86,13 @@ def test_the_other_of_two_experts_may_have_another_date(opened, tmp_path):
     assert files == [f"{HIGH}_1030", LOW]
 
 
-def test_the_other_is_downloaded_by_either_name():
+def test_the_other_expert_is_downloaded_by_either_name():
     names = tuple(f"{LOW}{date}.safetensors" for date in ("_1030", ""))
     assert companion_files(f"{HIGH}_1030.safetensors") == list(names)
     assert companion_files(f"{LOW}.safetensors") == [f"{HIGH}.safetensors"]
 
 
-def test_several_that_may_be_the_other_are_told_by_name(tmp_path):
+def test_several_candidates_for_the_other_expert_are_named(tmp_path):
     names = [f"{HIGH}_{date}.safetensors" for date in ("1022", "1030")]
     for name in (*names, f"{LOW}.safetensors"):
         file(tmp_path / name, I2V_A14B)
@@ -102,7 +102,7 @@ def test_several_that_may_be_the_other_are_told_by_name(tmp_path):
     assert has_two_experts(open_source(tmp_path / f"{LOW}.safetensors"))
 
 
-def test_names_that_go_on_otherwise_are_a_pair_only_beside_noise(tmp_path):
+def test_names_that_differ_after_the_noise_level_are_a_pair(tmp_path):
     for name in ("wan_high_noise_fp8", "wan_low_noise_bf16", "t2v_high_quality", "t2v_low_memory"):
         file(tmp_path / f"{name}.safetensors", T2V_14B)
     assert pipeline_class(open_source(tmp_path / "wan_high_noise_fp8.safetensors")) == "WanPipeline"
@@ -115,18 +115,18 @@ def test_names_that_go_on_otherwise_are_a_pair_only_beside_noise(tmp_path):
 def test_lightx2v_s_int8_is_its_model_in_four_steps(kind, tmp_path):
     """Matrices of the blocks are int8 with a float32 scale for each row, as tools/convert of ModelTC/LightX2V has them.
 
-    The autoencoder is put beside them, so that nothing is downloaded.
+    The autoencoder is in the same folder, so that nothing is downloaded.
     """
     name = "wan2.1_i2v_720p_int8_lightx2v_4step"
-    plain = authors(I2V_14B)
-    matrices = [key for key, shape in plain.items() if re.match(r"blocks\.\d+\..*\.weight$", key) and len(shape) == 2]
-    scales = {f"{key}_scale": (plain[key][0], 1) for key in matrices}
+    tensors = authors(I2V_14B)
+    matrices = [key for key, shape in tensors.items() if re.match(r"blocks\.\d+\..*\.weight$", key) and len(shape) == 2]
+    scales = {f"{key}_scale": (tensors[key][0], 1) for key in matrices}
     dtypes = dict.fromkeys(matrices, "I8") | dict.fromkeys(scales, "F32")
     if kind == "file":
         vae = {f"vae.{key}": shape for key, shape in vae_keys(VAE_2_1).items()}
-        path = hollow_file(tmp_path / f"{name}.safetensors", plain | scales | vae, dtypes=dtypes)
+        path = hollow_file(tmp_path / f"{name}.safetensors", tensors | scales | vae, dtypes=dtypes)
     else:
-        path = split(tmp_path / f"{name}_split", plain | scales, dtypes)
+        path = split(tmp_path / f"{name}_split", tensors | scales, dtypes)
         (path / "config.json").write_text(json.dumps({"_class_name": "WanModel", "num_heads": 40, "eps": 1e-6}))
         hollow_file(path / "Wan2.1_VAE.safetensors", vae_keys(VAE_2_1))
     checkpoint = inspect_checkpoint(path)
@@ -187,7 +187,7 @@ def test_a_transformers_folder_of_diffusers(tmp_path):
     assert source.fallback_repo == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 
 
-def test_one_transformer_merged_of_two(tmp_path):
+def test_a_transformer_merged_from_two(tmp_path):
     checkpoint = inspect_checkpoint(file(tmp_path / "wan2.2-i2v-mega-aio.safetensors", I2V_A14B))
     settings = checkpoint.settings
     assert (checkpoint.preset, settings.boundary, settings.guidance_scale_2) == (None, None, None)
@@ -206,7 +206,7 @@ def test_one_transformer_merged_of_two(tmp_path):
         ("Wan-Move-14B-480P", "WanMove"),
     ],
 )
-def test_motion_that_is_not_offered_is_told(name, what, tmp_path):
+def test_unsupported_motion_is_reported(name, what, tmp_path):
     checkpoint = inspect_checkpoint(file(tmp_path / f"{name}.safetensors", I2V_14B))
     assert checkpoint.preset is not None
     assert checkpoint.preset.name == "wan2.1-i2v-14b-480p"
@@ -341,12 +341,12 @@ REFUSED = {  # by the name of a file: what writes it, and what the sentence abou
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_file_of_no_model_here_is_told_what_it_is(name, tmp_path):
+def test_a_file_of_an_unsupported_model_is_identified(name, tmp_path):
     write, words = REFUSED[name]
     assert has_line_with(refusal(write(tmp_path / f"{name}.safetensors")), words)
 
 
-def test_notes_are_told_where_a_model_is_loaded(tmp_path, monkeypatch):
+def test_notes_are_printed_when_a_model_is_loaded(tmp_path, monkeypatch):
     path = file(tmp_path / "Wan2_1-I2V-ATI-14B.safetensors", I2V_14B)
     monkeypatch.setattr("wanjax.registry.check_complete", lambda source: None)
     notes = []

@@ -77,7 +77,7 @@ def test_another_checkpoint_is_not_written_over(source, stored):
     assert objects() == before
 
 
-def test_a_conversion_that_was_cut_off_is_no_checkpoint_and_goes_on(source, converted):
+def test_an_interrupted_conversion_is_no_checkpoint_and_resumes(source, converted):
     count = len(bytes_of(converted))
     with failing("put_file", LOST, after=count // 2):
         assert has_line_with(refused(ToWanjax(open_source(source), MODEL, NETWORKS).run), MODEL)
@@ -97,10 +97,10 @@ def test_a_process_downloads_what_it_reads(stored, tmp_path):
     arrays = source["transformer"].weights()
     assert isinstance(arrays, Arrays)
     name = "proj_out.kernel"
-    whole = arrays[name].read()
+    values = arrays[name].read()
     assert [path.parent.name for path in cached(tmp_path).rglob("c")] == [name]
     again = Arrays(cached(tmp_path) / "transformer/weights", lambda files: None)
-    np.testing.assert_array_equal(again[name].read(), whole)
+    np.testing.assert_array_equal(again[name].read(), values)
 
 
 def test_a_replaced_checkpoint_is_another_one(stored, tmp_path):
@@ -154,6 +154,6 @@ HARM = {  # what is done to a checkpoint in a store, what the sentence names, an
 
 
 @pytest.mark.parametrize(("harm", "words", "call"), HARM.values(), ids=HARM)
-def test_a_checkpoint_in_a_store_that_is_not_whole_is_refused(stored, harm, words, call):
+def test_an_incomplete_checkpoint_in_a_store_is_refused(stored, harm, words, call):
     harm()
     assert has_line_with(refused(call, stored), words)

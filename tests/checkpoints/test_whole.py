@@ -107,14 +107,14 @@ HARMS += [empty_tokenizer, no_tokenizer, no_folder]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def checkpoint(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_what_is_missing_is_named_by_every_command(harm, whole, tmp_path, monkeypatch):
+def test_every_command_names_missing_files(harm, checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = shutil.copytree(whole, tmp_path / "model")
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
     write_clips(tmp_path / "clips", 1)
     name = harm(folder)
     with pytest.raises(WanjaxError) as raised:
@@ -132,16 +132,16 @@ def test_what_is_missing_is_named_by_every_command(harm, whole, tmp_path, monkey
 
 
 @pytest.fixture
-def published(server, whole):
+def published(server, checkpoint):
     """The hub with the whole checkpoint."""
     server.files.clear()
-    for path in whole.rglob("*"):
+    for path in checkpoint.rglob("*"):
         if path.is_file():
-            server.files[path.relative_to(whole).as_posix()] = path.read_bytes()
+            server.files[path.relative_to(checkpoint).as_posix()] = path.read_bytes()
     return server
 
 
-def test_a_file_that_left_the_hub_s_cache_is_told_or_downloaded_again(published, set_hub_url):
+def test_a_file_missing_in_the_hub_s_cache_is_reported_or_downloaded(published, set_hub_url):
     set_hub_url(published.url)
     pipe = wanjax.load(ID)
     for name in ("tokenizer", "text_encoder", "transformer", "vae"):
@@ -190,8 +190,10 @@ LOST = {
 
 
 @pytest.mark.parametrize("lost", LOST)
-def test_what_the_hub_lacks_is_told_before_weights_are_downloaded(lost, published, set_hub_url, whole, tmp_path):
-    split(shutil.copytree(whole / "transformer", tmp_path / "transformer"))
+def test_files_that_the_hub_lacks_are_reported_before_weights_are_downloaded(
+    lost, published, set_hub_url, checkpoint, tmp_path
+):
+    split(shutil.copytree(checkpoint / "transformer", tmp_path / "transformer"))
     del published.files[f"transformer/{WEIGHTS}"]
     for path in (tmp_path / "transformer").iterdir():
         published.files[f"transformer/{path.name}"] = path.read_bytes()
@@ -202,10 +204,10 @@ def test_what_the_hub_lacks_is_told_before_weights_are_downloaded(lost, publishe
             wanjax.load(ID)
         assert has_line_with(str(raised.value), f"{ID} {name}")
         assert "\n" not in str(raised.value)
-    assert not [sent for sent, _ in published.downloads if sent.endswith(".safetensors")]
+    assert not [name for name, _ in published.downloads if name.endswith(".safetensors")]
 
 
-def test_a_hub_out_of_reach_is_told_before_what_is_here_is_computed_with(published, set_hub_url, monkeypatch):
+def test_an_unreachable_hub_is_reported_before_anything_is_computed(published, set_hub_url, monkeypatch):
     monkeypatch.setattr(_http.time, "sleep", lambda seconds: None)  # of the client, between attempts
     set_hub_url(published.url)
     pipe = wanjax.load(ID)
@@ -229,39 +231,41 @@ def completed_by(monkeypatch):
 
 
 @pytest.fixture
-def alone(whole, tmp_path, completed_by):
-    """A file with a transformer alone, whose other components the loopback hub has."""
+def transformer_file(checkpoint, tmp_path, completed_by):
+    """A file with only a transformer, whose other components the loopback hub has."""
     completed_by(ID)
-    return shutil.copy(whole / "transformer" / WEIGHTS, tmp_path / "alone.safetensors")
+    return shutil.copy(checkpoint / "transformer" / WEIGHTS, tmp_path / "alone.safetensors")
 
 
 @pytest.mark.parametrize("lost", ["nothing", "text_encoder", "tokenizer", "the hub"])
-def test_what_a_lone_transformer_lacks_is_told_before_anything_is_computed(lost, alone, published, set_hub_url):
+def test_missing_components_of_a_transformer_file_are_reported_before_anything_is_computed(
+    lost, transformer_file, published, set_hub_url
+):
     without(f"{lost}/")(published.files)
     set_hub_url("http://127.0.0.1:9" if lost == "the hub" else published.url)
     for _ in range(2):
         if lost == "nothing":
-            wanjax.load(alone)
+            wanjax.load(transformer_file)
             continue
         with pytest.raises(WanjaxError) as raised:
-            wanjax.load(alone)
+            wanjax.load(transformer_file)
         assert has_line_with(
             str(raised.value), f"{ID} http://127.0.0.1:9 reached" if lost == "the hub" else f"{ID} {lost}"
         )
-    assert not [sent for sent, _ in published.downloads if sent.endswith(".safetensors")]
+    assert not [name for name, _ in published.downloads if name.endswith(".safetensors")]
 
 
 @pytest.fixture
-def of_authors(published, whole, completed_by, monkeypatch):
+def of_authors(published, checkpoint, completed_by, monkeypatch):
     """Return a hub with the checkpoint in its authors' layout; what that lacks would come from where there is none."""
     monkeypatch.setitem(original.STATISTICS, tiny.LATENT_CHANNELS, wan.vae_config(tiny.VAE))
     completed_by("owner/typo")
     files = {"transformer": WEIGHTS, "vae": "Wan2.1_VAE.safetensors", "text_encoder": TEXT_ENCODER}
     published.files = {"config.json": b'{"_class_name": "WanModel", "num_heads": 2}'}
     for component, name in files.items():
-        [weights] = (whole / component).glob("*.safetensors")
+        [weights] = (checkpoint / component).glob("*.safetensors")
         published.files[name] = weights.read_bytes()
-    for path in (whole / "tokenizer").iterdir():
+    for path in (checkpoint / "tokenizer").iterdir():
         published.files[f"google/umt5-xxl/{path.name}"] = path.read_bytes()
     return published
 
@@ -287,32 +291,32 @@ def test_the_authors_repository_is_looked_through(lost, words, of_authors, set_h
         with pytest.raises(WanjaxError) as raised:
             wanjax.load(ID)
         assert has_line_with(str(raised.value), words.format(url=of_authors.url))
-    assert TEXT_ENCODER not in [sent for sent, _ in of_authors.downloads]
+    assert TEXT_ENCODER not in [name for name, _ in of_authors.downloads]
 
 
 @pytest.mark.parametrize("command", ["model", "lora", "folder"])
-def test_a_link_to_nothing_is_told_as_such(command, whole, tmp_path, monkeypatch):
+def test_a_dangling_link_is_reported(command, checkpoint, tmp_path, monkeypatch):
     """And not looked for on the hub, even where its path would be a name there."""
     monkeypatch.chdir(tmp_path)
     link = Path("some/models/wan.safetensors" if command != "folder" else "some/models")
     link.parent.mkdir(parents=True)
     link.symlink_to("0a1b2c.incomplete")
     with pytest.raises(WanjaxError) as raised:
-        wanjax.load(whole, lora=str(link)) if command == "lora" else wanjax.load(link)
+        wanjax.load(checkpoint, lora=str(link)) if command == "lora" else wanjax.load(link)
     assert has_line_with(str(raised.value), f"{link} 0a1b2c.incomplete gone")
 
 
-def test_an_expert_needs_the_other(whole, tmp_path, monkeypatch):
-    """A link to nothing is told, and so is a name that tells one of two, though another model has the shape alone."""
+def test_an_expert_requires_the_other_one(checkpoint, tmp_path, monkeypatch):
+    """A dangling link is reported, and so is the name of one of two experts, though another model has only one."""
     path = tmp_path / "wan2.2_t2v_high_noise.safetensors"
-    other = tmp_path / "wan2.2_t2v_low_noise.safetensors"
-    shutil.copy(whole / "transformer" / WEIGHTS, path)
-    other.symlink_to("0a1b2c.incomplete")
-    with pytest.raises(WanjaxError, match=line_with_words(f"{other.name} 0a1b2c.incomplete")):
+    low_noise = tmp_path / "wan2.2_t2v_low_noise.safetensors"
+    shutil.copy(checkpoint / "transformer" / WEIGHTS, path)
+    low_noise.symlink_to("0a1b2c.incomplete")
+    with pytest.raises(WanjaxError, match=line_with_words(f"{low_noise.name} 0a1b2c.incomplete")):
         open_source(path)
-    other.unlink()
+    low_noise.unlink()
     monkeypatch.setattr(wan_layouts, "_published_preset", lambda *shape, **more: presets()["wan2.1-t2v-14b"])
-    with pytest.raises(WanjaxError, match=line_with_words(f"{path.name} {other.name}")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"{path.name} {low_noise.name}")):
         open_source(path)
-    plain = path.rename(tmp_path / "wan2.2_t2v_high.safetensors")
-    assert "transformer_2" not in open_source(plain).index
+    high_noise = path.rename(tmp_path / "wan2.2_t2v_high.safetensors")
+    assert "transformer_2" not in open_source(high_noise).index
