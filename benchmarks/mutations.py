@@ -419,7 +419,7 @@ MUTATIONS = (
         "'FULL' if durable else 'NORMAL'",
         "'NORMAL' if durable else 'FULL'",
         "a server that loses its power forgets videos that it had taken",
-        ("jobs/test_store.py::test_what_was_answered_is_on_the_disk",),
+        ("jobs/test_store.py::test_acknowledged_writes_are_on_the_disk",),
     ),
     Mutation(
         "requeue",
@@ -427,7 +427,7 @@ MUTATIONS = (
         "db.update(job.id, error=error and json.dumps(error), **REQUEUED_COLUMNS)",
         "db.update(job.id, position=db.tick(), error=error and json.dumps(error), **REQUEUED_COLUMNS)",
         "a video whose worker died waits behind all others",
-        ("jobs/test_store.py::test_jobs_of_workers_that_died_wait_again_before_the_others",),
+        ("jobs/test_store.py::test_jobs_of_dead_workers_are_requeued_first",),
     ),
     Mutation(
         "token",

@@ -102,7 +102,7 @@ def test_several_candidates_for_the_other_expert_are_named(tmp_path):
     assert has_two_experts(open_source(tmp_path / f"{LOW}.safetensors"))
 
 
-def test_names_that_differ_after_the_noise_level_are_a_pair(tmp_path):
+def test_names_with_different_endings_are_a_pair_only_with_noise(tmp_path):
     for name in ("wan_high_noise_fp8", "wan_low_noise_bf16", "t2v_high_quality", "t2v_low_memory"):
         file(tmp_path / f"{name}.safetensors", T2V_14B)
     assert pipeline_class(open_source(tmp_path / "wan_high_noise_fp8.safetensors")) == "WanPipeline"

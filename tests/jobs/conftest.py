@@ -46,7 +46,7 @@ def nano() -> wanjax.Pipeline:
 
 @pytest.fixture
 def nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Videos without frames are written; the prompts "fail" and "full" cannot be made, and find no room."""
+    """Videos without frames are written; the prompts "fail" and "full" fail, the second as on a full disk."""
 
     def run(self):
         for request in self.requests:

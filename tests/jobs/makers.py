@@ -9,7 +9,7 @@ from pathlib import Path
 from wanjax.errors import WanjaxError, is_full
 from wanjax.jobs.worker import Failure, Interrupted
 
-MADE = "made.log"
+LOG = "made.log"
 
 
 class FileMaker:
@@ -33,15 +33,15 @@ class FileMaker:
         return (self.folder / job.output).exists()
 
     def explain(self, error):
-        own = isinstance(error, WanjaxError) and not is_full(error)
+        is_ours = isinstance(error, WanjaxError) and not is_full(error)
         return Failure(
-            "storage" if is_full(error) else "error", str(error), is_retryable=not own, ends_worker=is_full(error)
+            "storage" if is_full(error) else "error", str(error), is_retryable=not is_ours, ends_worker=is_full(error)
         )
 
     def make(self, jobs, lease):
         self.runs.append([job.id for job in jobs])
         for job in jobs:
-            with (self.folder / MADE).open("a") as log:  # whole lines, also of several processes
+            with (self.folder / LOG).open("a") as log:  # whole lines, also of several processes
                 log.write(f"{job.id}\n")
             for step in range(4):
                 lease.report(progress=25 * step, stage="denoise", stage_done=step, stage_total=4)
@@ -51,15 +51,15 @@ class FileMaker:
             self.fail(job, job.request["settings"]["prompt"])
             place = self.folder / job.output
             place.parent.mkdir(parents=True, exist_ok=True)
-            beside = place.with_name(f".{os.getpid()}.{place.name}")
-            beside.write_text(job.id)
-            beside.replace(place)
+            partial_file = place.with_name(f".{os.getpid()}.{place.name}")
+            partial_file.write_text(job.id)
+            partial_file.replace(place)
             yield job
 
     def fail(self, job, prompt):
         if prompt == "fail":
             raise RuntimeError("the device is gone")
-        if prompt == "fail once" and self.made().count(job.id) == 1:
+        if prompt == "fail once" and self.begun().count(job.id) == 1:
             raise RuntimeError("the device is gone")
         if prompt == "wrong":
             raise WanjaxError("steps is 0 where 1 is the least")
@@ -68,14 +68,14 @@ class FileMaker:
         if prompt == "die":
             raise SystemExit(9)
 
-    def made(self):
+    def begun(self):
         """Return the ids of the files that were begun, in order."""
-        file = self.folder / MADE
+        file = self.folder / LOG
         return file.read_text().split() if file.exists() else []
 
 
 def make_files(folder, seconds, store):
-    """Return the maker of a worker in a process of its own."""
+    """Return the maker of a worker in a new process."""
     return FileMaker(folder, seconds)
 
 

@@ -45,12 +45,12 @@ def test_each_task_ends_once(tmp_path_factory, count, workers, retries, random):
     """Workers lease jobs in turn; any job may fail or take its worker with it, and drivers die and begin anew."""
     folder = tmp_path_factory.mktemp("batch")
     store = JobStore(str(folder / "jobs.sqlite"))
-    ended, made, names = [], set(), iter(range(10**6))
+    ended, finished, names = [], set(), iter(range(10**6))
 
     def driver():
         manifest = Manifest(folder)
-        batch = Batch(store, [task(n) for n in range(1, count + 1) if f"{n}.mp4" not in made], manifest, "nano")
-        batch._raise_if_all_failed = lambda task: None  # what is hopeless has a test of its own
+        batch = Batch(store, [task(n) for n in range(1, count + 1) if f"{n}.mp4" not in finished], manifest, "nano")
+        batch._raise_if_all_failed = lambda task: None  # batches without any success have another test
         return batch
 
     batch, busy = driver(), []
@@ -64,12 +64,12 @@ def test_each_task_ends_once(tmp_path_factory, count, workers, retries, random):
         worker, jobs = busy.pop(random.randrange(len(busy)))
         for job in jobs:
             store.begin(worker, job.id)
-            what = random.choice(["made", "made", "fails", "dies"]) if made else "made"
+            what = random.choice(["made", "made", "fails", "dies"]) if finished else "made"
             if what == "dies":
                 store.requeue_lost(worker)
                 break
             if what == "made":
-                made.add(job.output)
+                finished.add(job.output)
                 store.finish(worker, job.id, {})
             else:
                 store.fail(worker, job.id, {"code": "x", "message": "no"}, retries=retries)
@@ -78,12 +78,12 @@ def test_each_task_ends_once(tmp_path_factory, count, workers, retries, random):
         ended += [job.output for job in batch.poll()]
         if random.random() < 0.1:  # the driver is killed, and another one begins
             batch = driver()
-            ended = [name for name in ended if name in made]
+            ended = [name for name in ended if name in finished]
     entries = read_manifest(folder)
     listed = [entry["file_name"] for entry in entries if "error" not in entry]
-    assert sorted(listed) == sorted(made)
+    assert sorted(listed) == sorted(finished)
     failed = {entry["file_name"] for entry in entries if "error" in entry}
-    assert made | failed == {f"{n}.mp4" for n in range(1, count + 1)}
+    assert finished | failed == {f"{n}.mp4" for n in range(1, count + 1)}
     store.close()
 
 
@@ -115,7 +115,7 @@ def test_a_manifest_knows_what_failed(tmp_path):
     assert (again.failed, again.done_names) == ({"1.mp4"}, {"2.mp4"})
 
 
-def test_what_failed_before_is_made_alone_and_last(store, tmp_path):
+def test_earlier_failures_are_made_separately_and_last(store, tmp_path):
     Manifest(tmp_path).add(task(1), error="no")
     Batch(store, [task(2), task(3), task(1)], Manifest(tmp_path), "nano")
     assert [job.output for job in leased(store)] == ["2.mp4", "3.mp4"]
@@ -154,7 +154,7 @@ def test_a_full_disk_ends_a_batch_and_is_no_video_s_failure(store, tmp_path):
     assert [entry["file_name"] for entry in read_manifest(tmp_path)] == ["1.mp4"]
 
 
-def test_what_a_driver_leaves_no_worker_of_others_makes(store, tmp_path):
+def test_no_other_worker_makes_the_jobs_of_a_dead_driver(store, tmp_path):
     batch = Batch(store, map(task, range(1, 5)), Manifest(tmp_path), "nano")
     [job] = leased(store, limit=1)
     batch.close()
@@ -163,7 +163,7 @@ def test_what_a_driver_leaves_no_worker_of_others_makes(store, tmp_path):
 
 
 @pytest.mark.parametrize("cut", [0, 1, 20, -1])
-def test_a_manifest_is_whole_after_any_end(tmp_path, cut):
+def test_a_manifest_is_complete_after_any_end(tmp_path, cut):
     """Lines that are not whole, as after a disk was full, are neither read nor mixed with those that follow."""
     Manifest(tmp_path).add(task(1), seconds=2.5)
     Manifest(tmp_path).add(task(2), error="no", tries=3)

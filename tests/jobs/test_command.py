@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`wanjax worker`: refused where it cannot work, and beside a batch that only fills the queue."""
+"""`wanjax worker`: refused if it cannot work, and with a batch that only fills the queue."""
 
 import os
 import signal
@@ -44,9 +44,9 @@ def test_a_worker_that_cannot_work_is_refused(tmp_path, monkeypatch, arguments, 
 def test_a_batch_is_made_by_workers_that_join(tmp_path):
     """The database is named by the environment; a worker of another place takes nothing, and says why."""
     (tmp_path / "prompts.txt").write_text("a red circle\na blue square\n")
-    own = os.environ | {"WANJAX_DATABASE": str(tmp_path / "jobs.sqlite")}
-    command, how = [sys.executable, "-m", "wanjax"], {"cwd": tmp_path, "env": own, "text": True}
-    JobStore(own["WANJAX_DATABASE"]).close()  # workers join a database that exists
+    variables = os.environ | {"WANJAX_DATABASE": str(tmp_path / "jobs.sqlite")}
+    command, how = [sys.executable, "-m", "wanjax"], {"cwd": tmp_path, "env": variables, "text": True}
+    JobStore(variables["WANJAX_DATABASE"]).close()  # workers join a database that exists
     workers = [
         subprocess.Popen([*command, "worker", "--out", name], stderr=subprocess.PIPE, **how)
         for name in ("videos", "elsewhere")

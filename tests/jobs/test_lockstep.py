@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from tests.support.jobs import made
+from tests.support.jobs import run_tasks
 from tests.support.words import has_line_with, line_with_words
 from wanjax.cli import many
 from wanjax.errors import WanjaxError
@@ -35,7 +35,7 @@ class Room:
     """Where so many threads meet."""
 
     def __init__(self, count):
-        self.said, self.barrier = [""] * count, threading.Barrier(count, timeout=PATIENCE)
+        self.messages, self.barrier = [""] * count, threading.Barrier(count, timeout=PATIENCE)
 
 
 class Near(PeerGroup):
@@ -48,43 +48,47 @@ class Near(PeerGroup):
         return json.loads(self.gather(json.dumps(message))[0])
 
     def gather(self, text):
-        self.room.said[self.index] = text
+        self.room.messages[self.index] = text
         self.room.barrier.wait()
-        output = list(self.room.said)
+        output = list(self.room.messages)
         self.room.barrier.wait()
         return output
 
 
 @pytest.fixture
 def led(nano, tmp_path):
-    """Three makers that are one, each with a folder of its own: the leader, and two that follow in threads."""
+    """Three makers that act as one, each with its folder: the leader, and two that follow in threads."""
     room, folders = Room(3), [tmp_path / str(index) for index in range(3)]
     for folder in folders:
         folder.mkdir()
     leader = Leader(lambda: nano, folders[0], peers=Near(room, 0))
-    others = [VideoMaker(lambda: nano, folder) for folder in folders[1:]]
+    followers = [VideoMaker(lambda: nano, folder) for folder in folders[1:]]
     with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(follow_leader, other, Near(room, index)) for index, other in enumerate(others, 1)]
-        yield leader, others, running
+        running = [
+            pool.submit(follow_leader, follower, Near(room, index)) for index, follower in enumerate(followers, 1)
+        ]
+        yield leader, followers, running
         room.barrier.abort()
 
 
 def tasks_for(leader, *arguments):
-    return leader.tasks_for([VideoRequest.parse(SMALL | one, row=number) for number, one in enumerate(arguments, 1)])
+    return leader.tasks_for(
+        [VideoRequest.parse(SMALL | fields, row=number) for number, fields in enumerate(arguments, 1)]
+    )
 
 
-def test_all_make_the_runs_of_the_first(led, local_store):
-    leader, others, running = led
+def test_all_hosts_make_the_runs_of_the_leader(led, local_store):
+    leader, followers, running = led
     tasks = tasks_for(leader, {"prompt": "a"}, {"prompt": "b", "scheduler": "euler"}, {"prompt": "c", "seed": "random"})
     for _ in range(2):  # once they are there, and no one is asked
-        assert [job.status for job in made(local_store, leader, tasks)] == ["completed"] * 3
+        assert [job.status for job in run_tasks(local_store, leader, tasks)] == ["completed"] * 3
     assert leader.dismiss()
     assert [run.result(PATIENCE) for run in running] == [None, None]
     names = {task.output for task in tasks}
-    assert all(set(os.listdir(maker.folder)) == names for maker in (leader, *others))
+    assert all(set(os.listdir(maker.folder)) == names for maker in (leader, *followers))
 
 
-def test_what_shows_how_far_a_video_is_is_fitted_by_all(led, monkeypatch):
+def test_all_hosts_fit_the_preview_colours(led, monkeypatch):
     leader, _, running = led
     fitted = []
     monkeypatch.setattr(type(leader.pipe), "latent_preview", lambda pipe: fitted.append(pipe) or fitted)
@@ -94,31 +98,31 @@ def test_what_shows_how_far_a_video_is_is_fitted_by_all(led, monkeypatch):
     assert len(fitted) == 3
 
 
-def test_what_one_of_them_cannot_make_none_begins(led, local_store, monkeypatch):
-    leader, others, running = led
+def test_no_host_begins_a_run_that_one_refuses(led, local_store, monkeypatch):
+    leader, followers, running = led
     tasks = tasks_for(leader, {"prompt": "a"}, {"prompt": "b", "steps": 3}, {"prompt": "c"})
-    shared = others[1].batch_setup
+    shared = followers[1].batch_setup
 
     def missing(request):
         if request.settings["prompt"] == "b":
             raise OSError("its host has no such picture")
         return shared(request)
 
-    monkeypatch.setattr(others[1], "batch_setup", missing)
-    jobs = {job.request["settings"]["prompt"]: job for job in made(local_store, leader, tasks, retries=1)}
+    monkeypatch.setattr(followers[1], "batch_setup", missing)
+    jobs = {job.request["settings"]["prompt"]: job for job in run_tasks(local_store, leader, tasks, retries=1)}
     assert has_line_with(jobs["b"].error["message"], "process 2 of 3 no such picture")
     assert [jobs[prompt].attempts for prompt in "abc"] == [1, 2, 1]
     assert [jobs[prompt].status for prompt in "abc"] == ["completed", "failed", "completed"]
     assert leader.dismiss()
     assert [run.result(PATIENCE) for run in running] == [None, None]
-    assert all(len(os.listdir(maker.folder)) == 2 for maker in (leader, *others))
+    assert all(len(os.listdir(maker.folder)) == 2 for maker in (leader, *followers))
 
 
-def test_what_the_first_cannot_make_is_not_asked_of_the_others(led, local_store):
+def test_a_run_that_the_leader_refuses_is_not_sent_to_the_others(led, local_store):
     leader, _, running = led
     (task,) = tasks_for(leader, {"prompt": "a"})
     wrong = task._replace(request=replace(task.request, inputs={"image": "nowhere.png"}))
-    (job,) = made(local_store, leader, [wrong])
+    (job,) = run_tasks(local_store, leader, [wrong])
     assert has_line_with(job.error["message"], "nowhere.png")
     assert leader.dismiss()
     assert [run.result(PATIENCE) for run in running] == [None, None]
@@ -138,11 +142,11 @@ def test_only_an_exit_of_the_worker_stops_a_run_early(nano, local_store, tmp_pat
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_failure_within_a_run_ends_all(led, local_store, restarts):
-    """Of three videos the second cannot be made: it is told, and nothing is tried again in these processes."""
+    """Of three videos the second fails: it is reported, and nothing is retried in these processes."""
     leader, _, running = led
     leader.restarts = restarts
     tasks = tasks_for(leader, {"prompt": "a"}, {"prompt": "fail"}, {"prompt": "c"})
-    jobs = made(local_store, leader, tasks, retries=1)
+    jobs = run_tasks(local_store, leader, tasks, retries=1)
     assert [job.status for job in jobs] == ["completed", "queued" if restarts else "failed", "queued"]
     assert [job.attempts for job in jobs] == [1, 1, 0]
     assert jobs[1].error["message"] == str(f"RuntimeError: {leader.sync_error}") == "RuntimeError: the device is gone"
@@ -153,7 +157,7 @@ def test_a_failure_within_a_run_ends_all(led, local_store, restarts):
 
 
 @pytest.mark.parametrize("where", [0, 1], ids=["the first", "another"])
-def test_a_failure_on_one_host_alone_is_told_as_it_was_there(nano, local_store, tmp_path, monkeypatch, where):
+def test_a_failure_on_one_host_is_reported_unchanged(nano, local_store, tmp_path, monkeypatch, where):
     """The others may wait for that host, so whoever started them ends them all: none makes a further video."""
     room, run = Room(2), VideoMaker.make_run
     makers = [Leader(lambda: nano, tmp_path, force=True, peers=Near(room, 0)), VideoMaker(lambda: nano, tmp_path)]
@@ -169,11 +173,11 @@ def test_a_failure_on_one_host_alone_is_told_as_it_was_there(nano, local_store, 
         following = pool.submit(host._follow_leader, makers[1], peers=Near(room, 1))
         tasks = tasks_for(makers[0], {"prompt": "a"}, {"prompt": "b", "steps": 3})
         if where == 0:
-            jobs = made(local_store, makers[0], tasks)
+            jobs = run_tasks(local_store, makers[0], tasks)
             assert [job.error and job.error["message"] for job in jobs] == [None, "RuntimeError: the device is gone"]
             assert not following.done()
         else:
-            made(local_store, makers[0], tasks)
+            run_tasks(local_store, makers[0], tasks)
             with pytest.raises(OutOfSync, match="RuntimeError: the device is gone"):
                 following.result(PATIENCE)
         room.barrier.abort()
@@ -196,5 +200,5 @@ def test_a_host_whose_folder_is_another_takes_no_job(local_store, tmp_path, requ
     assert local_store.get("a").attempts == 0
 
 
-def test_an_error_that_left_processes_behind_goes_to_another_process():
+def test_an_error_with_processes_left_behind_can_be_pickled():
     assert str(pickle.loads(pickle.dumps(OutOfSync("the device is gone")))) == "the device is gone"

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from tests.support.jobs import made
+from tests.support.jobs import run_tasks
 from tests.support.words import line_with_words
 from wanjax.errors import SettingError, WanjaxError
 from wanjax.jobs.maker import VideoMaker
@@ -27,19 +27,19 @@ def maker(nano, tmp_path):
     return VideoMaker(lambda: nano, tmp_path / "videos")
 
 
-def asked(*arguments):
-    return [VideoRequest.parse(SMALL | one, row=number) for number, one in enumerate(arguments, 1)]
+def requests_of(*arguments):
+    return [VideoRequest.parse(SMALL | fields, row=number) for number, fields in enumerate(arguments, 1)]
 
 
 @pytest.mark.slow  # tests/cli/test_many.py has a quick one, by the command
-def test_requests_are_made_as_single_calls_make_them(nano, maker, local_store):
-    requests = asked(
+def test_videos_of_a_batch_equal_those_of_single_calls(nano, maker, local_store):
+    requests = requests_of(
         {"prompt": "a red circle", "seed": 3},
         {"prompt": "a blue square", "steps": 1, "scheduler": "euler"},
         {"prompt": "a blue square", "seed": 4},
     )
     tasks = maker.tasks_for(requests)
-    jobs = made(local_store, maker, tasks)
+    jobs = run_tasks(local_store, maker, tasks)
     assert {job.status for job in jobs} == {"completed"}
     assert {task.output for task in tasks} == set(os.listdir(maker.folder))
     [request, *_] = maker.prepare_run(tasks[:2]).requests
@@ -52,14 +52,16 @@ def test_requests_are_made_as_single_calls_make_them(nano, maker, local_store):
 
 
 @pytest.mark.usefixtures("nothing_is_computed")
-def test_requests_that_differ_in_prompt_and_seed_are_of_one_run(maker, local_store, monkeypatch):
+def test_requests_that_differ_in_prompt_and_seed_share_a_run(maker, local_store, monkeypatch):
     runs, prepared = [], VideoMaker.prepare_run
     monkeypatch.setattr(VideoMaker, "prepare_run", lambda *arguments: runs.append(arguments[1]) or prepared(*arguments))
     tasks = maker.tasks_for(
-        asked({"prompt": "a", "seed": 3}, {"prompt": "b", "scheduler": "euler"}, {"prompt": "c", "seed": "random"})
+        requests_of(
+            {"prompt": "a", "seed": 3}, {"prompt": "b", "scheduler": "euler"}, {"prompt": "c", "seed": "random"}
+        )
     )
     assert [task.request.row for task in tasks] == [1, 3, 2]
-    assert [job.status for job in made(local_store, maker, tasks)] == ["completed"] * 3
+    assert [job.status for job in run_tasks(local_store, maker, tasks)] == ["completed"] * 3
     assert [[task.request.row for task in run] for run in runs] == [[1, 3], [2]]
     prepared = [request for run in list(runs) for request in maker.prepare_run(run).requests]
     seen = [(x.metadata["prompt"], x.metadata["seed"], x.metadata["scheduler"]) for x in prepared]
@@ -68,13 +70,13 @@ def test_requests_that_differ_in_prompt_and_seed_are_of_one_run(maker, local_sto
 
 
 @pytest.mark.usefixtures("nothing_is_computed")
-def test_what_is_there_is_not_made_again(maker, local_store):
-    tasks = maker.tasks_for(asked({"prompt": "a"}, {"prompt": "b"}))
+def test_existing_videos_are_not_made_again(maker, local_store):
+    tasks = maker.tasks_for(requests_of({"prompt": "a"}, {"prompt": "b"}))
     (there := maker.folder / tasks[0].output).write_text("there")
-    assert [job.status for job in made(local_store, maker, tasks)] == ["completed"] * 2
+    assert [job.status for job in run_tasks(local_store, maker, tasks)] == ["completed"] * 2
     assert there.read_text() == "there"
     maker.force = True
-    made(local_store, maker, tasks)
+    run_tasks(local_store, maker, tasks)
     assert there.read_text() == "a"
 
 
@@ -90,22 +92,22 @@ def test_what_is_there_is_not_made_again(maker, local_store):
     ],
     ids=str,
 )
-def test_what_the_model_cannot_make_is_told_before_anything_starts(maker, options, output):
+def test_a_request_that_the_model_refuses_is_reported_before_anything_starts(maker, options, output):
     with pytest.raises(WanjaxError, match=line_with_words(output)):
-        maker.tasks_for(asked({"prompt": "a"}, {"prompt": "b"} | options))
+        maker.tasks_for(requests_of({"prompt": "a"}, {"prompt": "b"} | options))
 
 
 def test_a_seed_of_a_library_s_request_is_checked_too(maker):
-    first, second = asked({"prompt": "a"}, {"prompt": "b"})
+    first, second = requests_of({"prompt": "a"}, {"prompt": "b"})
     with pytest.raises(WanjaxError, match=line_with_words("row 2 seed 18446744073709551616")):
         maker.tasks_for([first, second.updated({"seed": 2**64})])
 
 
 @pytest.mark.usefixtures("nothing_is_computed")
-def test_one_request_s_failure_is_its_own(maker, local_store):
+def test_a_failing_request_does_not_fail_others(maker, local_store):
     """The second of three that would be made together fails alone, as often as it may."""
-    tasks = maker.tasks_for(asked({"prompt": "a"}, {"prompt": "fail"}, {"prompt": "c"}))
-    jobs = made(local_store, maker, tasks, retries=2)
+    tasks = maker.tasks_for(requests_of({"prompt": "a"}, {"prompt": "fail"}, {"prompt": "c"}))
+    jobs = run_tasks(local_store, maker, tasks, retries=2)
     assert [job.status for job in jobs] == ["completed", "failed", "completed"]
     assert [job.attempts for job in jobs] == [1, 3, 1]
     assert jobs[1].error["message"] == "RuntimeError: the device is gone"
@@ -114,20 +116,20 @@ def test_one_request_s_failure_is_its_own(maker, local_store):
 
 @pytest.mark.usefixtures("nothing_is_computed")
 def test_a_full_disk_ends_the_worker(maker, local_store):
-    jobs = made(local_store, maker, maker.tasks_for(asked({"prompt": "full"}, {"prompt": "b"})), retries=2)
+    jobs = run_tasks(local_store, maker, maker.tasks_for(requests_of({"prompt": "full"}, {"prompt": "b"})), retries=2)
     assert [job.status for job in jobs] == ["failed", "queued"]
     assert jobs[0].error["code"] == DISK_FULL
 
 
 @pytest.mark.usefixtures("nothing_is_computed")
-def test_a_worker_with_other_options_makes_no_video_of_a_name_that_is_not_its_own(nano, maker, local_store):
-    tasks = maker.tasks_for(asked({"prompt": "a"}))
-    [job] = made(local_store, VideoMaker(lambda: nano, maker.folder, batch_guidance=True), tasks)
+def test_a_worker_with_other_options_does_not_overwrite_a_video(nano, maker, local_store):
+    tasks = maker.tasks_for(requests_of({"prompt": "a"}))
+    [job] = run_tasks(local_store, VideoMaker(lambda: nano, maker.folder, batch_guidance=True), tasks)
     assert job.status == "failed"
     assert tasks[0].output in job.error["message"]
     assert os.listdir(maker.folder) == []
 
 
-def test_an_error_goes_from_one_process_to_another():
+def test_an_error_can_be_pickled():
     error = pickle.loads(pickle.dumps(SettingError("the size is wrong", "size")))
     assert (str(error), error.setting) == ("the size is wrong", "size")

@@ -54,13 +54,13 @@ class Idle:
     """A worker of another place, which a test ends."""
 
     def __init__(self, number):
-        self.name, self.why, self.asked, self.killed = f"w{number}", None, False, False
+        self.name, self.why, self.terminated, self.killed = f"w{number}", None, False, False
 
     def exit_reason(self):
         return self.why
 
     def terminate(self):
-        self.asked = True
+        self.terminated = True
 
     def kill(self):
         self.killed = True
@@ -132,7 +132,7 @@ def test_as_many_workers_as_there_is_work_for(store, monkeypatch):
     def look(seconds=0.0):
         now[0] += seconds
         pool.poll()
-        return [worker.asked for worker in workers]
+        return [worker.terminated for worker in workers]
 
     fill(store, 5)
     assert look() == [False]
@@ -151,7 +151,7 @@ def test_as_many_workers_as_there_is_work_for(store, monkeypatch):
     assert len(workers) == 4  # the number of one that still ends is not free
 
 
-def test_workers_that_wait_for_a_place_are_told_of_once(store, monkeypatch):
+def test_workers_that_wait_for_their_folder_are_reported_once(store, monkeypatch):
     now, notes = [0.0], []
     monkeypatch.setattr(module, "monotonic", lambda: now[0])
     pool = Pool(store, Idle, Autoscaler(2, 2), notes.append)

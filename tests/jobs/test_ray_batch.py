@@ -54,7 +54,7 @@ def succeeded(process):
 
 
 def answered(worker):
-    """Return what a worker was asked for, once it is there."""
+    """Return the requests of a worker, once it has started."""
     end = time.monotonic() + 120
     while (result := worker.initializer_result()) is None and time.monotonic() < end:
         time.sleep(0.1)
@@ -94,7 +94,7 @@ def test_nothing_is_lost_where_a_part_of_a_slice_is_killed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("where", [0, 1], ids=["the first", "another"])
-def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_rest_goes_on(tmp_path, where):
+def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_others_are_made(tmp_path, where):
     """Each try costs the slice, which is begun anew, and no other video a try."""
     pytest.importorskip("ray")
     prompts = ["a", "fail", "b", "fail", "c"]
@@ -134,11 +134,13 @@ def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_rest_goes_o
             ended += batch.poll()
             time.sleep(0.1)
         pool.kill()
-    result, failed = ([one for one in read_manifest(tmp_path) if ("error" in one) is wrong] for wrong in (False, True))
+    result, failed = (
+        [entry for entry in read_manifest(tmp_path) if ("error" in entry) is wrong] for wrong in (False, True)
+    )
     assert len(ended) == 5
-    assert sorted(one["prompt"] for one in result) == ["a", "b", "c"]
-    assert sorted(one["file_name"] for one in result) == sorted(path.name for path in tmp_path.glob("*.mp4"))
-    message = {(one["row"], one["error"], one["tries"]) for one in failed}
+    assert sorted(entry["prompt"] for entry in result) == ["a", "b", "c"]
+    assert sorted(entry["file_name"] for entry in result) == sorted(path.name for path in tmp_path.glob("*.mp4"))
+    message = {(entry["row"], entry["error"], entry["tries"]) for entry in failed}
     assert message == {(row, "RuntimeError: the device is gone", 2) for row in (2, 4)}
     assert where == 0 or sum("a worker died" in note for note in notes) >= 3
 
@@ -147,7 +149,7 @@ def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_rest_goes_o
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_worker_whose_folder_is_another_makes_nothing_and_says_so(tmp_path, hosts):
-    """As where the hosts of a cluster share no folder of this name: it is told instead of videos on several hosts."""
+    """As if the hosts of a cluster share no such folder: this is reported, and no videos are spread over hosts."""
     pytest.importorskip("ray")
     there, elsewhere = tmp_path / "there", tmp_path / "elsewhere"
     for folder in (there, elsewhere):
@@ -163,14 +165,14 @@ def test_a_worker_whose_folder_is_another_makes_nothing_and_says_so(tmp_path, ho
         worker = RayWorker(ray, store, start, {}, place, follower, operator.attrgetter("models"))
         with pytest.raises(WanjaxError, match=line_with_words(f"{elsewhere} another folder")):
             answered(worker)
-        assert worker.exit_reason() is None  # who asked ends it: another one would be as wrong
+        assert worker.exit_reason() is None  # the caller ends it: another one would be as wrong
         worker.kill()
         assert store.get("a").attempts == 0
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_slice_s_videos_are_those_of_one_process(tmp_path, monkeypatch):
+def test_videos_of_a_slice_equal_those_of_one_process(tmp_path, monkeypatch):
     """Of two hosts of two devices each, in a cluster that the command starts on this machine."""
     pytest.importorskip("ray")
     write(tmp_path, *({"prompt": f"a red circle {i}", "seed": i} for i in range(3)))
@@ -180,11 +182,11 @@ def test_a_slice_s_videos_are_those_of_one_process(tmp_path, monkeypatch):
     assert {entry["worker"].count(":") for entry in read_manifest(tmp_path / "videos")} == {1}
     monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4")
     succeeded(batch(tmp_path, "--out", "alone", "--mesh", "dp=2,sp=2"))
-    slices, alone = (
+    slices, single_process = (
         {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.mp4")} for name in ("videos", "alone")
     )
-    assert len(alone) == 3
-    assert slices == alone
+    assert len(single_process) == 3
+    assert slices == single_process
 
 
 @pytest.mark.slow
@@ -222,20 +224,20 @@ def test_the_hosts_of_a_worker_are_those_of_one_tpu_slice_in_its_order():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_cluster_s_videos_are_those_of_one_process(cluster, tmp_path):
+def test_videos_of_a_cluster_equal_those_of_one_process(cluster, tmp_path):
     write(tmp_path, *({"prompt": f"a red circle {i}", "seed": i} for i in range(4)))
     result, message = succeeded(batch(tmp_path, "--workers", "2", "--ray", cluster.address, "--json"))
     listed = [json.loads(line) for line in result.splitlines()]
-    assert sorted(one["record"]["seed"] for one in listed) == [0, 1, 2, 3], message
+    assert sorted(entry["record"]["seed"] for entry in listed) == [0, 1, 2, 3], message
     succeeded(batch(tmp_path, "--out", "alone"))
     listed = [read_manifest(tmp_path / name) for name in ("videos", "alone")]
-    two, one = ({entry["file_name"]: entry["worker"] for entry in entries} for entries in listed)
-    assert two.keys() == one.keys()
-    assert not {*two.values()} & {*one.values()}
+    two, single_process = ({entry["file_name"]: entry["worker"] for entry in entries} for entries in listed)
+    assert two.keys() == single_process.keys()
+    assert not {*two.values()} & {*single_process.values()}
     succeeded(batch(tmp_path, "--out", "processes", "--workers", "2"))
     local = {entry["file_name"]: entry["worker"] for entry in read_manifest(tmp_path / "processes")}
-    assert local.keys() == one.keys()
-    for name in one:
+    assert local.keys() == single_process.keys()
+    for name in single_process:
         assert len({(tmp_path / folder / name).read_bytes() for folder in ("videos", "alone", "processes")}) == 1
     again, message = succeeded(batch(tmp_path, "--workers", "2", "--ray", cluster.address))
     assert again == ""
@@ -244,7 +246,7 @@ def test_a_cluster_s_videos_are_those_of_one_process(cluster, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_what_the_model_cannot_make_is_told_with_its_row(cluster, tmp_path):
+def test_a_request_that_the_model_refuses_is_reported_with_its_row(cluster, tmp_path):
     write(tmp_path, {"prompt": "a"}, {"prompt": "b", "frames": 4})
     process = batch(tmp_path, "--workers", "2", "--ray", cluster.address)
     messages = process.communicate()[1]
@@ -256,7 +258,7 @@ def test_what_the_model_cannot_make_is_told_with_its_row(cluster, tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal of POSIX")
-def test_ctrl_c_ends_it_and_the_same_command_goes_on(cluster, tmp_path):
+def test_ctrl_c_ends_a_batch_and_the_same_command_resumes(cluster, tmp_path):
     write(tmp_path, *({"prompt": f"a red circle {i}", "seed": i, "steps": 40} for i in range(12)))
     options = ("--workers", "2", "--ray", cluster.address)
     process, end = batch(tmp_path, *options), time.monotonic() + 300

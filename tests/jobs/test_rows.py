@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of requests: each kind says the same, and what is wrong is told with its row."""
+"""Files of requests: every format gives the same requests, and mistakes are reported with their row."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ def as_csv(rows):
         *[(name, write) for name in ("r.json", "r.txt") for write in (json.dumps, indented)],
     ],
 )
-def test_each_kind_of_file_says_the_same(tmp_path, name, write):
+def test_every_file_format_gives_the_same_requests(tmp_path, name, write):
     if write is None:
         arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         parquet.write_table(arrow.Table.from_pylist(ROWS, schema=arrow.schema(
@@ -58,7 +58,7 @@ def test_each_kind_of_file_says_the_same(tmp_path, name, write):
 
 def test_a_line_that_is_no_object_is_a_prompt(tmp_path):
     (tmp_path / "p.txt").write_text('a {"cat"}\n\n  "a dog"  \n')
-    assert [one.fields for one in read_requests(str(tmp_path / "p.txt"))] == [
+    assert [request.fields for request in read_requests(str(tmp_path / "p.txt"))] == [
         {"prompt": 'a {"cat"}'},
         {"prompt": '"a dog"'},
     ]
@@ -69,9 +69,9 @@ def test_a_line_that_is_no_object_is_a_prompt(tmp_path):
 def test_brackets_begin_a_prompt_unless_they_are_json(tmp_path):
     prompts = ["[close-up] a cat", "{red|blue} circles", "[1, 2, 3] in chalk"]
     (tmp_path / "p.txt").write_text("\n".join(prompts))
-    assert [one.settings["prompt"] for one in read_requests(str(tmp_path / "p.txt"))] == prompts
+    assert [request.settings["prompt"] for request in read_requests(str(tmp_path / "p.txt"))] == prompts
     (tmp_path / "p.json").write_text(json.dumps(prompts))
-    assert [one.settings["prompt"] for one in read_requests(str(tmp_path / "p.json"))] == prompts
+    assert [request.settings["prompt"] for request in read_requests(str(tmp_path / "p.json"))] == prompts
 
 
 def test_files_are_relative_to_the_table_unless_they_are_urls(tmp_path):
@@ -94,7 +94,7 @@ def test_files_are_relative_to_the_table_unless_they_are_urls(tmp_path):
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_what_is_wrong_is_told_with_its_row(tmp_path, line, output):
+def test_mistakes_are_reported_with_their_row(tmp_path, line, output):
     (tmp_path / "r.jsonl").write_text(f'{{"prompt": "a"}}\n{line}\n')
     with pytest.raises(WanjaxError, match=line_with_words(output)):
         read_requests(str(tmp_path / "r.jsonl"))
@@ -125,7 +125,7 @@ def test_what_is_wrong_is_told_with_its_row(tmp_path, line, output):
         ("requests", None, "requests folder file"),
     ],
 )
-def test_files_that_are_not_whole_are_refused(tmp_path, name, data, output):
+def test_incomplete_files_are_refused(tmp_path, name, data, output):
     if name.endswith("parquet"):
         pytest.importorskip("pyarrow")
     (tmp_path / name).mkdir() if data is None else (tmp_path / name).write_bytes(data)
@@ -239,7 +239,7 @@ def test_values_are_echoed_as_json(tmp_path, value, words):
         read_requests(str(tmp_path / "r.jsonl"))
 
 
-def test_a_request_counts_more_than_the_options():
+def test_a_request_overrides_the_options():
     options = VideoRequest.parse({"steps": 4, "size": (32, 64), "seed": 1}, complete=False)
     assert VideoRequest({"prompt": "a", "steps": 2, "height": 16}, row=1).with_defaults(options).fields == {
         "prompt": "a", "steps": 2, "height": 16, "width": 64, "seed": 1,
@@ -252,19 +252,19 @@ def test_shared_settings_of_no_effect_on_a_row_are_left_out():
     shared = VideoRequest({"strength": 0.5, "overlap": 3, "match": "colour", "steps": 2})
     texts = {"prompt": "a"}
     seams = {"overlap": 3, "match": "colour", "steps": 2}
-    for row, right in [
+    for row, expected in [
         (VideoRequest(texts), {"steps": 2}),
         (VideoRequest(texts | {"windows": 2}), seams),
         (VideoRequest(texts | {"then": "b"}), seams),
         (VideoRequest(texts, {"video": "b.mp4"}), seams | {"strength": 0.5}),
         (VideoRequest(texts | {"overlap": 2}), {"overlap": 2, "steps": 2}),
     ]:
-        assert with_shared(row, shared).settings == {**right, **row.settings}
+        assert with_shared(row, shared).settings == {**expected, **row.settings}
 
 
-def test_seeds_are_for_requests_without_one_of_their_own():
+def test_seeds_apply_only_to_requests_without_a_seed():
     requests = [VideoRequest({"prompt": "a"}, row=1), VideoRequest({"prompt": "b", "seed": 0}, row=2)]
-    result = [(one.row, one.settings["seed"]) for one in with_seeds(requests, [7, 8])]
+    result = [(request.row, request.settings["seed"]) for request in with_seeds(requests, [7, 8])]
     assert result == [(1, 7), (1, 8), (2, 0)]
 
 
@@ -295,7 +295,7 @@ def test_all_wrong_rows_are_reported_at_once(tmp_path, name):
     for line, named in zip(str(caught.value).splitlines(), words, strict=True):
         assert has_line_with(line, named), line
     assert len(str(caught.value)) < 3000
-    assert str(caught.value).count("prompt is") <= 1  # a mistake of many rows is told once
+    assert str(caught.value).count("prompt is") <= 1  # a mistake of many rows is reported once
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"], ids=["comma", "semicolon", "tab"])
@@ -315,7 +315,7 @@ def test_parquet_without_its_library_names_the_extra(tmp_path, monkeypatch):
         read_requests(str(tmp_path / "r.parquet"))
 
 
-def test_a_column_of_whole_numbers_with_an_empty_cell(tmp_path):
+def test_a_column_of_integers_with_an_empty_cell(tmp_path):
     """As pandas writes it: 4 as 4.0, and the empty cell as NaN."""
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

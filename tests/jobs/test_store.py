@@ -95,12 +95,12 @@ def test_a_job_whose_files_arrive_is_placed_when_they_are_there(store: JobStore)
     assert store.remove("v2").status == ARRIVING  # the request was refused
 
 
-def test_a_limit_holds_among_many_who_add_at_once(store: JobStore, url: str) -> None:
-    others = [JobStore(url) for _ in range(4)]  # one transaction at a time each
+def test_a_queue_limit_holds_with_concurrent_additions(store: JobStore, url: str) -> None:
+    stores = [JobStore(url) for _ in range(4)]  # one transaction at a time each
 
     def add(number: int) -> int:
         try:
-            others[number % 4].add(new(number), limit=5)
+            stores[number % 4].add(new(number), limit=5)
         except QueueFull:
             return 0
         return 1
@@ -108,11 +108,11 @@ def test_a_limit_holds_among_many_who_add_at_once(store: JobStore, url: str) -> 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(add, range(40))) == 5
     assert store.stats().jobs == {QUEUED: 5}
-    for other in others:
-        other.close()
+    for each in stores:
+        each.close()
 
 
-def test_jobs_of_workers_that_died_wait_again_before_the_others(store: JobStore) -> None:
+def test_jobs_of_dead_workers_are_requeued_first(store: JobStore) -> None:
     ready(store, "a", "b")
     store.add_all([new(number) for number in range(3)])
     assert leased(store, "a") == ["v0"]
@@ -168,7 +168,7 @@ def test_cancelled_and_removed_jobs(store: JobStore) -> None:
     assert store.stats().counters == {CANCELLED: 3, COMPLETED: 1}
 
 
-def test_jobs_of_dead_workers_that_were_to_end_do(store: JobStore) -> None:
+def test_cancelled_jobs_of_dead_workers_end(store: JobStore) -> None:
     ready(store, "a", "b")
     store.add_all([new(0), new(1)])
     assert leased(store, "a") + leased(store, "b") == ["v0", "v1"]
@@ -180,7 +180,7 @@ def test_jobs_of_dead_workers_that_were_to_end_do(store: JobStore) -> None:
     assert [job.id for job in store.deletable_jobs()] == ["v1"]
 
 
-def test_removed_rows_go_after_a_day(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removed_rows_are_deleted_after_a_day(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.add_all([new(0), new(1), new(2)])
     store.remove("v0")
     store.remove("v1")
@@ -315,7 +315,7 @@ def test_pages_of_a_long_queue_take_no_time(store: JobStore) -> None:
     assert store.get("v4999").jobs_ahead is None  # of the first 1,000 alone
 
 
-def test_a_worker_that_drains_gives_its_jobs_back(store: JobStore) -> None:
+def test_a_draining_worker_requeues_its_jobs(store: JobStore) -> None:
     ready(store, "a")
     store.add(new(0))
     leased(store, "a")
@@ -337,57 +337,57 @@ def test_a_draining_worker_gets_no_further_job(store: JobStore) -> None:
     assert [each.draining for each in store.workers()] == [True]
 
 
-def test_two_places_of_one_database_know_nothing_of_each_other(store: JobStore, url: str, tmp_path: Path) -> None:
-    """As a server and a batch, or two batches: whatever one does, the other's jobs, workers and counts are its own."""
-    other = JobStore(url)
-    for each, name in ((store, "one"), (other, "two")):
+def test_two_namespaces_of_one_database_are_separate(store: JobStore, url: str, tmp_path: Path) -> None:
+    """As a server and a batch, or two batches: neither affects the other's jobs, workers and counts."""
+    second = JobStore(url)
+    for each, name in ((store, "one"), (second, "two")):
         (tmp_path / name).mkdir()
         join_namespace(each, tmp_path / name, BATCH_FILE)
         each.add_all([new(0, batch=name), new(1, batch=name)])
         ready(each, f"{name} a", f"{name} b")
     again = JobStore(url)
     join_namespace(again, tmp_path / "one", BATCH_FILE)
-    assert again.namespace == store.namespace != other.namespace
+    assert again.namespace == store.namespace != second.namespace
     assert leased(store, "one a") + leased(store, "one b") == ["v0", "v1"]
     assert leased(store, "one b") == ["v1"]
-    assert (store.num_waiting(), other.num_waiting()) == (0, 2)
-    assert [other.get(f"v{number}").jobs_ahead for number in range(2)] == [0, 1]
-    assert (store.stats().jobs, other.stats().jobs) == ({RUNNING: 2}, {QUEUED: 2})
-    assert [[worker.name for worker in each.workers()] for each in (store, other)] == [
+    assert (store.num_waiting(), second.num_waiting()) == (0, 2)
+    assert [second.get(f"v{number}").jobs_ahead for number in range(2)] == [0, 1]
+    assert (store.stats().jobs, second.stats().jobs) == ({RUNNING: 2}, {QUEUED: 2})
+    assert [[worker.name for worker in each.workers()] for each in (store, second)] == [
         ["one a", "one b"],
         ["two a", "two b"],
     ]
     store.finish("one a", "v0", {"stage_seconds": {"decode": 1.0}})
-    other.cancel("v0")
-    other.cancel_all(["v0", "v1"])
-    assert [each.stats().counters for each in (store, other)] == [
+    second.cancel("v0")
+    second.cancel_all(["v0", "v1"])
+    assert [each.stats().counters for each in (store, second)] == [
         {COMPLETED: 1, "seconds_decode": 1.0},
         {CANCELLED: 2},
     ]
     assert (store.get("v1").cancel, store.get("v0").status) == (False, COMPLETED)
-    other.remove("v1")
-    other.purge("v1")
-    other.add(new(2, model="other"), limit=1)
+    second.remove("v1")
+    second.purge("v1")
+    second.add(new(2, model="other"), limit=1)
     with pytest.raises(NotFound):
         store.get("v2")
-    assert [[job.id for job in each.page(9)[0]] for each in (store, other)] == [["v1", "v0"], ["v2", "v0"]]
+    assert [[job.id for job in each.page(9)[0]] for each in (store, second)] == [["v1", "v0"], ["v2", "v0"]]
     assert {job.id for job in again.changes(0)} == {"v0", "v1"}
-    assert (store.models_without_worker(), other.models_without_worker()) == ([], ["other"])
+    assert (store.models_without_worker(), second.models_without_worker()) == ([], ["other"])
     assert store.deletable_jobs() == []
-    other.requeue_lost("two a")
-    other.requeue_expired()
+    second.requeue_lost("two a")
+    second.requeue_expired()
     assert store.get("v1").worker == "one b"
     again.close()
-    other.close()
+    second.close()
 
 
-def test_a_store_of_another_patience_has_the_same_connections(store: JobStore) -> None:
+def test_a_store_with_another_retry_limit_has_the_same_connections(store: JobStore) -> None:
     patient = store.with_retry_seconds(9.0)
     assert (patient.retry_seconds, store.retry_seconds) == (9.0, stores.RETRY_SECONDS)
     assert patient._database is store._database
 
 
-def test_who_make_a_folder_a_place_at_once_agree(store: JobStore, url: str, tmp_path: Path) -> None:
+def test_concurrent_processes_give_a_folder_one_namespace(store: JobStore, url: str, tmp_path: Path) -> None:
     stores = [JobStore(url) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda each: join_namespace(each, tmp_path, SERVE_FILE), stores))
@@ -426,7 +426,7 @@ def test_processes_share_the_jobs(store: JobStore, url: str) -> None:
     assert len(set(versions)) == 100
 
 
-def test_who_follows_misses_no_change(store: JobStore, url: str) -> None:
+def test_a_follower_misses_no_change(store: JobStore, url: str) -> None:
     ended, seen = threading.Event(), {}
 
     def follow_leader() -> None:
@@ -436,13 +436,13 @@ def test_who_follows_misses_no_change(store: JobStore, url: str) -> None:
                 seen[job.id], since = job.status, job.version
 
     def write(number: int) -> None:
-        own = JobStore(url, retry_seconds=60)
-        ready(own, name := f"w{number}")
+        worker_store = JobStore(url, retry_seconds=60)
+        ready(worker_store, name := f"w{number}")
         for count in range(15):
-            own.add(new(f"{number}-{count}"))
-            for id in leased(own, name):
-                own.finish(name, id, {})
-        own.close()
+            worker_store.add(new(f"{number}-{count}"))
+            for id in leased(worker_store, name):
+                worker_store.finish(name, id, {})
+        worker_store.close()
 
     follower = threading.Thread(target=follow_leader)
     follower.start()
@@ -460,19 +460,19 @@ def test_no_two_transactions_wait_for_each_other(postgres: Server) -> None:
         first.add_all([new(number, batch="x") for number in range(120)])
 
         def work(number: int) -> None:
-            own, name = JobStore(url, retry_seconds=60), f"w{number}"
+            worker_store, name = JobStore(url, retry_seconds=60), f"w{number}"
             for turn in range(12):
-                ready(own, name)
-                jobs = leased(own, name, limit=3)
+                ready(worker_store, name)
+                jobs = leased(worker_store, name, limit=3)
                 for id in jobs:
-                    own.begin(name, id)
-                    own.heartbeat(name, id, {"progress": turn})
-                own.cancel(f"v{(number * 31 + turn * 7) % 120}")
-                own.requeue_expired()
+                    worker_store.begin(name, id)
+                    worker_store.heartbeat(name, id, {"progress": turn})
+                worker_store.cancel(f"v{(number * 31 + turn * 7) % 120}")
+                worker_store.requeue_expired()
                 for id in jobs[:2]:
-                    own.finish(name, id, {})
-                [own.requeue, own.requeue_lost, own.drain][turn % 3](name)
-            own.close()
+                    worker_store.finish(name, id, {})
+                [worker_store.requeue, worker_store.requeue_lost, worker_store.drain][turn % 3](name)
+            worker_store.close()
 
         with ThreadPoolExecutor(6) as pool:
             list(pool.map(work, range(6)))
@@ -504,7 +504,7 @@ def test_a_process_has_two_connections(postgres: Server) -> None:
 # Faults
 
 
-def test_a_database_that_is_away_for_a_while(postgres: Server) -> None:
+def test_a_temporarily_unreachable_database(postgres: Server) -> None:
     with postgres.database() as url:
         patient, hasty = JobStore(url, retry_seconds=60), JobStore(url, retry_seconds=0.3)
         patient.add(new(0))
@@ -519,12 +519,12 @@ def test_a_database_that_is_away_for_a_while(postgres: Server) -> None:
         except BaseException:
             postgres.start()
             raise
-        assert [job.id for job in hasty.page(9)[0]] == ["v1", "v0"]  # nothing that was answered is lost
+        assert [job.id for job in hasty.page(9)[0]] == ["v1", "v0"]  # nothing that was acknowledged is lost
         patient.close()
         hasty.close()
 
 
-def test_who_follows_misses_no_change_after_a_crash(postgres: Server) -> None:
+def test_a_follower_misses_no_change_after_a_crash(postgres: Server) -> None:
     """A change that was read and then lost in a crash leaves its version to no other."""
     with postgres.database() as url, closing(JobStore(url, retry_seconds=60)) as store:
         postgres.suspend_writer()  # so that the crash loses what is not durable
@@ -542,13 +542,13 @@ def test_who_follows_misses_no_change_after_a_crash(postgres: Server) -> None:
         assert [(job.id, job.status) for job in store.changes(since)] == [("v0", COMPLETED)]
 
 
-def test_what_was_answered_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_acknowledged_writes_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, seen = JobStore(str(tmp_path / "jobs.sqlite")), []
     ready(store, "a")
     connect = sqlite3.connect
 
-    def watched(*given: Any, **how: Any) -> sqlite3.Connection:
-        connection = connect(*given, **how)
+    def watched(*arguments: Any, **how: Any) -> sqlite3.Connection:
+        connection = connect(*arguments, **how)
         connection.set_trace_callback(lambda text: seen.append(text) if "synchronous" in text else None)
         return connection
 
@@ -568,14 +568,14 @@ def test_what_was_answered_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.Mo
     store.close()
 
 
-def test_a_newer_database_is_left_alone(store: JobStore, url: str) -> None:
+def test_a_newer_database_is_refused_and_unchanged(store: JobStore, url: str) -> None:
     store._run(lambda db: db.execute("INSERT INTO schema_version VALUES (99)"))
     with pytest.raises(WanjaxError) as caught:
         JobStore(url)
     assert has_line_with(str(caught.value), "99 --database")
 
 
-def test_a_database_is_made_once_by_many(url: str) -> None:
+def test_concurrent_processes_create_a_database_once(url: str) -> None:
     with ThreadPoolExecutor(4) as pool:
         result = list(pool.map(lambda number: JobStore(url), range(4)))
     assert {store.version() for store in result} == {1}
@@ -583,11 +583,11 @@ def test_a_database_is_made_once_by_many(url: str) -> None:
         store.close()
 
 
-def test_a_store_goes_to_another_process(store: JobStore) -> None:
+def test_a_store_can_be_pickled(store: JobStore) -> None:
     store.add(new(0))
-    other = pickle.loads(pickle.dumps(store))
-    assert other.get("v0") == store.get("v0")
-    other.close()
+    copy = pickle.loads(pickle.dumps(store))
+    assert copy.get("v0") == store.get("v0")
+    copy.close()
 
 
 WRONG_DATABASES = [  # with a password, its form in a URL, a server of PostgreSQL and a folder
@@ -608,7 +608,7 @@ WRONG_DATABASES = [  # with a password, its form in a URL, a server of PostgreSQ
 
 
 @pytest.mark.parametrize(("url", "words"), WRONG_DATABASES, ids=[url for url, _ in WRONG_DATABASES])
-def test_wrong_databases_are_refused_in_a_sentence(
+def test_wrong_databases_are_refused(
     postgres: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, words: list[str]
 ) -> None:
     (tmp_path / "notes.txt").write_text("these are notes, and no table of SQLite at all" * 99)
@@ -768,7 +768,7 @@ OPERATIONS = st.one_of(
 
 
 def carry_out(store: JobStore, model: Model, name: str, *arguments: Any) -> tuple[Any, Any]:
-    """Do one thing in the store and in the model, and return what each answered."""
+    """Do one operation in the store and in the model, and return both results."""
 
     def silently(do: Callable[[str], Any], id: str) -> None:
         try:
@@ -826,7 +826,7 @@ def check_against_the_model(store: JobStore, steps: list[tuple[Any, ...]]) -> No
 
 
 @pytest.mark.parametrize("url", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True)
-def test_any_sequence_does_what_the_model_does(store: JobStore) -> None:
+def test_any_sequence_of_operations_matches_the_model(store: JobStore) -> None:
     @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(OPERATIONS, min_size=10, max_size=30))
     def check(steps: list[tuple[Any, ...]]) -> None:
@@ -836,8 +836,8 @@ def test_any_sequence_does_what_the_model_does(store: JobStore) -> None:
 
 
 @pytest.mark.parametrize(("free", "message"), [(0, "disk full"), (2**30, "disk I/O error")])
-def test_an_input_error_of_a_full_disk_is_told_as_one(tmp_path, monkeypatch, free, message):
-    """SQLite calls it so where the files beside its own have no room."""
+def test_an_io_error_of_a_full_disk_is_reported_as_a_full_disk(tmp_path, monkeypatch, free, message):
+    """SQLite reports it if its journal files do not fit on the disk."""
     with closing(JobStore(str(tmp_path / "jobs.sqlite"), retry_seconds=0)) as store:
         error = sqlite3.OperationalError("disk I/O error")
         error.sqlite_errorname = "SQLITE_IOERR_SHMSIZE"

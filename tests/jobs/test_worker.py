@@ -71,7 +71,7 @@ def wait(condition):
 def test_jobs_are_made_in_order_and_finished(store, maker, max_batch):
     fill(store, "a", "b", "c")
     work(store, maker, max_batch=max_batch, until_empty=True)
-    assert maker.made() == ["v0", "v1", "v2"]
+    assert maker.begun() == ["v0", "v1", "v2"]
     assert ends(store, 3) == [(COMPLETED, None, 1)] * 3
     assert maker.runs == [["v0", "v1", "v2"]] if max_batch > 1 else [["v0"], ["v1"], ["v2"]]
     progress = store.get("v1").progress
@@ -80,13 +80,13 @@ def test_jobs_are_made_in_order_and_finished(store, maker, max_batch):
     assert store.stats().workers == {}
 
 
-def test_one_job_s_failure_is_its_own(store, maker):
+def test_a_failing_job_does_not_fail_others(store, maker):
     """Of a run that fails each job is made alone: one whose fault it is fails at once, another one is tried again."""
     fill(store, "a", "fail once", "wrong", "fail", "e")
     work(store, maker, max_batch=32, retries=2, until_empty=True)
     once = (COMPLETED, None, 1)
     assert ends(store, 5) == [once, once, (FAILED, "error", 1), (FAILED, "error", 3), once]
-    assert maker.made().count("v0") == 1
+    assert maker.begun().count("v0") == 1
     assert has_line_with(store.get("v3").error["message"], "the device is gone")
 
 
@@ -104,7 +104,7 @@ def test_a_job_is_finished_by_the_file_of_a_worker_that_died(store, maker, tmp_p
     (tmp_path / "v0" / "video.mp4").write_text("whole")
     store.requeue_lost("dead")
     work(store, maker, until_empty=True)
-    assert maker.made() == []
+    assert maker.begun() == []
     assert ends(store, 1) == [(COMPLETED, None, 2)]
 
 
@@ -117,7 +117,7 @@ def test_a_worker_finishes_what_it_has_where_no_job_waits(store, maker):
     assert ends(store, 1) == [(COMPLETED, None, 1)]
 
 
-def test_a_job_of_which_workers_die_is_given_up(store, maker):
+def test_a_job_that_kills_its_workers_fails(store, maker):
     fill(store, "die", "b")
     for _ in range(2):
         with pytest.raises(SystemExit):
@@ -129,7 +129,7 @@ def test_a_job_of_which_workers_die_is_given_up(store, maker):
 
 
 @pytest.mark.parametrize("max_batch", [1, 32])
-def test_a_job_is_cancelled_between_two_steps_and_the_others_go_on(store, tmp_path, max_batch):
+def test_a_job_is_cancelled_between_two_steps_and_the_others_continue(store, tmp_path, max_batch):
     maker = FileMaker(tmp_path, seconds=0.5)
     fill(store, "a", "b", "c")
     thread, exit_requested = at_work(store, maker, max_batch=max_batch)
@@ -142,7 +142,7 @@ def test_a_job_is_cancelled_between_two_steps_and_the_others_go_on(store, tmp_pa
     assert not (tmp_path / "v0" / "video.mp4").exists()
 
 
-def test_a_job_that_is_removed_while_it_is_made_does_not_come_back(store, tmp_path):
+def test_a_job_that_is_removed_while_it_runs_does_not_return(store, tmp_path):
     maker = FileMaker(tmp_path, seconds=0.5)
     fill(store, "a", "b")
     thread, exit_requested = at_work(store, maker)
@@ -156,7 +156,7 @@ def test_a_job_that_is_removed_while_it_is_made_does_not_come_back(store, tmp_pa
     assert [job.id for job in store.deletable_jobs()] == ["v0"]  # for whoever removes files
 
 
-def test_a_worker_that_is_drained_gives_its_jobs_back_within_a_step(store, tmp_path):
+def test_a_drained_worker_requeues_its_jobs_within_a_step(store, tmp_path):
     """By the word of its process, or by the database's."""
     maker = FileMaker(tmp_path, seconds=4.0)
     fill(store, "a", "b")
@@ -217,26 +217,26 @@ def test_a_worker_whose_lease_ended_stops_and_registers_again(store, tmp_path):
     thread.join(PATIENCE)
 
 
-def test_a_worker_without_its_place_says_why_and_takes_nothing_until_it_is_there(tmp_path, maker):
+def test_a_worker_without_its_folder_says_why_and_takes_no_job(tmp_path, maker):
     """Others of the database have a place, and this one's folder has none; nor has a server's folder a batch's."""
-    store, other, lone = (JobStore(str(tmp_path / "jobs.sqlite")) for _ in range(3))
+    store, second, lone = (JobStore(str(tmp_path / "jobs.sqlite")) for _ in range(3))
     folders = [tmp_path / name for name in ("other", "own")]
     for folder in folders:
         folder.mkdir()
-    join_namespace(other, folders[0], BATCH_FILE)
+    join_namespace(second, folders[0], BATCH_FILE)
     join_namespace(store, folders[1], SERVE_FILE)
-    fill(other, "a")
+    fill(second, "a")
     notes, why_not = [], partial(try_join_namespace, folder=folders[1], name=BATCH_FILE)
     thread, exit_requested = at_work(lone, maker, try_join_namespace=why_not, note=notes.append)
     time.sleep(0.2)
-    assert (maker.made(), ends(other, 1)) == ([], [(QUEUED, None, 0)])
+    assert (maker.begun(), ends(second, 1)) == ([], [(QUEUED, None, 0)])
     assert [has_line_with(note, f"{folders[1]} wanjax batch {lone.name} --out") for note in notes] == [True]
     join_namespace(store, folders[1], BATCH_FILE)
     fill(store, "b", "c")
     wait(lambda: store.get("v1").is_over)
     exit_requested.set()
     thread.join(PATIENCE)
-    assert (ends(store, 2), ends(other, 1)) == ([(COMPLETED, None, 1)] * 2, [(QUEUED, None, 0)])
+    assert (ends(store, 2), ends(second, 1)) == ([(COMPLETED, None, 1)] * 2, [(QUEUED, None, 0)])
 
 
 def test_several_workers_lease_fewer_jobs_towards_the_end(store, tmp_path):
@@ -260,7 +260,7 @@ def test_progress_never_goes_back(store):
     lease.close()
 
 
-def test_the_newest_progress_is_told_and_a_lost_job_ends(store):
+def test_the_newest_progress_is_reported_and_a_lost_job_ends(store):
     fill(store, "a")
     store.register("w", "ready", {})
     [job] = store.lease("w", ["nano"])

@@ -6,7 +6,7 @@ from wanjax.jobs.store import NewJob
 from wanjax.jobs.worker import work
 
 
-def made(store, maker, tasks, **how):
+def run_tasks(store, maker, tasks, **how):
     """Return the job of each task, once a worker has made all that it can."""
     jobs = [NewJob(task.output, task.request.to_json(), "nano", task.output, batch_key(task.request)) for task in tasks]
     store.add_all(jobs)
