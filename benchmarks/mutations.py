@@ -77,7 +77,7 @@ MUTATIONS = (
         "jnp.arange(num_keys)[None, :] <= lengths[:, None]",
         "a video's tokens attend to one token of padding",
         (
-            "kernels/test_sharded_attention.py::test_keys_that_are_not_there",
+            "kernels/test_sharded_attention.py::test_absent_keys",
             "kernels/test_joint_attention.py",
         ),
     ),
@@ -88,7 +88,7 @@ MUTATIONS = (
         "jnp.clip(kv_length, 0, k.shape[1])",
         "with sp > 1 the padding on the last device takes part in attention",
         (
-            "kernels/test_sharded_attention.py::test_keys_that_are_not_there",
+            "kernels/test_sharded_attention.py::test_absent_keys",
             "kernels/test_sharded_attention.py::test_self_attention",
         ),
     ),
@@ -183,7 +183,7 @@ MUTATIONS = (
         "return alphas * noise - sigmas * x0",
         "return alphas * noise + sigmas * x0",
         "a LoRA that is trained for CogVideoX makes noise",
-        ("schedulers/test_schedulers.py::test_what_is_learned_is_what_gives_the_clean_sample",),
+        ("schedulers/test_schedulers.py::test_the_training_target_gives_the_clean_sample",),
     ),
     # pipelines
     Mutation(
@@ -454,7 +454,7 @@ MUTATIONS = (
         "spare_bytes_per_chip=memory - largest.peak_bytes - program.resident_bytes",
         "spare_bytes_per_chip=memory - largest.peak_bytes",
         "a plan says that a video fits where the networks beside it take the memory",
-        ("plan/test_estimate.py::test_networks_that_stay_are_counted_beside_each_stage",),
+        ("plan/test_estimate.py::test_loaded_networks_are_counted_in_each_stage",),
     ),
     Mutation(
         "price-unit",

@@ -162,10 +162,10 @@ def test_a_failure_on_one_host_is_reported_unchanged(nano, local_store, tmp_path
     room, run = Room(2), VideoMaker.make_run
     makers = [Leader(lambda: nano, tmp_path, force=True, peers=Near(room, 0)), VideoMaker(lambda: nano, tmp_path)]
 
-    def failing(maker, tasks, made):
+    def failing(maker, tasks, prepared_run):
         if maker is makers[where] and tasks[0].request.settings["prompt"] == "b":
             raise RuntimeError("the device is gone")
-        return run(maker, tasks, made)
+        return run(maker, tasks, prepared_run)
 
     monkeypatch.setattr(VideoMaker, "make_run", failing)
     host = WorkerActor()

@@ -47,7 +47,7 @@ def pretended(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # of the child
     monkeypatch.setattr(admitted, "_rejected", {})
     monkeypatch.setattr(admission, "KERNEL_SECONDS", 2.0)
-    kept = dict(api.PREFERRED_CHOICES)
+    preferred = dict(api.PREFERRED_CHOICES)
 
     def pretend(name):
         monkeypatch.setattr(admitted, "_tried", set())
@@ -60,7 +60,7 @@ def pretended(monkeypatch, tmp_path):
             unsupported=lambda *arrays, **options: None,
         )
         monkeypatch.setitem(IMPLEMENTATIONS, "flash_tpu", broken)
-        monkeypatch.setitem(api.PREFERRED_CHOICES, "cpu", (*kept["tpu"][:1], *api.FALLBACK_CHOICES))
+        monkeypatch.setitem(api.PREFERRED_CHOICES, "cpu", (*preferred["tpu"][:1], *api.FALLBACK_CHOICES))
 
     yield pretend
     EXECUTE.clear_programs()
@@ -97,7 +97,7 @@ def test_a_kernel_that_fails_is_not_used(fault, refused, words, pretended, expec
     np.testing.assert_array_equal(frames, expected)
 
 
-def test_a_kernel_that_is_right_is_used(pretended):
+def test_a_correct_kernel_is_used(pretended):
     pretended("right")
     admitted.admit_kernels()
     some = jax.ShapeDtypeStruct((1, 96, 2, 64), "float32")
@@ -128,7 +128,7 @@ def test_a_kernel_that_few_runs_use_is_tried_when_one_does(pretended, monkeypatc
     assert not admitted.is_admitted("flash_tpu")
     assert admitted.is_admitted("chunked")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # told in another thread
+        warnings.simplefilter("ignore")  # reported in another thread
         assert not jax.jit(lambda: admitted.is_admitted("splash"))()
         assert not admitted.is_admitted("splash")
     assert tried == [["flash_tpu"], ["splash"]]
@@ -179,7 +179,7 @@ def test_a_kernel_that_fails_in_one_process_is_rejected_in_both(monkeypatch):
         assert json.loads(out.splitlines()[-1]) == [["flash_tpu"], 1]
 
 
-def test_a_program_is_compiled_anew_where_a_kernel_is_refused(monkeypatch):
+def test_a_program_is_recompiled_if_a_kernel_is_rejected(monkeypatch):
     monkeypatch.setattr(admitted, "_rejected", {})
     pipe = wanjax.load("nano")
     [instance, *_] = [program.traced_program for program in trace_programs(pipe, pipe.settings(**SETTINGS)).programs]

@@ -145,8 +145,10 @@ def test_gradients(name, config):
         return jax.grad(loss, argnums=(0, 1, 2, 3))(q, k, v, bias)
 
     *expected, d_logits = exact_gradients(q, k, v, g, bias=bias, **options)
-    for got, right in zip(gradients(q, k, v, bias), [*expected, d_logits.sum(axis=0, keepdims=True)], strict=True):
-        assert error(got, right) <= BOUND["float32"]
+    for gradient, expected_gradient in zip(
+        gradients(q, k, v, bias), [*expected, d_logits.sum(axis=0, keepdims=True)], strict=True
+    ):
+        assert error(gradient, expected_gradient) <= BOUND["float32"]
 
 
 @each_variant_here
@@ -162,8 +164,8 @@ def test_gradients_of_log_sum_exps(name, config):
         return (g * out).sum() + (h * lse).sum()
 
     expected = exact_gradients(q, k, v, g, of_lse=of_lse, **options)[:3]
-    for got, right in zip(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v), expected, strict=True):
-        assert error(got, right) <= BOUND["float32"]
+    for gradient, expected_gradient in zip(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v), expected, strict=True):
+        assert error(gradient, expected_gradient) <= BOUND["float32"]
 
 
 @each_variant
@@ -201,9 +203,9 @@ def test_gradients_bfloat16(name, config):
         g * attention(q, k, v, scale=0.4, implementation=name, config=config).astype(jnp.float32)
     ).sum()
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
-    for got, expected in zip(gradients, exact_gradients(q, k, v, g, scale=0.4)[:3], strict=True):
-        assert got.dtype == jnp.bfloat16
-        assert error(got, expected) <= BOUND["bfloat16"]
+    for gradient, expected in zip(gradients, exact_gradients(q, k, v, g, scale=0.4)[:3], strict=True):
+        assert gradient.dtype == jnp.bfloat16
+        assert error(gradient, expected) <= BOUND["bfloat16"]
 
 
 @each_implementation
@@ -225,9 +227,9 @@ def test_chunked_at_odd_shapes(data):
     q, k, v = operands(batch, queries, keys, group * kv_heads, kv_heads, 4, seed=draw(0, 9))
     mask = np.random.default_rng(draw(0, 9)).random((batch, keys)) < 0.8
     out = np.asarray(run("chunked", q, k, v, window=window, key_mask=mask, config=config))
-    wanted = exact(q, k, v, window=window, key_mask=mask)
-    np.testing.assert_allclose(out, wanted, atol=3e-6)  # an absolute bound, because some outputs are all zero
-    assert not out[~wanted.any(axis=-1)].any()
+    expected = exact(q, k, v, window=window, key_mask=mask)
+    np.testing.assert_allclose(out, expected, atol=3e-6)  # an absolute bound, because some outputs are all zero
+    assert not out[~expected.any(axis=-1)].any()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -313,11 +315,11 @@ def test_on_a_processor_that_multiplies_bfloat16(monkeypatch):
     options = {"key_mask": np.random.default_rng(7).random((3, 29)) < 0.7, "window": (9, 12)}
     before = [np.asarray(run("chunked", *wide, config=config, **options)) for config in configs]
     monkeypatch.setattr(target, "instructions", lambda: frozenset({"amx_bf16"}))
-    for config, known in zip(configs, before, strict=True):
-        np.testing.assert_array_equal(run("chunked", *wide, config=config, **options), known)
+    for config, reference in zip(configs, before, strict=True):
+        np.testing.assert_array_equal(run("chunked", *wide, config=config, **options), reference)
         out = run("chunked", *narrow, config=config, **options)
         assert out.dtype == jnp.bfloat16
         assert error(out, exact(*narrow, **options)) <= BOUND["bfloat16"]
         gradients = jax.jit(jax.grad(partial(loss, config), argnums=(0, 1, 2)))(*equal)
-        for got, expected in zip(gradients, exact_gradients(*equal, g, scale=0.4)[:3], strict=True):
-            assert error(got, expected) <= BOUND["bfloat16"]
+        for gradient, expected in zip(gradients, exact_gradients(*equal, g, scale=0.4)[:3], strict=True):
+            assert error(gradient, expected) <= BOUND["bfloat16"]

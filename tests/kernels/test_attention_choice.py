@@ -26,7 +26,7 @@ def shapes(dtype="bfloat16", size=64, sharding=None):
     return [jax.ShapeDtypeStruct((1, 96, 2, size), jnp.dtype(dtype), sharding=sharding)] * 3
 
 
-def test_an_array_says_where_it_is():
+def test_the_target_of_an_array():
     here = Target("cpu", "cpu")
     x = jnp.ones((2, 3))
     assert target(x) == here
@@ -37,7 +37,7 @@ def test_an_array_says_where_it_is():
     )
 
 
-def test_a_traced_array_says_what_it_is_for():
+def test_the_target_of_a_traced_array():
     seen = []
 
     def look(x):
@@ -68,7 +68,7 @@ def test_a_kernel_that_is_named_is_taken_or_refused(device, size, implementation
             choose_implementation(*shapes(size=size), implementation=implementation)
 
 
-def test_cards_and_tpus_prefer_their_own():
+def test_cards_and_tpus_prefer_their_kernels():
     for kind in ("NVIDIA H200", "NVIDIA A10G", "NVIDIA RTX A6000", "NVIDIA GeForce RTX 3090", "NVIDIA L40S"):
         with jax.sharding.use_abstract_mesh(mesh(AbstractDevice(kind, None, "gpu"))):
             assert choose_implementation(*shapes()) == ("cudnn", "it is NVIDIA's own implementation")
@@ -91,7 +91,7 @@ def test_cards_and_tpus_prefer_their_own():
     ],
     ids=["a dtype", "a window", "an old card", "an old desktop card", "a size"],
 )
-def test_where_another_is_taken_the_choice_says_why(device, kind, implementation, words):
+def test_a_fallback_gives_its_reason(device, kind, implementation, words):
     with jax.sharding.use_abstract_mesh(mesh(device)):
         chosen = choose_implementation(*shapes(**kind), implementation=implementation)
     assert chosen.name == "chunked"
@@ -115,7 +115,7 @@ def test_other_cards_do_not():
         ({"config": chunked.Config(8, 8, batched=True)}, "Config belongs to another implementation"),
     ],
 )
-def test_cudnn_refuses_what_it_would_not_do_exactly(changed, message):
+def test_cudnn_refuses_inexact_configurations(changed, message):
     kind = {key: changed[key] for key in ("dtype", "size") if key in changed}
     options = {key: value for key, value in changed.items() if key not in kind}
     with jax.sharding.use_abstract_mesh(mesh(CARD)), pytest.raises(NotImplementedError, match=f"cudnn .*{message}"):
@@ -138,7 +138,7 @@ def card_without_cudnn(monkeypatch):
 
 
 @pytest.mark.parametrize(("batch", "kv_heads"), [(1, 4), (3, 2)])
-def test_cudnn_is_given_live_keys_first(card_without_cudnn, batch, kv_heads):
+def test_cudnn_gets_live_keys_first(card_without_cudnn, batch, kv_heads):
     q, k, v = operands(batch, 21, 17, 4, kv_heads, 16, "bfloat16")
     mask = np.random.default_rng(5).random((batch, 17)) < 0.6
     mask[0] = batch == 1  # in a batch of several, the first example has no key
@@ -150,7 +150,7 @@ def test_cudnn_is_given_live_keys_first(card_without_cudnn, batch, kv_heads):
     assert np.linalg.norm(out - expected) <= 6e-3 * np.linalg.norm(expected)
 
 
-def test_cudnn_is_what_is_lowered(monkeypatch):
+def test_cudnn_is_lowered(monkeypatch):
     """Lowers for CUDA without a GPU: the program has the call with the scale, and no score matrix."""
     from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
 
@@ -166,7 +166,7 @@ def test_cudnn_is_what_is_lowered(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "right"),
+    ("text", "expected"),
     [
         (None, (None, None, None)),
         ("auto", (None, None, None)),
@@ -175,8 +175,8 @@ def test_cudnn_is_what_is_lowered(monkeypatch):
         ("chunked:window=0", ("chunked", None, 0)),
     ],
 )
-def test_implementations_and_windows_are_named(text, right):
-    assert AttentionConfig.of(text) == AttentionConfig(*right)
+def test_implementations_and_windows_are_named(text, expected):
+    assert AttentionConfig.of(text) == AttentionConfig(*expected)
 
 
 @pytest.mark.parametrize("text", ["auto:window=", "auto:window=x", "chunked:window=3,window=4", "auto:window=-3"])

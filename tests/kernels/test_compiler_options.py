@@ -38,7 +38,7 @@ def test_options_are_those_of_the_target():
 
 
 @pytest.mark.parametrize("on", [V5E, V5P, V6E, V7X], ids=str)
-def test_the_safe_set_has_asynchronous_collectives_and_vmem_alone(on):
+def test_the_safe_set_has_only_asynchronous_collectives_and_vmem(on):
     """Half of a v6e's VMEM is as much as a v5p's whole VMEM."""
     assert matmul_options(on).keys() - scan_options(on).keys() == (
         {"xla_tpu_scoped_vmem_limit_kib"} if on == V6E else set()
@@ -60,7 +60,7 @@ def test_the_fast_set_adds_the_sparse_cores_of_chips_that_have_them_and_more_vme
     assert all(int(added[name]) > int(matmul_options(on)[name]) for name in limit & added.keys())
 
 
-def test_a_single_chip_without_a_mesh_is_asked_for_its_options():
+def test_a_single_chip_without_a_mesh_gets_its_options():
     with for_v6e():
         assert fast_matmul_options() == fast_matmul_options(V6E)
     assert fast_matmul_options() == {}
@@ -68,13 +68,13 @@ def test_a_single_chip_without_a_mesh_is_asked_for_its_options():
 
 @pytest.mark.parametrize("name", ["quick", "", "Safe"])
 def test_unknown_sets_are_refused(name):
-    for known in OPTION_SETS:
-        check_option_set(known)
+    for option_set in OPTION_SETS:
+        check_option_set(option_set)
     with pytest.raises(WanjaxError, match=line_with_words(f"{name!r} safe fast")):
         check_option_set(name)
 
 
-def test_only_tpus_are_asked_to_spare_effort():
+def test_only_tpus_get_reduced_compiler_effort():
     assert conv_options(CPU) == conv_options() == {}
     assert conv_options(V6E) == {"optimization_level": 19}
     assert fast_conv_options(V6E) == {"optimization_level": 29}

@@ -44,9 +44,9 @@ CASES = [(name, size) for name in CONFIGS for size in (64, 128)]
 @pytest.mark.parametrize(("name", "size"), quick([("one block", 64), ("blocks", 128), ("parts", 64)], CASES))
 def test_blocks_that_lengths_do_not_fill(name, size):
     q, k, v = operands(2, 300, 450, 2, 2, size)
-    got, expected = gradients(q, k, v, normal(4, *q.shape), CONFIGS[name])
-    for ours, right in zip(got, expected, strict=True):
-        assert error(ours, right) <= 3 * BOUND["float32"]
+    result, expected = gradients(q, k, v, normal(4, *q.shape), CONFIGS[name])
+    for ours, expected_gradient in zip(result, expected, strict=True):
+        assert error(ours, expected_gradient) <= 3 * BOUND["float32"]
 
 
 @pytest.mark.parametrize("live", [(450, 130), (1, 256), (256, 450)])
@@ -54,19 +54,19 @@ def test_keys_that_are_padding(live):
     """Each example has its own number of keys; the others get no gradient and may hold anything finite."""
     q, k, v = operands(2, 300, 500, 1, 1, 64)
     k, v = (np.where(np.arange(500)[:, None, None] < 450, x, np.float32(1e4)) for x in (k, v))
-    got, expected = gradients(q, k, v, normal(4, *q.shape), BLOCKS, keys=450, live=live)
-    for ours, right in zip(got, expected, strict=True):
-        assert error(ours, right) <= 3 * BOUND["float32"]
-    for x in map(np.asarray, got[1:]):
+    result, expected = gradients(q, k, v, normal(4, *q.shape), BLOCKS, keys=450, live=live)
+    for ours, expected_gradient in zip(result, expected, strict=True):
+        assert error(ours, expected_gradient) <= 3 * BOUND["float32"]
+    for x in map(np.asarray, result[1:]):
         assert not any(x[b, count:].any() for b, count in enumerate(live))
 
 
 def test_bfloat16():
     q, k, v = operands(1, 300, 450, 2, 2, 128, "bfloat16")
-    got, expected = gradients(q, k, v, normal(4, *q.shape, dtype="bfloat16"), BLOCKS)
-    for ours, right in zip(got, expected, strict=True):
+    result, expected = gradients(q, k, v, normal(4, *q.shape, dtype="bfloat16"), BLOCKS)
+    for ours, expected_gradient in zip(result, expected, strict=True):
         assert ours.dtype == jnp.bfloat16
-        assert error(ours, right) <= 2 * BOUND["bfloat16"]
+        assert error(ours, expected_gradient) <= 2 * BOUND["bfloat16"]
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_gradients_through_attention(options, heads):
         return jnp.sum(jnp.sin(attention(*qkv, implementation=name, config=config, **options)))
 
     expected = jax.jit(jax.grad(partial(loss, "reference", None), (0, 1, 2)))(q, k, v)
-    got = jax.jit(jax.grad(partial(loss, "flash_tpu", SMALL_TILES), (0, 1, 2)))(q, k, v)
-    for ours, right in zip(got, expected, strict=True):
-        assert error(ours, np.float64(right)) <= 3e-6
+    result = jax.jit(jax.grad(partial(loss, "flash_tpu", SMALL_TILES), (0, 1, 2)))(q, k, v)
+    for ours, expected_gradient in zip(result, expected, strict=True):
+        assert error(ours, np.float64(expected_gradient)) <= 3e-6
 
 
 @pytest.mark.parametrize("queries", [1000, 14_040, 75_600, 200_000])

@@ -88,10 +88,10 @@ def lifts() -> Iterator[list[int]]:
 def test_the_rule(queries, keys, heads, kv_heads, tiles):
     q, k, v = operands(2, queries, keys, heads, kv_heads, 128, "bfloat16")
     out, lse = jax.jit(partial(flash_int8.attention, scale=0.1, tiles=tiles, kv_length=keys))(q, k, v)
-    wanted_out, wanted_lse = rule(q, k, v, scale=0.1)
+    expected_out, expected_lse = rule(q, k, v, scale=0.1)
     assert out.dtype == jnp.bfloat16
-    assert error(out, wanted_out) <= RULE_BOUND
-    np.testing.assert_allclose(lse, wanted_lse, atol=RULE_BOUND)
+    assert error(out, expected_out) <= RULE_BOUND
+    np.testing.assert_allclose(lse, expected_lse, atol=RULE_BOUND)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -134,10 +134,10 @@ def test_first_logits_far_below_the_others(lifts, scale, is_safe):
     k = k.at[:, :300].set(-jnp.abs(k[:, :300]))
     out, lse = jax.jit(partial(flash_int8.attention, scale=scale, tiles=TILES, kv_length=600))(q, k, v)
     jax.effects_barrier()
-    wanted_out, wanted_lse = rule(q, k, v, scale=scale)
+    expected_out, expected_lse = rule(q, k, v, scale=scale)
     assert bool(lifts) == is_safe
-    assert error(out, wanted_out) <= (1 if is_safe else 3) * RULE_BOUND
-    np.testing.assert_allclose(lse, wanted_lse, atol=0.1)
+    assert error(out, expected_out) <= (1 if is_safe else 3) * RULE_BOUND
+    np.testing.assert_allclose(lse, expected_lse, atol=0.1)
 
 
 def test_all_numbers_zero():
@@ -151,8 +151,8 @@ def test_keys_that_do_not_take_part():
     q, k, v = operands(1, 100, 200, 2, 2, 128, "bfloat16")
     k = k.at[:, 150:].set(100)
     out = attention(q, k, v, kv_length=150, implementation="flash_tpu", config=Int8Config(SMALL))
-    alone = attention(q, k[:, :150], v[:, :150], implementation="flash_tpu", config=Int8Config(SMALL))
-    np.testing.assert_array_equal(out, alone)
+    without_padding = attention(q, k[:, :150], v[:, :150], implementation="flash_tpu", config=Int8Config(SMALL))
+    np.testing.assert_array_equal(out, without_padding)
 
 
 @pytest.mark.parametrize("mesh", [(1, 4, 1), (1, 1, 4), (2, 2, 1)])
@@ -207,7 +207,7 @@ def test_text_that_is_refused(text, words):
         (128, "bfloat16", {"bias": jnp.ones((1, 1, 8, 8))}, "takes no bias"),
     ],
 )
-def test_what_its_bound_does_not_hold_for(size, dtype, options, words):
+def test_inputs_outside_the_bound(size, dtype, options, words):
     q, k, v = operands(1, 8, 8, 2, 2, size, dtype)
     with pytest.raises(UnsupportedError, match=line_with_words(words)):
         attention(q, k, v, implementation="flash_tpu", config=Int8Config(SMALL), **options)

@@ -211,10 +211,10 @@ def test_keys_less_their_mean():
 def test_gradients():
     q, k, v = operands(1, 20, 40, 2, 1, 64)
     loss = lambda name, config: lambda *qkv: (attention(*qkv, implementation=name, config=config) ** 2).sum()  # noqa: E731
-    got = jax.jit(jax.grad(loss("flash_tpu", SMALL_TILES), argnums=(0, 1, 2)))(q, k, v)
+    result = jax.jit(jax.grad(loss("flash_tpu", SMALL_TILES), argnums=(0, 1, 2)))(q, k, v)
     expected = jax.jit(jax.grad(loss("reference", None), argnums=(0, 1, 2)))(q, k, v)
-    for one, other in zip(got, expected, strict=True):
-        assert error(one, np.float64(other)) <= 3e-6
+    for gradient, expected_gradient in zip(result, expected, strict=True):
+        assert error(gradient, np.float64(expected_gradient)) <= 3e-6
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
@@ -229,9 +229,9 @@ def test_odd_shapes(data):
     mask = np.random.default_rng(draw(0, 9)).random((1, keys)) < 0.8 if ragged == "mask" else None
     q, k, v = operands(1, queries, keys, 1, 1, 64, seed=draw(0, 9))
     out = np.asarray(flash(q, k, v, window=window, key_mask=mask, config=config))
-    wanted = exact(q, k, v, window=window, key_mask=mask)
-    np.testing.assert_allclose(out, wanted, atol=3e-6)
-    assert not out[~wanted.any(axis=-1)].any()
+    expected = exact(q, k, v, window=window, key_mask=mask)
+    np.testing.assert_allclose(out, expected, atol=3e-6)
+    assert not out[~expected.any(axis=-1)].any()
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ LARGE = flash_tpu.Config(2048, 51200, 5120)
     ],
     ids=["tiles", "chip"],
 )
-def test_what_vmem_would_not_hold(monkeypatch, vmem, call):
+def test_configurations_larger_than_vmem(monkeypatch, vmem, call):
     monkeypatch.setattr(flash_tpu, "vmem_bytes", lambda: vmem << 20)
     with pytest.raises(NotImplementedError, match=line_with_words(f"MiB VMEM chip {vmem}")):
         call()

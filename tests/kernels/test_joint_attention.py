@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joint attention of a video and its text beside the formula: every implementation, dense and radial, and meshes."""
+"""Joint attention of video and text against the formula: every implementation, dense and radial, and meshes."""
 
 from functools import cache, partial
 
@@ -37,7 +37,7 @@ def operands(heads=2, size=32, dtype="float32", text=TEXT):
     ]
 
 
-def whole(q, k, v, window=None, texts=TEXTS):
+def whole_sequence(q, k, v, window=None, texts=TEXTS):
     """Return the formula in float64 over the joint sequence."""
     q, k, v = (np.concatenate([np.float64(part) for part in pair], axis=1) for pair in (q, k, v))
     total = q.shape[1]
@@ -70,9 +70,9 @@ def test_the_mask_of_the_tests_hides_something():
 
 
 @cache
-def wanted(window):
+def expected_output(window):
     q, k, v = operands(size=64)
-    return whole(q, k, v, window)
+    return whole_sequence(q, k, v, window)
 
 
 @pytest.mark.parametrize("window", [None, MASK], ids=["dense", "radial"])
@@ -80,7 +80,7 @@ def wanted(window):
 def test_implementations(name, window):
     q, k, v = operands(size=64)
     out = run(q, k, v, window, name=name, config=TILES if name == "flash_tpu" else None)
-    assert error(out, wanted(window)) <= BOUND["float32"]
+    assert error(out, expected_output(window)) <= BOUND["float32"]
 
 
 @pytest.mark.parametrize("window", [None, MASK], ids=["dense", "radial"])
@@ -89,7 +89,7 @@ def test_long_texts_and_bfloat16(window):
     q, k, v = operands(heads=1, size=64, dtype="bfloat16", text=600)
     texts, config = (68 + 128, 600, 0), flash_tpu.Config(256, 512, 512, interpret=True, buffers=1)
     out = run(q, k, v, window, texts, name="flash_tpu", config=config)
-    assert error(out, whole(q, k, v, window, texts)) <= BOUND["bfloat16"]
+    assert error(out, whole_sequence(q, k, v, window, texts)) <= BOUND["bfloat16"]
 
 
 def test_padding_may_hold_anything_finite():
@@ -98,7 +98,7 @@ def test_padding_may_hold_anything_finite():
     other_k, other_v = (VideoTextPair(x.video, np.where(hidden, np.float32(1e4), x.text)) for x in (k, v))
     for window in (None, MASK):
         out = run(q, other_k, other_v, window)
-        assert error(out, whole(q, k, v, window)) <= BOUND["float32"]
+        assert error(out, whole_sequence(q, k, v, window)) <= BOUND["float32"]
 
 
 @cache
@@ -116,8 +116,8 @@ def gradients(name, window):
 @pytest.mark.parametrize("window", [None, MASK], ids=["dense", "radial"])
 @pytest.mark.parametrize("name", ["chunked", "flash_tpu"])
 def test_gradients(name, window):
-    for ours, right in zip(gradients(name, window), gradients("reference", window), strict=True):
-        assert error(ours, np.float64(right)) <= 1e-5
+    for ours, expected in zip(gradients(name, window), gradients("reference", window), strict=True):
+        assert error(ours, np.float64(expected)) <= 1e-5
 
 
 MESHES = on_meshes(((1, 1, 8), "fsdp"), ((2, 2, 2), "tp"))
@@ -132,7 +132,7 @@ def test_several_devices(axes, rules, window):
         q, k, v = (jax.tree.map(lambda x: np.resize(x, (axes[0], *x.shape[1:])), pair) for pair in (q, k, v))
     texts = np.resize(TEXTS, len(q.video))
     out = run(q, k, v, window, texts, partitioner=Partitioner(make_mesh(*axes), SHARDING_RULES[rules]))
-    assert error(out, whole(q, k, v, window, texts)) <= BOUND["float32"]
+    assert error(out, whole_sequence(q, k, v, window, texts)) <= BOUND["float32"]
 
 
 @pytest.mark.parametrize("axes", [(1, 1, 8), (1, 8, 1)])
@@ -140,7 +140,7 @@ def test_joint_attention_gathers_weights(axes):
     q, k, v = operands(heads=4, size=8)
     used = Partitioner(make_mesh(*axes), SHARDING_RULES["fsdp"])
     out = with_waiting_weights(used, partial(attend, partitioner=used), q, k, v, jnp.asarray(TEXTS, jnp.int32))
-    assert error(joined(out, TEXT), whole(q, k, v)) <= BOUND["float32"]
+    assert error(joined(out, TEXT), whole_sequence(q, k, v)) <= BOUND["float32"]
 
 
 def test_a_named_implementation():
@@ -149,4 +149,4 @@ def test_a_named_implementation():
     for name, window in (("radial:0.1", MASK), ("auto", None)):
         named = partial(joint_attention, length=VIDEO, window=window, implementation=name)
         out = jax.jit(named)(q, k, v, text_lengths=texts)
-        assert error(np.concatenate(out, axis=1), whole(q, k, v, window)) <= BOUND["float32"]
+        assert error(np.concatenate(out, axis=1), whole_sequence(q, k, v, window)) <= BOUND["float32"]

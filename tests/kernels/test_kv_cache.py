@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to cached keys, the number of which is known when a program runs."""
+"""Attention to cached keys, whose number is an argument of the program."""
 
 from functools import partial
 
@@ -23,11 +23,11 @@ def test_a_block_sees_itself_and_the_live_rows(name):
     window = jax.tree.map(lambda x: x[0], window)
     run = jax.jit(partial(attention_to_cache, length=BLOCK, implementation=name))
     for block in range(5):
-        own = slice(block * BLOCK, (block + 1) * BLOCK)
+        tokens = slice(block * BLOCK, (block + 1) * BLOCK)
         slot = CacheSlot(jnp.int32(block % SLOTS * BLOCK), jnp.int32(min(block + 1, SLOTS)))
-        out, kept = run(q[:, own], k[:, own], v[:, own], window, slot)
+        out, new_rows = run(q[:, tokens], k[:, tokens], v[:, tokens], window, slot)
         seen = slice(max(0, block + 1 - SLOTS) * BLOCK, (block + 1) * BLOCK)
-        assert error(out, exact(q[:, own], k[:, seen], v[:, seen])) <= BOUND["float32"]
-        assert (kept.k == k[:, own].reshape(2, BLOCK, -1)).all()
-        window = insert_chunk(window, kept, slot)
+        assert error(out, exact(q[:, tokens], k[:, seen], v[:, seen])) <= BOUND["float32"]
+        assert (new_rows.k == k[:, tokens].reshape(2, BLOCK, -1)).all()
+        window = insert_chunk(window, new_rows, slot)
     assert run._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]

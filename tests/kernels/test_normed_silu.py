@@ -57,15 +57,15 @@ def test_float32_is_rounded_once():
 def test_its_gradient():
     x, gamma, g = normal(0, 1, 8, 2, 3, 96), normal(1, 96), normal(2, 1, 8, 2, 3, 96)
     ways = (partial(normed_silu, interpret=True), reference)
-    one, other = (jax.vjp(partial(way, dtype="float32"), x, gamma)[1](g) for way in ways)
-    for result, right in zip(one, other, strict=True):
-        assert error(result, np.asarray(right, np.float64)) <= 1e-6
+    result_gradients, expected_gradients = (jax.vjp(partial(way, dtype="float32"), x, gamma)[1](g) for way in ways)
+    for result, expected in zip(result_gradients, expected_gradients, strict=True):
+        assert error(result, np.asarray(expected, np.float64)) <= 1e-6
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 @pytest.mark.parametrize("chip", ["v5e-1", "v6e-1"])
-def test_a_chip_s_compiler_takes_it(chip):
-    whole = NamedSharding(abstract_mesh(find_slice(chip), {"dp": 1, "sp": 1, "tp": 1}), PartitionSpec())
-    shapes = (jax.ShapeDtypeStruct(shape, "float32", sharding=whole) for shape in ((1, 8, 30, 52, 96), (96,)))
+def test_a_chip_s_compiler_accepts_the_kernel(chip):
+    replicated = NamedSharding(abstract_mesh(find_slice(chip), {"dp": 1, "sp": 1, "tp": 1}), PartitionSpec())
+    shapes = (jax.ShapeDtypeStruct(shape, "float32", sharding=replicated) for shape in ((1, 8, 30, 52, 96), (96,)))
     result = compile_program(AbstractCall(partial(normed_silu, dtype="bfloat16"), tuple(shapes)), chip)
     assert [call.kernel for call in kernel_calls(result).values()] == ["normed_silu"]

@@ -118,7 +118,7 @@ def test_rows_that_the_product_rounds(number_format, hadamard_size, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("apart", "count"), [(False, 1), (True, 1), (False, 2), (True, 2)])
 def test_a_norm_before_and_a_sum_after(apart, count, dtype, monkeypatch):
-    """Each example has its own modulations and gates. `apart` rounds rows in a pass of their own."""
+    """Each example has its own modulations and gates. `apart` rounds rows in a separate pass."""
     monkeypatch.setattr(tpu, "MAX_DEPTH", 256 if apart else 8192)
     x, (weight, bias) = 2 + outliers(0, 2, 70, 512, dtype=dtype), weight_and_bias()
     second = None if count == 1 else jnp.arange(70) % 45 > 40  # in the middle of a strip, and at its end
@@ -230,10 +230,10 @@ def test_rounding_in_a_pass(hadamard_size, number_format):
     x = outliers(0, 2, 300, 512)
     options = {"hadamard_size": hadamard_size, "number_format": number_format, "dtype": jnp.dtype("float32")}
     values, scale = jax.jit(partial(tpu.quantize, **options, interpret=True))(x)
-    others, other_scale = jax.jit(partial(xla.quantize, **options))(x)
+    expected_values, other_scale = jax.jit(partial(xla.quantize, **options))(x)
     np.testing.assert_allclose(scale, other_scale, rtol=1e-6)
     expected = rounded(rotated(np.asarray(x, np.float64), hadamard_size), number_format)
-    for numbers in (values, others):
+    for numbers in (values, expected_values):
         assert error(np.asarray(numbers, np.float64) * np.asarray(scale, np.float64), expected) <= ROUNDED["float32"]
 
 
@@ -275,22 +275,22 @@ def test_each_of_eight_devices_computes_its_rows(axes):
     gated_sum = GatedSum(normal(5, 2, 512, 384), normal(6, 2, 2, 384), second)
     modulation = Modulation(0.3 * normal(3, 2, 2, 512), 0.3 * normal(4, 2, 2, 512), second)
     options: dict[str, Any] = {"modulation": modulation, "eps": EPS, "gated_sum": gated_sum}
-    alone = run(x, *up, **options)
+    one_device = run(x, *up, **options)
     with use_partitioner(partitioner(axes, "fsdp")):
         shared = run(x, *up, **options)
         assert len(shared.sharding.device_set) == 8
-    assert error(shared, np.asarray(alone, np.float64)) <= 1e-6
+    assert error(shared, np.asarray(one_device, np.float64)) <= 1e-6
     norm = heads_norm(512, 384)
 
     def heads(parts):
         return run(x, *up, call=partial(tpu.quantized_heads, norm=norm, norm_eps=EPS, parts=parts, tiles=NARROW))
 
-    alone = heads(1)
+    one_device = heads(1)
     with use_partitioner(partitioner(axes, "fsdp")):
         for parts in (1, 3):
             shared = heads(parts)
             assert len(shared.sharding.device_set) == 8
-            assert error(shared, np.asarray(alone, np.float64)) <= 1e-6
+            assert error(shared, np.asarray(one_device, np.float64)) <= 1e-6
 
 
 TPU = {"v6e": AbstractDevice("TPU v6 lite", 1, "tpu"), "v7x": AbstractDevice("TPU7x", 1, "tpu")}
@@ -368,14 +368,14 @@ OTHERS = [("v5e-1", "int8"), ("v7x-8", "int8"), ("v7x-8", "fp8")]
 @pytest.mark.parametrize(
     ("chip", "number_format"), [("v6e-1", "int8"), *(pytest.param(*x, marks=pytest.mark.slow) for x in OTHERS)]
 )
-def test_a_chip_s_compiler_takes_them(chip, number_format):
+def test_a_chip_s_compiler_accepts_the_kernels(chip, number_format):
     """A block's products: one that takes tokens rounded before, one with a sum, and an MLP with its norm."""
     target = find_slice(chip)
     mesh = abstract_mesh(target, {"dp": 1, "sp": 1, "tp": target.devices})
-    whole = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
 
     def shape(*sizes, dtype="bfloat16") -> Any:
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=whole)
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=replicated)
 
     def weight(depth, columns):
         values = shape(depth, columns, dtype={"int8": "int8", "fp8": "float8_e4m3fn"}[number_format])

@@ -256,7 +256,7 @@ def quantized(length: int, result: str, number_format: Any = "int8") -> tuple[tu
                 quantized_mlp(x, up, down, hadamard_sizes=(64, 64), **options, **normed, gated_sum=gated_sum),
             )
         ]
-    return tuple(got for got, _ in pairs), tuple(np.float64(expected) for _, expected in pairs)
+    return tuple(output for output, _ in pairs), tuple(np.float64(expected) for _, expected in pairs)
 
 
 def flash_cases() -> Iterator[tuple[str, Case]]:
@@ -384,10 +384,10 @@ def report_of(name: str) -> Report:
     """Run a case; its results must be those of the reference."""
     case = CASES[name]
     with detect_races() as report:
-        got, expected = case.results()
-        got = [np.asarray(x.astype(jnp.float32)) for x in got]
-    for ours, right in zip(got, expected, strict=True):
-        assert error(ours, right) <= case.bound
+        outputs, expected = case.results()
+        outputs = [np.asarray(x.astype(jnp.float32)) for x in outputs]
+    for ours, expected_output in zip(outputs, expected, strict=True):
+        assert error(ours, expected_output) <= case.bound
     return report
 
 
@@ -411,9 +411,9 @@ def test_a_ring_without_races():
             return jnp.sum(g * attention(q, k, v, implementation="flash_tpu", config=SMALL_TILES, scale=0.3))
 
     with detect_races() as report:
-        got = [np.asarray(x) for x in jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)]
-    for ours, right in zip(got, exact_gradients(q, k, v, g, scale=0.3), strict=False):
-        assert error(ours, right) <= 1.5 * BOUND["float32"]
+        gradients = [np.asarray(x) for x in jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)]
+    for ours, expected_gradient in zip(gradients, exact_gradients(q, k, v, g, scale=0.3), strict=False):
+        assert error(ours, expected_gradient) <= 1.5 * BOUND["float32"]
     assert report.num_races == 0
     assert report.kernels == {"flash_attention", "flash_gradient"}
     assert len(report.detectors) >= 8

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Radial attention: its mask beside a slow computation of the published rule, and every implementation under it."""
+"""Radial attention: its mask against a slow computation of the published rule, and every implementation under it."""
 
 from functools import cache, partial
 
@@ -27,24 +27,24 @@ def slowly(frames, tokens, decay, sink):
     """Compute the published rule token by token: each pair of frames marks its scores, and then blocks are counted."""
     total = frames * tokens
     blocks = -(-total // MASK_BLOCK)
-    kept = np.zeros((blocks, blocks), bool)
+    kept_blocks = np.zeros((blocks, blocks), bool)
     for i in range(frames):
         for j in range(frames):
             marks = np.zeros((blocks * MASK_BLOCK, blocks * MASK_BLOCK), bool)
             far = abs(i - j)
             length = 2 ** tokens.bit_length() / 2 ** far.bit_length()
             width = tokens if far <= 1 else max(length * decay, 128)
-            shown = length >= 128 or far % int(128 / length) == 0
+            in_band = length >= 128 or far % int(128 / length) == 0
             for row in range(tokens):
                 near = abs(row - np.arange(tokens)) <= width
-                marks[i * tokens + row, j * tokens : (j + 1) * tokens] = (sink and j == 0) | (shown & near)
+                marks[i * tokens + row, j * tokens : (j + 1) * tokens] = (sink and j == 0) | (in_band & near)
             for r in range(i * tokens // MASK_BLOCK, ((i + 1) * tokens - 1) // MASK_BLOCK + 1):
                 for c in range(j * tokens // MASK_BLOCK, ((j + 1) * tokens - 1) // MASK_BLOCK + 1):
                     block = marks[r * MASK_BLOCK : (r + 1) * MASK_BLOCK, c * MASK_BLOCK : (c + 1) * MASK_BLOCK]
                     shares = block.sum(axis=0) / min(MASK_BLOCK, total - r * MASK_BLOCK)
                     if (shares > 0).any():
-                        kept[r, c] |= bool((shares > 1 / 3).sum() / (shares > 0).sum() > 0.6)
-    return kept
+                        kept_blocks[r, c] |= bool((shares > 1 / 3).sum() / (shares > 0).sum() > 0.6)
+    return kept_blocks
 
 
 @given(
@@ -58,7 +58,7 @@ def test_the_published_rule(frames, tokens, decay, sink):
     assert (published_mask(frames, tokens, decay, sink) == slowly(frames, tokens, decay, sink)).all()
 
 
-def test_far_frames_of_few_tokens_are_seen_at_some_distances():
+def test_far_frames_of_few_tokens_are_attended_to_at_some_distances():
     """Bands of 256 tokens, halved with the distance: below 128 tokens only some distances remain."""
     assert [far for far in range(32) if band_half_width(far, 200, 1.0) is not None] == [0, 1, 2, 4, 8, 16]
     assert [band_half_width(far, 3600, 0.2) for far in (0, 1, 2, 3, 4, 20)] == [3600, 3600, 204, 204, 128, 128]
@@ -86,16 +86,20 @@ def test_shares_of_real_videos(tokens, decay, share):
 def test_larger_blocks_keep_all_that_smaller_ones_do(frames, tokens, text, block_q, block_kv):
     fine, coarse = (Radial(frames, tokens, 0.3, True, *block) for block in ((128, 128), (block_q, block_kv)))
     video, total = frames * tokens, frames * tokens + text
-    whole = coarse.token_mask(total, total)
-    assert (whole | ~fine.token_mask(total, total)).all()
-    assert whole[video:].all()
-    assert whole[:, video:].all()
+    coarse_mask = coarse.token_mask(total, total)
+    assert (coarse_mask | ~fine.token_mask(total, total)).all()
+    assert coarse_mask[video:].all()
+    assert coarse_mask[:, video:].all()
     live = coarse.block_mask(total, total)
     sizes = (
         np.diff(np.append(np.arange(0, total, block_q), total)),
         np.diff(np.append(np.arange(0, total, block_kv), total)),
     )
-    assert coarse.density(total) == pytest.approx(whole.mean()) == pytest.approx(sizes[0] @ live @ sizes[1] / total**2)
+    assert (
+        coarse.density(total)
+        == pytest.approx(coarse_mask.mean())
+        == pytest.approx(sizes[0] @ live @ sizes[1] / total**2)
+    )
 
 
 def test_padding_after_the_video_sees_nothing():
@@ -172,10 +176,10 @@ def test_chunked_takes_a_key_mask_too():
     q, k, v = operands(2, 1200, 1200, 2, 1, 32)
     hidden = jnp.asarray(np.random.default_rng(0).random((2, 1200)) < 0.8, bool)
     options = {"key_mask": hidden, "window": mask, "scale": 0.2, "bias": None, "config": None, "return_lse": True}
-    for ours, right in zip(
+    for ours, expected in zip(
         *(jax.jit(partial(m.attention, **options))(q, k, v) for m in (chunked, reference)), strict=True
     ):
-        assert error(ours, right) <= BOUND["float32"]
+        assert error(ours, expected) <= BOUND["float32"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -204,8 +208,8 @@ def test_gradients():
 
     expected = gradients("reference", None)
     for name, config in (("chunked", None), ("flash_tpu", TILES)):
-        for ours, right in zip(gradients(name, config), expected, strict=True):
-            assert error(ours, right) <= 1e-5
+        for ours, expected_gradient in zip(gradients(name, config), expected, strict=True):
+            assert error(ours, expected_gradient) <= 1e-5
 
 
 MESHES = [(1, 1, 8), (2, 1, 4), (2, 2, 2), (8, 1, 1)]
@@ -230,9 +234,9 @@ def test_names():
     q, k, v = operands(1, 1960, 1960, 1, 1, 32)
     requested = AttentionConfig.parse("radial:0.3")
     radial, mask = partial(attention, implementation=requested), requested.mask((14, 10, 14))
-    message, whole, plain = jax.jit(lambda *x: (radial(*x, window=mask), radial(*x), attention(*x)))(q, k, v)
+    message, unwindowed, dense = jax.jit(lambda *x: (radial(*x, window=mask), radial(*x), attention(*x)))(q, k, v)
     assert error(message, run("chunked", q, k, v, Radial(*SMALL, 0.3))) <= BOUND["float32"]
-    assert (np.asarray(whole) == plain).all()
+    assert (np.asarray(unwindowed) == dense).all()
 
 
 @pytest.mark.parametrize(

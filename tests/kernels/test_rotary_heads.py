@@ -33,9 +33,9 @@ def operands(batch, length, count, dtype):
 def test_norm_and_rope_in_one_pass(parts, length, dtype, bound):
     arguments = operands(2, length, 4, dtype)
     call = partial(rotary_heads.call, parts=parts, interpret=True)
-    out, right = jax.jit(lambda *arguments: (call(*arguments), rotary_heads.reference(*arguments)))(*arguments)
+    out, expected = jax.jit(lambda *arguments: (call(*arguments), rotary_heads.reference(*arguments)))(*arguments)
     assert out.dtype == dtype
-    assert error(out, np.asarray(right, np.float64)) <= bound
+    assert error(out, np.asarray(expected, np.float64)) <= bound
 
 
 def operands_by_head(batch, length, count, size, dtype):
@@ -62,9 +62,9 @@ def test_norm_of_each_head_and_rope_in_one_pass(size, count, parts, dtype):
     length, bound = {"float32": (7, 1e-6), "bfloat16": (300, 3e-3)}[dtype]
     arguments = operands_by_head(2, length, count, size, dtype)
     call = partial(rotary_heads.call_by_head, eps=1e-6, parts=parts, interpret=True)
-    out, right = jax.jit(lambda *arguments: (call(*arguments), reference_by_head(*arguments)))(*arguments)
+    out, expected = jax.jit(lambda *arguments: (call(*arguments), reference_by_head(*arguments)))(*arguments)
     assert out.dtype == dtype
-    assert error(out, np.asarray(right, np.float64)) <= bound
+    assert error(out, np.asarray(expected, np.float64)) <= bound
 
 
 def test_the_norm_of_each_head_by_its_formula():
@@ -88,10 +88,10 @@ def test_widths_that_fill_no_lanes_need_no_kernel():
 
 def test_gradient_by_head():
     x, *rest = operands_by_head(1, 16, 4, 64, jnp.float32)
-    ours, right = (
+    ours, expected = (
         jax.jit(jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x, *rest)))))(x) for f in (by_head, reference_by_head)
     )
-    assert error(ours, np.asarray(right, np.float64)) <= 1e-6
+    assert error(ours, np.asarray(expected, np.float64)) <= 1e-6
 
 
 MESHES = [((2, 1, 4), "fsdp"), ((1, 2, 4), "tp"), ((2, 2, 2), "tp")]
@@ -103,17 +103,17 @@ def test_norm_of_each_head_on_eight_devices(axes, rules, count):
     options = operands_by_head(2, 16, count, 64, jnp.float32)
     with use_partitioner(partitioner(axes, rules)):
         out = jax.jit(by_head)(*options)
-    right = jax.jit(reference_by_head)(*options)
-    assert error(out, np.asarray(right, np.float64)) <= 1e-6
+    expected = jax.jit(reference_by_head)(*options)
+    assert error(out, np.asarray(expected, np.float64)) <= 1e-6
 
 
 def test_gradient():
     x, *rest = operands(1, 16, 2, jnp.float32)
-    ours, right = (
+    ours, expected = (
         jax.jit(jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x, *rest)))))(x)
         for f in (partial(rotary_heads.normed_rotary, interpret=True), rotary_heads.reference)
     )
-    assert error(ours, np.asarray(right, np.float64)) <= 1e-6
+    assert error(ours, np.asarray(expected, np.float64)) <= 1e-6
 
 
 @pytest.mark.parametrize("length", [8, 300])
@@ -129,7 +129,7 @@ def test_parts_are_written_and_joined(length):
     assert all((np.asarray(out) == x).all() for out in written(x, parts))
 
 
-def test_the_gradient_of_parts_is_the_values_own():
+def test_the_gradient_of_parts_equals_that_of_the_values():
     """What only moves values has a gradient too, which training needs."""
     x, g = (np.asarray(operands(1, 40, 4, jnp.float32)[0]) + i for i in range(2))
     packed = partial(with_gradient, partial(rotary_heads.pack, parts=2, interpret=True), rotary_heads._identity)

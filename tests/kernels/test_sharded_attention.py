@@ -58,7 +58,7 @@ def test_self_attention(axes, rules, heads):
 
 @pytest.mark.parametrize("length", [40, 37])
 @pytest.mark.parametrize("center", [False, True])
-def test_the_ring_of_a_kernel_that_goes_on(length, center):
+def test_the_ring_of_a_kernel_with_state(length, center):
     """The kernel for TPUs adds each shard's keys to the sums of the others, unless a mean of its own leaves each."""
     q, k, v = operands(2, length, length, 2, 2, 64)
     with use_partitioner(partitioner((2, 4, 1))):
@@ -92,9 +92,9 @@ def test_gradients(name, axes):
             q = constrain(q, TOKENS)
             return jnp.sum(g * constrain(attention(q, k, v, implementation=name, config=config, scale=0.3), TOKENS))
 
-    got = jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
-    for ours, right in zip(got, exact_gradients(q, k, v, g, scale=0.3), strict=False):
-        assert error(ours, right) <= 3 * BOUND
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
+    for ours, expected in zip(gradients, exact_gradients(q, k, v, g, scale=0.3), strict=False):
+        assert error(ours, expected) <= 3 * BOUND
 
 
 RINGS = [
@@ -123,10 +123,10 @@ def test_the_gradient_of_a_ring(name, size, mask):
             out = attention(q, k, v, implementation=name, config=config, scale=0.3, **options)
             return jnp.sum(g * constrain(out, TOKENS)), out
 
-    got, out = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+    gradients, out = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
     assert error(out, exact(q, k, v, scale=0.3, key_mask=valid)) <= BOUND
-    for ours, right in zip(got, exact_gradients(q, k, v, g, scale=0.3, key_mask=valid), strict=False):
-        assert error(ours, right) <= 1.5 * BOUND
+    for ours, expected in zip(gradients, exact_gradients(q, k, v, g, scale=0.3, key_mask=valid), strict=False):
+        assert error(ours, expected) <= 1.5 * BOUND
 
 
 @pytest.mark.parametrize("axes", [(2, 1, 4), (2, 2, 2)])
@@ -154,18 +154,18 @@ def collectives(partitioner, *operands, **options):
     return Counter(re.findall(r"= .*? (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(", text))
 
 
-def test_heads_are_traded_for_tokens_once_each_way():
-    sent = collectives(partitioner((1, 1, 8)), *operands(1, 64, 64, 8, 8, 4))
-    assert sent["all-to-all"] == 4
-    assert not sent["all-gather"]
-    assert not sent["collective-permute"]
+def test_heads_are_exchanged_for_tokens_once_in_each_direction():
+    counts = collectives(partitioner((1, 1, 8)), *operands(1, 64, 64, 8, 8, 4))
+    assert counts["all-to-all"] == 4
+    assert not counts["all-gather"]
+    assert not counts["collective-permute"]
 
 
 def test_heads_that_lie_apart_are_not_traded():
     assert not collectives(partitioner((2, 1, 4), "tp"), *operands(2, 64, 64, 8, 8, 4))
 
 
-def test_few_keys_stay_where_they_are():
+def test_few_keys_are_not_moved():
     q, k, v = operands(1, 64, 5, 8, 8, 4)
     assert not collectives(partitioner((1, 2, 4)), q, k, v)
     assert error(run(partitioner((1, 2, 4)), q, k, v), exact(q, k, v)) <= BOUND
@@ -191,6 +191,6 @@ def test_attention_gathers_weights(name, axes):
 
 
 @pytest.mark.parametrize(("axes", "keys"), [((1, 1, 1), 0), ((1, 1, 1), 6)])
-def test_keys_that_are_not_there(axes, keys):
+def test_absent_keys(axes, keys):
     with pytest.raises(WanjaxError, match=f"from 1 to 5 for 5 keys, got {keys}"):
         attention(*operands(1, 5, 5, 1, 1, 4), kv_length=keys)

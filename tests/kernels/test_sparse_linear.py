@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse-linear attention: every implementation beside the published rule in float64, its gradients, and its value."""
+"""Sparse-linear attention: every implementation against the published rule in float64, its gradients, and its value."""
 
 from dataclasses import replace
 from functools import partial
@@ -119,8 +119,8 @@ def test_first_blocks_among_equal_ones(name):
 def test_all_blocks_are_dense_attention(name):
     q, k, v = operands(1, 150, 150, 2, 2, 32)
     nothing = Projection(jnp.zeros((32, 32)), jnp.zeros(32))
-    got = run(name, q, k, v, nothing, SparseLinear(1.0, 32, 16))
-    assert error(got, attention(q, k, v, implementation="reference")) <= BOUND["float32"]
+    result = run(name, q, k, v, nothing, SparseLinear(1.0, 32, 16))
+    assert error(result, attention(q, k, v, implementation="reference")) <= BOUND["float32"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -136,9 +136,9 @@ def test_padding_after_the_tokens(name):
     q, k, v = operands(2, 150, 150, 2, 2, 16)
     padded = [x.at[:, 131:].set(1e4) for x in (q, k, v)]
     weights = projection(16)
-    got = run(name, *padded, weights, SMALL, kv_length=131)
-    assert error(got[:, :131], published(*(x[:, :131] for x in (q, k, v)), weights, SMALL)) <= BOUND["float32"]
-    assert np.isfinite(np.asarray(got)).all()
+    result = run(name, *padded, weights, SMALL, kv_length=131)
+    assert error(result[:, :131], published(*(x[:, :131] for x in (q, k, v)), weights, SMALL)) <= BOUND["float32"]
+    assert np.isfinite(np.asarray(result)).all()
 
 
 def gradients(name, arguments, g, sparse, keys=None):
@@ -151,12 +151,12 @@ def gradients(name, arguments, g, sparse, keys=None):
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 3e-6), ("bfloat16", 6e-3)])
 def test_gradients(dtype, bound):
-    """Those of the reference are JAX's own; padding has none."""
+    """The reference has JAX's gradients; padding has none."""
     q, k, v = operands(2, 150, 150, 2, 2, 32, dtype)
     options, g = (q, k, v, projection(32, dtype)), normal(9, *q.shape, dtype=dtype)
     expected = gradients("reference", options, g, SMALL, 131)
-    for ours, right in zip(gradients("chunked", options, g, SMALL, 131), expected, strict=True):
-        assert error(ours, np.asarray(right, np.float64)) <= bound
+    for ours, expected_gradient in zip(gradients("chunked", options, g, SMALL, 131), expected, strict=True):
+        assert error(ours, np.asarray(expected_gradient, np.float64)) <= bound
         assert ours.shape[1:2] != (150,) or not np.asarray(ours[:, 131:], np.float32).any()
 
 
@@ -169,11 +169,11 @@ def test_several_devices(axes, rules, heads):
     """Result and gradients of all inputs are those of one device, also where heads and tokens do not divide."""
     q, k, v = operands(2, 99, 99, heads, heads, 16)
     options, g = (q, k, v, projection(16)), normal(9, *q.shape)
-    alone = [run(None, *options, SMALL), *gradients(None, options, g, SMALL)]
+    one_device = [run(None, *options, SMALL), *gradients(None, options, g, SMALL)]
     with use_partitioner(Partitioner(make_mesh(*axes), SHARDING_RULES[rules])):
         together = [run(None, *options, SMALL), *gradients(None, options, g, SMALL)]
-    for ours, right in zip(together, alone, strict=True):
-        assert error(ours, np.asarray(right, np.float64)) <= BOUND["float32"]
+    for ours, expected_gradient in zip(together, one_device, strict=True):
+        assert error(ours, np.asarray(expected_gradient, np.float64)) <= BOUND["float32"]
 
 
 def test_names():
@@ -238,31 +238,31 @@ def test_a_layer_with_it():
     """At first it is the sparse part alone, which is dense attention where all is kept; then its projection adds."""
     texts = ("auto", "sla:top=1", "sla:top=0.3,block_q=16,block_kv=8")
     layers: Any = (SelfAttention(TRAINED, AttentionConfig.parse(x), **KW, rngs=nnx.Rngs(0)) for x in texts)
-    dense, whole, some = layers
-    for layer in (whole, some):
+    dense, full, some = layers
+    for layer in (full, some):
         nnx.update(layer, nnx.state(dense))
     x, rope = normal(1, 1, 96, TRANSFORMER.width), rope_3d((2, 6, 8), TRANSFORMER.rope_channels)
     forward = jax.jit(lambda layer: layer(x, rope)[0])
     expected = np.asarray(forward(dense), np.float64)
-    assert error(forward(whole), expected) <= 1e-5
+    assert error(forward(full), expected) <= 1e-5
     assert error(forward(some), expected) > 1e-3
-    whole.proj_l.kernel[...] = normal(3, *whole.proj_l.kernel.shape)
-    assert error(forward(whole), expected) > 1e-3
+    full.proj_l.kernel[...] = normal(3, *full.proj_l.kernel.shape)
+    assert error(forward(full), expected) > 1e-3
 
 
 def test_a_transformer_with_it():
-    """Its blocks have the projection's weights, and no other model has; it attends so where nothing is asked for."""
+    """Its blocks have the projection's weights, and no other model has; it uses this attention by default."""
 
-    def made(config):
+    def transformer_of(config):
         return nnx.eval_shape(lambda: WanTransformer(config, **KW, rngs=nnx.Rngs(0)))
 
-    assert made(TRAINED).attention == AttentionConfig(sparse=SparseLinear())
-    dense, sparse = (nnx.to_flat_state(nnx.state(made(config))) for config in (TRANSFORMER, TRAINED))
+    assert transformer_of(TRAINED).attention == AttentionConfig(sparse=SparseLinear())
+    dense, sparse = (nnx.to_flat_state(nnx.state(transformer_of(config))) for config in (TRANSFORMER, TRAINED))
     more = dict(sparse).keys() - dict(dense).keys()
     assert {path[-1]: dict(sparse)[path].shape for path in more} == {"kernel": (1, 24, 24), "bias": (1, 24)}
     latents = jax.ShapeDtypeStruct((1, 2, 12, 16, 6), jnp.float32)
     text, t = jax.ShapeDtypeStruct((1, 5, 40), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.float32)
-    out = nnx.eval_shape(lambda network, *arguments: network(*arguments), made(TRAINED), latents, t, text)
+    out = nnx.eval_shape(lambda network, *arguments: network(*arguments), transformer_of(TRAINED), latents, t, text)
     assert out.shape == (1, 2, 12, 16, 16)
 
 
@@ -271,20 +271,20 @@ def test_models_that_were_not_trained_with_it_can_be():
     model: Any = presets()["wan2.1-t2v-14b"].model
     requested = AttentionConfig.parse("sla:top=0.2")
     assert with_attention(model, requested, "wan").spec.resolve_attention(AUTO) == requested
-    for other in ("auto", "radial", "chunked"):
-        assert with_attention(model, AttentionConfig.parse(other), "wan") is model
+    for name in ("auto", "radial", "chunked"):
+        assert with_attention(model, AttentionConfig.parse(name), "wan") is model
 
 
 @pytest.mark.parametrize("model", ["vace-14b", "causal", "cogvideox-2b", "hunyuanvideo1.5"])
-def test_models_that_can_have_none(model):
+def test_models_that_cannot_have_sparse_linear_attention(model):
     name = next(name for name in presets() if model in name)
-    other: Any = presets()[name].model
+    untrained: Any = presets()[name].model
     with pytest.raises(UnsupportedError, match=line_with_words("wan --attention auto")):
-        with_attention(other, AttentionConfig.parse("sla"), "wan")
+        with_attention(untrained, AttentionConfig.parse("sla"), "wan")
 
 
 @pytest.mark.parametrize("requested", ["radial", "chunked", "auto:window=9"])
-def test_models_that_were_trained_with_it_have_no_other(requested):
+def test_models_trained_with_sparse_linear_attention_have_no_other(requested):
     model: Any = presets()["turbowan2.1-t2v-14b-480p"].model
     for allowed in ("auto", "sla", "sla:top=0.15"):
         assert with_attention(model, AttentionConfig.parse(allowed), "wan") is model
@@ -315,24 +315,24 @@ def test_the_kernel(monkeypatch, dtype, top, loud, bound, config):
     arguments: Any = (*(x * jnp.asarray(loud, x.dtype) for x in (q, k)), v, projection(128, dtype))
     sparse = SparseLinear(top)
     expected = published(*(x[:, :450] for x in arguments[:3]), arguments[3], sparse)
-    got = run("tpu", *arguments, sparse, kv_length=450, config=config)
-    assert error(got[:, :450], expected) <= bound
-    assert not np.asarray(got[:, 450:], np.float32).any()
+    result = run("tpu", *arguments, sparse, kv_length=450, config=config)
+    assert error(result[:, :450], expected) <= bound
+    assert not np.asarray(result[:, 450:], np.float32).any()
     jax.effects_barrier()
     assert bool(raised) == (loud == LOUD)
 
 
-@pytest.mark.parametrize("kept", quick([130], [1, 130, 300]))
-def test_lists_of_scores_with_ties(kept):
+@pytest.mark.parametrize("num_kept", quick([130], [1, 130, 300]))
+def test_lists_of_scores_with_ties(num_kept):
     """List are those of a stable order, also among scores of both zeros, of either sign and out of the usual range."""
     values = np.asarray([-1e30, -2.5, -1e-30, -0.0, 0.0, 1e-30, 3.0, 1e38], np.float32)
     random = np.random.default_rng(2)
     scores = random.choice(values, (140, 300))
     scores[7], scores[8] = 1.0, random.normal(size=300)
-    sizes = sparse_linear_kernel.KernelSizes(1, 1, 1, 128, 64, kept, 4, 1)
+    sizes = sparse_linear_kernel.KernelSizes(1, 1, 1, 128, 64, num_kept, 4, 1)
     result = jax.jit(partial(sparse_linear_kernel.list_blocks, sizes=sizes, interpret=True))(scores)
-    expected = np.sort(np.argsort(-scores, axis=1, kind="stable")[:, :kept], axis=1)
-    assert (np.asarray(result)[:, :kept] == 64 * expected).all()
+    expected = np.sort(np.argsort(-scores, axis=1, kind="stable")[:, :num_kept], axis=1)
+    assert (np.asarray(result)[:, :num_kept] == 64 * expected).all()
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_lists_of_scores_with_ties(kept):
         ((128, "bfloat16"), SMALL, "32 16"),
     ],
 )
-def test_what_the_kernel_does_not_take(options, sparse, words):
+def test_unsupported_operands_of_the_kernel(options, sparse, words):
     """Named it refuses; else blocks are gathered."""
     size, dtype = options
     q, k, v = operands(1, 40, 40, 1, 1, size, dtype)

@@ -29,7 +29,7 @@ FORMS = (convolve_clip, sum_of_taps, stacked_taps)
 V6E = Target("tpu", "TPU v6 lite")
 SINGLE = {"dtype": jnp.float32, "param_dtype": jnp.float32}
 SMALL = vae_config(VAE)
-KEPT = [(make, way) for make in (WanVAE, WanResidualVAE) for way in ("encode_chunk", "decode_chunk")]
+CHUNK_METHODS = [(make, way) for make in (WanVAE, WanResidualVAE) for way in ("encode_chunk", "decode_chunk")]
 
 
 def for_tpu():
@@ -51,10 +51,10 @@ def test_all_forms_are_the_same_sum(taps, size, stride, more, seed):
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((2, taps + stride * more, 5, 4, 3)).astype(np.float32)
     kernel = rng.standard_normal((taps, size, size, 3, 6)).astype(np.float32)
-    whole, *others = jax.jit(lambda x, kernel: [form(x, kernel, stride) for form in FORMS])(x, kernel)
-    assert whole.shape == (2, more + 1, 5, 4, 6)
-    for other in others:
-        np.testing.assert_allclose(whole, other, rtol=1e-5, atol=1e-5)
+    first, *rest = jax.jit(lambda x, kernel: [form(x, kernel, stride) for form in FORMS])(x, kernel)
+    assert first.shape == (2, more + 1, 5, 4, 6)
+    for result in rest:
+        np.testing.assert_allclose(first, result, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [(2, 4), (4, 2)])
@@ -78,15 +78,15 @@ def test_frames_smaller_than_the_kernel_on_eight_devices(form, size):
     np.testing.assert_allclose(divided, run(None), rtol=1e-5, atol=1e-5)
 
 
-def test_a_tpu_is_given_what_its_matrix_units_take():
+def test_tpu_convolutions_fit_the_matrix_units():
     """A layer is one convolution; its operands are rounded before they are cached, or float32 at high precision."""
     x, tile = jnp.ones((1, 2, 4, 4, 3)), jnp.ones((1, 8, 4, 4, 3))
     causal, frames = CausalConv(3, 5, **SINGLE, rngs=nnx.Rngs(0)), FrameConv(3, 5, **SINGLE, rngs=nnx.Rngs(0))
 
     def both(x):
-        y, kept = causal(x, None)
+        y, conv_cache = causal(x, None)
         assert y.dtype == frames(x).dtype == jnp.float32
-        return kept
+        return conv_cache
 
     assert convolutions(both, x) == [({"float32"}, 4)] * 4
     with for_tpu():
@@ -97,8 +97,8 @@ def test_a_tpu_is_given_what_its_matrix_units_take():
         assert convolutions(both, tile) == [({"bfloat16"}, 4)] * 2  # frames fill a tile
 
 
-@pytest.mark.parametrize(("make", "way"), quick(KEPT[::3], KEPT))
-def test_what_is_kept_stays_of_one_kind(make, way):
+@pytest.mark.parametrize(("make", "way"), quick(CHUNK_METHODS[::3], CHUNK_METHODS))
+def test_cached_frames_keep_their_shape_and_dtype(make, way):
     """All chunks but the first share one program, on TPUs too."""
     config = SMALL if make is WanVAE else replace(SMALL, patch=2)
     cells = (16 // config.patch, 16 // config.patch, config.patch_channels)
@@ -106,10 +106,10 @@ def test_what_is_kept_stays_of_one_kind(make, way):
 
     def chunks(x):
         vae = make(config, **SINGLE, rngs=nnx.Rngs(0))
-        kept = [None]
+        caches = [None]
         for first, count in ((0, 1), (1, frames), (1, frames)):
-            kept.append(getattr(vae, way)(x[:, first : first + count], kept[-1])[1])
-        return kept[1:]
+            caches.append(getattr(vae, way)(x[:, first : first + count], caches[-1])[1])
+        return caches[1:]
 
     with for_tpu():
         first, second, third = jax.eval_shape(chunks, jax.ShapeDtypeStruct((1, 1 + frames, *shape), jnp.float32))
@@ -118,7 +118,7 @@ def test_what_is_kept_stays_of_one_kind(make, way):
 
 
 @pytest.mark.parametrize("frames", quick([1], [1, 5]))
-def test_rounded_operands_cannot_be_seen(monkeypatch, frames):
+def test_rounded_operands_are_invisible_in_frames(monkeypatch, frames):
     """The bundled model's frames with a TPU's rounding are within 60 dB of those in float32."""
     pipe = load("nano")
     latents = pipe.denoise(pipe.encode("a red circle moving right"), size=(32, 32), frames=frames, seed=0)

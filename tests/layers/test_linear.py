@@ -27,17 +27,19 @@ def test_gradients(shape):
     assert error(of_layer["bias"][...], rows_of_g.sum(axis=0)) <= 1e-6
 
 
-def test_what_is_frozen_has_no_gradient_computed():
+def test_no_gradient_of_frozen_weights_is_computed():
     """Only the products that a trained input needs are in the program: the forward one, and one backward."""
     layer = linear(32, 16, (None, None), dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
     program = jax.jit(jax.grad(lambda x: (layer(x) ** 2).sum())).lower(jnp.ones((2, 8, 32))).compile()
     assert program.as_text().count(" dot(") == 2
 
 
-@pytest.mark.parametrize("own", [[], ["amx_bf16"], ["avx512_bf16"]], ids=["elsewhere", "with AMX", "with AVX-512"])
+@pytest.mark.parametrize(
+    "instructions", [[], ["amx_bf16"], ["avx512_bf16"]], ids=["elsewhere", "with AMX", "with AVX-512"]
+)
 @pytest.mark.parametrize("tokens", [40, 2 * TOKEN_BLOCK + 7])
-def test_products_of_bfloat16_are_rounded_once(monkeypatch, own, tokens):
-    monkeypatch.setattr(target, "instructions", lambda: frozenset(own))
+def test_products_of_bfloat16_are_rounded_once(monkeypatch, instructions, tokens):
+    monkeypatch.setattr(target, "instructions", lambda: frozenset(instructions))
     layer = linear(256, 64, (None, None), dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, bias=False, rngs=nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, tokens, 256)), jnp.bfloat16)
     y, pull = jax.vjp(jax.jit(layer), x)

@@ -38,11 +38,11 @@ def test_a_quantized_projection_is_close_to_its_dense_one(name, bound, outlying)
 
 def test_outlying_channels_need_the_rotation():
     base = dense(nnx.Rngs(0), (256, 64))
-    layer, plain = (quantized(base, PRECISIONS[name]) for name in ("int8", "int8-weights"))
-    plain.activations = "int8"
+    layer, unrotated = (quantized(base, PRECISIONS[name]) for name in ("int8", "int8-weights"))
+    unrotated.activations = "int8"
     x = tokens(30)
-    assert (layer.hadamard_size, plain.hadamard_size) == (256, 0)
-    assert error(plain(x), base(x)) > 3 * error(layer(x), base(x))
+    assert (layer.hadamard_size, unrotated.hadamard_size) == (256, 0)
+    assert error(unrotated(x), base(x)) > 3 * error(layer(x), base(x))
 
 
 def test_stacks_are_quantized_with_their_axes_and_others_stay():

@@ -40,8 +40,8 @@ def test_blocks_in_parts(blocks):
     for part in parts:
         run = range(LAYERS) if part is None else part
         result = scan_blocks((blocks, blocks), apply, by_hand[run.start], added, part=part)
-        for one, other in zip(result, by_hand[run.stop], strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        for output, expected in zip(result, by_hand[run.stop], strict=True):
+            np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def rope(model: Any, x: Any) -> Any:
 
 
 def as_block(model: Any, x: Any, t: Any, text: Any) -> Any:
-    """The first block of a video, given all that a run gives it."""
+    """The first block of a video, with all inputs of a run."""
     context, tokens = model.context(text), int(np.prod(model.grid(x)))
     return model(x, t, context, angles_at(model.config, 0), model.window(x), slot_of(model.config, 0, tokens))
 
@@ -118,7 +118,7 @@ def test_encoded_prompts_are_enough(shapes, case):
     assert traced(shapes(case), by_hand, *options) == traced(shapes(case), prepared, *options)
 
 
-def test_a_prompt_without_a_mask_is_whole(shapes):
+def test_a_prompt_without_a_mask_has_all_tokens(shapes):
     def masked(model: Any, x: Any, t: Any, text: Any) -> Any:
         return model(x, t, text, text_mask=jnp.ones(text.shape[:2], bool))
 
@@ -140,8 +140,8 @@ def test_an_image_that_is_missing_is_named(shapes):
         traced(shapes("wan-i2v"), lambda model, *x: model(*x), latents(12), T, TEXT)
 
 
-class Told(nnx.Module):
-    """Tells the mesh of its forward."""
+class PartitionerOf(nnx.Module):
+    """Returns the mesh of its forward."""
 
     def __init__(self, sharding: jax.sharding.Sharding):
         self.weight = nnx.Param(jax.device_put(jnp.zeros((8, 8)), sharding))
@@ -154,12 +154,12 @@ class Told(nnx.Module):
 def test_a_forward_runs_on_the_mesh_of_its_weights():
     mesh = wanjax.make_mesh(sp=2, tp=4)
     spread_out = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, ("sp", "tp")))
-    assert Told(spread_out)().mesh == mesh
+    assert PartitionerOf(spread_out)().mesh == mesh
     assert current_partitioner() is ONE_DEVICE_PARTITIONER
-    assert Told(jax.sharding.SingleDeviceSharding(jax.devices()[0]))() is ONE_DEVICE_PARTITIONER
+    assert PartitionerOf(jax.sharding.SingleDeviceSharding(jax.devices()[0]))() is ONE_DEVICE_PARTITIONER
     assert (
-        nnx.jit(lambda report: report().is_single_device and 1)(Told(spread_out)) == 1
-    )  # arrays that are traced tell no mesh
+        nnx.jit(lambda report: report().is_single_device and 1)(PartitionerOf(spread_out)) == 1
+    )  # traced arrays have no mesh
 
 
 @pytest.mark.slow
@@ -167,9 +167,9 @@ def test_a_forward_on_a_mesh_is_that_of_one_device(tmp_path):
     folder = tiny.tiny_checkpoint(tmp_path)
     x, t = jax.random.normal(jax.random.key(0), (1, 2, 4, 6, 4)), jnp.array([500.0])
     text = jax.random.normal(jax.random.key(1), (1, 7, 16))
-    alone, sharded, by_columns = (
+    one_device, sharded, by_columns = (
         np.asarray(wanjax.load(folder, mesh=mesh, rules=rules).transformer(x, t, text))
         for mesh, rules in ((None, "fsdp"), ("sp=4,tp=2", "fsdp"), ("sp=4,tp=2", "tp"))
     )
-    np.testing.assert_allclose(sharded, alone, atol=1e-5)
-    np.testing.assert_allclose(by_columns, alone, atol=1e-5)
+    np.testing.assert_allclose(sharded, one_device, atol=1e-5)
+    np.testing.assert_allclose(by_columns, one_device, atol=1e-5)

@@ -64,5 +64,5 @@ def test_prediction(name, axes, rules):
     assert result <= 1e-5
 
 
-def test_one_token_more_or_less_would_be_seen():
+def test_one_token_more_or_less_is_detected():
     assert error(predicted("2b", length=TEXT - 1), predicted("2b").astype(np.float64)) > 1e-3

@@ -63,9 +63,9 @@ def test_each_device_holds_an_eighth():
     z = np.ones((1, 3, 8, 6, 4), np.float32)
     graphdef, weights = nnx.split(vae((2, 1, 4)))
     static = DecodeStatic(graphdef, jnp.dtype(jnp.uint8), 1)
-    frames, kept = caller(partitioner((2, 1, 4)))(decode_chunk, static, z, None, weights)
+    frames, conv_cache = caller(partitioner((2, 1, 4)))(decode_chunk, static, z, None, weights)
     assert frames.sharding.is_fully_replicated
-    assert all(len({str(shard.index) for shard in x.addressable_shards}) == 8 for x in jax.tree.leaves(kept))
+    assert all(len({str(shard.index) for shard in x.addressable_shards}) == 8 for x in jax.tree.leaves(conv_cache))
 
 
 def test_memory_does_not_grow_with_the_clip():
@@ -94,23 +94,23 @@ def test_clips_of_many_lengths_share_their_programs():
 
 
 @pytest.mark.parametrize("way", quick(["encode_chunk"], ["encode_chunk", "decode_chunk"]))
-def test_what_is_kept_stays_of_one_kind(way):
+def test_cached_frames_keep_their_shape_and_dtype(way):
     """All chunks but the first share one program, on TPUs too."""
     first, later, channels = (9, 8, 3) if way == "encode_chunk" else (3, 2, 4)
 
     def chunks(x):
         vae = CogVideoXVAE(SMALL, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
-        kept = [None]
+        caches = [None]
         for part in spans(x.shape[1], (first, later)):
-            kept.append(getattr(vae, way)(x[:, part.start : part.stop], kept[-1])[1])
-        return kept[1:]
+            caches.append(getattr(vae, way)(x[:, part.start : part.stop], caches[-1])[1])
+        return caches[1:]
 
     device = AbstractDevice("TPU v6 lite", 1, "tpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("chips",), abstract_device=device)):
         shape = (1, first + 2 * later, 8, 8, channels)
-        kept = jax.eval_shape(chunks, jax.ShapeDtypeStruct(shape, jnp.float32))
-    assert {x.dtype for x in jax.tree.leaves(kept)} == {jnp.dtype(jnp.bfloat16)}
-    assert kept[0] == kept[1] == kept[2]
+        cache_shapes = jax.eval_shape(chunks, jax.ShapeDtypeStruct(shape, jnp.float32))
+    assert {x.dtype for x in jax.tree.leaves(cache_shapes)} == {jnp.dtype(jnp.bfloat16)}
+    assert cache_shapes[0] == cache_shapes[1] == cache_shapes[2]
 
 
 normed = jax.jit(lambda norm, x: norm(x))

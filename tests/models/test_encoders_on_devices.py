@@ -52,8 +52,8 @@ def encoded(name, axes=None, rules="fsdp"):
 @pytest.mark.parametrize(("axes", "rules"), on_meshes(((1, 1, 8), "fsdp"), ((2, 2, 2), "tp")))
 @pytest.mark.parametrize("name", ENCODERS)
 def test_features(name, axes, rules):
-    alone = encoded(name).astype(np.float64)
-    result = error(encoded(name, axes, rules), alone)
+    one_device = encoded(name).astype(np.float64)
+    result = error(encoded(name, axes, rules), one_device)
     print(f"relative error {result:.1e}")
     assert result <= BOUND
 

@@ -65,11 +65,11 @@ def test_masked_tokens_have_no_effect(config):
     model = build(config)
     tokens, mask = prompt(2, 12)
     features = np.asarray(encode(model, tokens, mask))
-    other = np.asarray(encode(model, np.where(mask, tokens, np.int32(7)), mask))
+    changed = np.asarray(encode(model, np.where(mask, tokens, np.int32(7)), mask))
     longer = np.asarray(encode(model, *(np.pad(x, ((0, 0), (0, 5))) for x in (tokens, mask))))[:, :12]
     unmasked = np.asarray(encode(model, tokens, np.ones_like(mask)))
     for row in range(2):
-        np.testing.assert_array_equal(features[row, mask[row]], other[row, mask[row]])
+        np.testing.assert_array_equal(features[row, mask[row]], changed[row, mask[row]])
         np.testing.assert_allclose(features[row, mask[row]], longer[row, mask[row]], rtol=1e-4, atol=1e-5)
     assert not np.allclose(features[0], unmasked[0])
 
@@ -82,8 +82,8 @@ def test_an_integer_mask_is_as_good_as_a_boolean_one():
 
 def test_a_layer_s_bias_affects_that_layer_and_a_shared_one_every_layer():
     tokens, _ = prompt(1, 10)
-    own, shared = build(UMT5), nnx.clone(build(T5))
-    assert own.blocks.position_bias.table.get_value().shape == (2, 8, 3)
+    per_layer, shared = build(UMT5), nnx.clone(build(T5))
+    assert per_layer.blocks.position_bias.table.get_value().shape == (2, 8, 3)
     assert shared.position_bias.table.get_value().shape == (8, 3)
     before = encode(shared, tokens)
     shared.position_bias.table.set_value(shared.position_bias.table.get_value() * 40.0)

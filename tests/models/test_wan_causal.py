@@ -42,7 +42,7 @@ def model(name, heads=2, axes=None, rules="fsdp"):
     return result
 
 
-def given():
+def random_inputs():
     """Return the latents [B T H W C] of two videos, and their prompts."""
     random = np.random.default_rng(1)
     latents = random.normal(size=(2, BLOCKS * FRAMES, 2 * ROWS, 2 * COLUMNS, 4))
@@ -63,8 +63,8 @@ def by_blocks(model, latents, text, devices=None):
     @partial(jax.jit, donate_argnums=5)
     def run(weights, latents, t, context, time, window, slot):
         with use_partitioner(devices):
-            velocity, kept = nnx.merge(graphdef, weights)(latents, t, context, time, window, slot)
-            return velocity, update_cache(window, kept, slot)
+            velocity, new_rows = nnx.merge(graphdef, weights)(latents, t, context, time, window, slot)
+            return velocity, update_cache(window, new_rows, slot)
 
     context, window = begin(weights, latents[:, :FRAMES], text)
     result, windows = [], []
@@ -87,8 +87,8 @@ def sees(name):
 
 
 @cache
-def whole(name, heads=2):
-    latents, text = given()
+def expected_velocity(name, heads=2):
+    latents, text = random_inputs()
     times = np.repeat(TIMES, FRAMES)
     return np.stack(
         [
@@ -100,33 +100,33 @@ def whole(name, heads=2):
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_block_by_block_equals_the_whole_sequence(name):
-    result, _ = by_blocks(model(name), *map(jnp.asarray, given()))
-    reported = error(result, whole(name))
+    result, _ = by_blocks(model(name), *map(jnp.asarray, random_inputs()))
+    reported = error(result, expected_velocity(name))
     print(f"{name}: {reported:.1e}")
     assert reported <= 1e-5
 
 
-def test_a_window_that_slides_one_block_less_would_be_seen():
-    result = [whole("whole"), whole("rolling"), whole("with a sink")]
+def test_a_window_that_slides_one_chunk_less_is_detected():
+    result = [expected_velocity("whole"), expected_velocity("rolling"), expected_velocity("with a sink")]
     assert all(error(a, b) > 1e-3 for i, a in enumerate(result) for b in result[:i])
 
 
-def test_the_whole_sequence_is_that_of_the_transformer_that_sees_all():
-    latents, text = (x[:1] for x in given())
+def test_the_whole_sequence_equals_the_bidirectional_transformer():
+    latents, text = (x[:1] for x in random_inputs())
     config = transformer_config(2)
     bidirectional = network(partial(WanTransformer, config), None)
     everything = np.ones((BLOCKS * FRAMES,) * 2, bool)
-    right = whole_sequence.velocity(bidirectional, latents[0], [625.0] * len(everything), text[0], everything)
+    expected = whole_sequence.velocity(bidirectional, latents[0], [625.0] * len(everything), text[0], everything)
 
     @nnx.jit
     def run(model, latents, text):
         return model(latents, jnp.array([625.0]), model.context(text), model.rope(model.grid(latents)))
 
-    assert error(run(bidirectional, latents, text)[0], right) <= 1e-5
+    assert error(run(bidirectional, latents, text)[0], expected) <= 1e-5
 
 
 def test_the_window_keeps_its_size():
-    _, windows = by_blocks(model("rolling"), *map(jnp.asarray, given()))
+    _, windows = by_blocks(model("rolling"), *map(jnp.asarray, random_inputs()))
     assert all(window == windows[0] for window in windows)
     assert windows[0].k[0] == (2, 2, 3 * TOKENS, 2 * 6)
 
@@ -141,8 +141,10 @@ CASES = [
 def test_on_eight_devices(heads, axes, rules):
     """Two videos, of 30 tokens a block, which no axis of 4 or 8 divides."""
     devices = partitioner(axes, rules)
-    result, windows = by_blocks(model("with a sink", heads, axes, rules), *map(jnp.asarray, given()), devices=devices)
-    reported = error(result, whole("with a sink", heads))
+    result, windows = by_blocks(
+        model("with a sink", heads, axes, rules), *map(jnp.asarray, random_inputs()), devices=devices
+    )
+    reported = error(result, expected_velocity("with a sink", heads))
     print(f"{reported:.1e}")
     assert reported <= 1e-5
     shape, sharding = windows[-1].k
@@ -150,9 +152,9 @@ def test_on_eight_devices(heads, axes, rules):
     assert shape[3] == -(-heads // axes[2]) * axes[2] * 6
 
 
-def test_no_other_attention_than_to_all_kept_keys():
+def test_only_attention_to_all_cached_keys_is_accepted():
     config = model("whole").config
     for name in ("radial:0.2", "auto:window=4"):
         result = network(partial(WanCausalTransformer, config, attention=AttentionConfig.parse(name)), None)
         with pytest.raises(UnsupportedError, match=line_with_words("attention cached keys")):
-            by_blocks(result, *map(jnp.asarray, given()))
+            by_blocks(result, *map(jnp.asarray, random_inputs()))

@@ -27,10 +27,10 @@ def test_parts_are_joined_in_time(frames, latents, begun):
 
     y, total = vae.process_in_parts(process, x, jnp.zeros(()) if begun else None, 2 * frames)
     assert total == x.sum()
-    alone, pairs, left = int(not begun), latents // 2 * 2 * frames, latents % 2 * frames
-    starts = [0] * alone + [alone + i // (2 * frames) * 2 * frames for i in range(pairs)] + [alone + pairs] * left
+    single, pairs, left = int(not begun), latents // 2 * 2 * frames, latents % 2 * frames
+    starts = [0] * single + [single + i // (2 * frames) * 2 * frames for i in range(pairs)] + [single + pairs] * left
     np.testing.assert_array_equal(y.ravel(), [float(x.ravel()[:start].sum()) for start in starts])
-    assert set(seen) == {size for size, there in ((1, alone), (2 * frames, pairs), (frames, left)) if there}
+    assert set(seen) == {size for size, there in ((1, single), (2 * frames, pairs), (frames, left)) if there}
 
 
 @pytest.mark.parametrize(
@@ -43,12 +43,12 @@ def test_parts_are_joined_in_time(frames, latents, begun):
         ("tpu", (180, 320), 1),
     ],
 )
-def test_a_tpu_computes_what_its_memory_holds(monkeypatch, platform, size, together):
+def test_frames_decoded_at_once_fit_the_memory_of_a_tpu(monkeypatch, platform, size, together):
     monkeypatch.setattr(vae, "target", lambda x: Target(platform, "some kind"))
     z = jnp.zeros((1, 2, *size, VAE_2_1.latent_channels))
     assert vae.latent_frames_at_once(z, VAE_2_1.spatial_factor, VAE_2_1.decoder_width) == together
 
 
-def test_frames_are_decoded_in_pairs_where_they_are_even():
+def test_even_numbers_of_frames_are_decoded_in_pairs():
     assert [VAE_2_1.decode_lengths(frames) for frames in (1, 2, 3, 21, 31)] == [(1, 2), (1, 1), (1, 2), (1, 2), (1, 2)]
     assert [VAE_2_1.encode_lengths(frames) for frames in (1, 5, 9, 81)] == [(1, 8), (1, 4), (1, 8), (1, 8)]

@@ -33,29 +33,29 @@ def rows(result: Estimate) -> dict[str, int]:
 
 def test_a_video_with_easycache_has_a_range_of_seconds():
     """Its steps decide on the device: at least the first and the last are whole, and any other may reuse."""
-    result, whole = priced(cache="easycache:0.1,2"), priced()
+    result, uncached = priced(cache="easycache:0.1,2"), priced()
     assert result.reusing_steps == STEPS - 3
     assert result.total_seconds_least < result.total_seconds
     assert 0 <= result.reusing_step_seconds_least < result.reusing_step_seconds  # the model counts products alone
     saved = result.reusing_steps * (result.reusing_step_seconds - result.reusing_step_seconds_least)
     assert result.total_seconds - result.total_seconds_least == pytest.approx(saved)
-    assert result.total_seconds >= whole.total_seconds
-    assert result.total_seconds_low == pytest.approx(result.total_seconds_least)  # the model's own prices have no range
+    assert result.total_seconds >= uncached.total_seconds
+    assert result.total_seconds_low == pytest.approx(result.total_seconds_least)  # estimates have no range
     assert result.total_seconds_high == pytest.approx(result.total_seconds)
-    assert whole.total_seconds_least is whole.reusing_step_seconds_least is None
-    assert whole.reusing_steps == 0
+    assert uncached.total_seconds_least is uncached.reusing_step_seconds_least is None
+    assert uncached.reusing_steps == 0
 
 
 @pytest.mark.parametrize("cache", quick(["deepcache:1,6,2"], ["magcache:.2,1,.1", "deepcache:1,6,2", "guidance:2"]))
-def test_a_cache_whose_steps_are_known_makes_a_video_faster(cache):
-    result, whole = priced(cache=cache), priced()
+def test_a_cache_with_fixed_steps_makes_a_video_faster(cache):
+    result, uncached = priced(cache=cache), priced()
     assert result.cache == str(
         SHAPES.spec.cache_rule(VIDEO.updated({"steps": STEPS, "guidance_scale": 3.0, "cache": cache}))
     )
     assert 0 < result.reusing_steps < STEPS
     assert rows(result)["step"] + rows(result)["reusing_step"] == STEPS
     assert result.reusing_step_seconds < result.step_seconds
-    assert result.total_seconds < whole.total_seconds
+    assert result.total_seconds < uncached.total_seconds
     assert result.total_seconds_least is None
 
 
@@ -68,13 +68,13 @@ def test_teacache_counts_the_one_step_that_reuses_for_certain():
     assert rows(price)["time_changes"] == 1
 
 
-def test_a_window_that_is_not_priced_is_told():
+def test_a_window_that_is_not_priced_is_reported():
     window = AttentionConfig.parse("auto:window=2")
     assert has_line_with("\n".join(priced(attention=window).doubts), "window 2 tokens")
     assert not has_line_with("\n".join(priced().doubts), "window")
 
 
-def test_networks_that_stay_are_counted_beside_each_stage():
+def test_loaded_networks_are_counted_in_each_stage():
     freed, stays = (priced(offload=offload) for offload in map(Offload.of, ("stages", "none")))
     assert [stage.kept_bytes_per_chip for stage in freed.stages.values()] == [0, 0, 0]
     encode, denoise, decode = (stage.kept_bytes_per_chip for stage in stays.stages.values())
@@ -89,11 +89,11 @@ def test_networks_that_stay_are_counted_beside_each_stage():
 
 
 def test_tiles_reach_the_plan():
-    whole, tiled = priced(), priced(tiling=Tiling((8, 8), (4, 4)))
-    assert not any("tile" in name for name in rows(whole))
+    uncached, tiled = priced(), priced(tiling=Tiling((8, 8), (4, 4)))
+    assert not any("tile" in name for name in rows(uncached))
     assert rows(tiled)["decode_tile_first"] + rows(tiled).get("decode_tile_first_2", 0) > 1
     assert any(name.startswith("join_tiles") for name in rows(tiled))
-    assert tiled.stages["denoise"].seconds == whole.stages["denoise"].seconds
+    assert tiled.stages["denoise"].seconds == uncached.stages["denoise"].seconds
 
 
 def test_the_scheduler_reaches_the_plan():
@@ -103,7 +103,7 @@ def test_the_scheduler_reaches_the_plan():
     assert least.arguments_bytes_per_chip < more.arguments_bytes_per_chip
 
 
-def test_a_whole_forward_with_both_prompts_is_one_forward_of_a_batch():
+def test_a_forward_with_both_prompts_counts_as_one_of_a_batch():
     apart, together = priced(), priced(batch_guidance=True)
     assert rows(apart) == rows(together)
     assert together.step_seconds == pytest.approx(apart.step_seconds, rel=0.5)

@@ -36,7 +36,7 @@ def published(name, **changed):
 
 
 def digest(program):
-    """Return the digest of a program as the compiler's process is given it."""
+    """Return the digest of a program as the compiler's process receives it."""
     return export(program.abstract_call, SLICES["v6e-8"]).key["program"]
 
 

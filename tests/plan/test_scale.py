@@ -26,7 +26,7 @@ HOUR = 3600.0
 
 
 @pytest.fixture(scope="module")
-def made():
+def estimate_of_plan():
     """The plan of a small video, whose seconds other plans change."""
     return estimate_video(MODEL, "cpu")
 
@@ -41,7 +41,7 @@ class Priced(list[str]):
 
 
 @pytest.fixture
-def priced(made, monkeypatch):
+def priced(estimate_of_plan, monkeypatch):
     """The slices that are priced, each with its seconds above; the small model has room and is cheap anywhere."""
     requested = Priced()
 
@@ -50,7 +50,7 @@ def priced(made, monkeypatch):
         low, mid, high = SECONDS[name]
         totals = {"total_seconds": mid, "total_seconds_low": low, "total_seconds_high": high}
         sizes = {"disk_bytes": 20 * GB, "download_bytes_at_most": 20 * GB, "compile_seconds": 0.0}
-        return replace(made, chip=name, **totals | sizes | requested.changes)
+        return replace(estimate_of_plan, chip=name, **totals | sizes | requested.changes)
 
     monkeypatch.setattr(scale, "estimate_video", price)
     monkeypatch.setattr(scale, "chip_seconds", lambda *arguments: requested.chip_seconds(*arguments))
@@ -67,7 +67,7 @@ def option_of(result: ScaleEstimate, name: str) -> Option:
 
 
 def rejected_of(result: ScaleEstimate, name: str) -> Rejected:
-    [chosen] = [one for one in result.rejected if one.slice == name]
+    [chosen] = [option for option in result.rejected if option.slice == name]
     return chosen
 
 
@@ -79,7 +79,7 @@ START_SECONDS = {"start": 100.0, "download": 1e9}  # with 20 GB, which are loade
 
 
 def test_slices_hours_and_cost_by_hand(priced):
-    """8 hours hold 960 videos of 30 s beside the start: 10,000 take 11 slices of four chips, of 910 videos at most."""
+    """8 hours hold 960 videos of 30 s after the start: 10,000 take 11 slices of four chips, of 910 videos at most."""
     result = many(Workload(10_000, 8 * HOUR + 154.483, 2.0, **START_SECONDS))
     four = option_of(result, "v6e-4")
     assert four.startup_seconds.mid == pytest.approx(100 + 20 + 20 / 0.58)
@@ -87,16 +87,16 @@ def test_slices_hours_and_cost_by_hand(priced):
     assert four.seconds.mid == pytest.approx(910 * 30 + four.startup_seconds.mid)
     assert four.chip_hours.mid == pytest.approx(11 * 4 * four.seconds.mid / HOUR)
     assert result.cost(four).mid == pytest.approx(2.0 * four.chip_hours.mid)
-    for one in result.options:
-        assert one.seconds.high <= 8 * HOUR + 155
-        assert one.slices.low <= one.slices.mid <= one.slices.high
-        assert one.chip_hours.low < one.chip_hours.mid < one.chip_hours.high
+    for option in result.options:
+        assert option.seconds.high <= 8 * HOUR + 155
+        assert option.slices.low <= option.slices.mid <= option.slices.high
+        assert option.chip_hours.low < option.chip_hours.mid < option.chip_hours.high
 
 
 def test_the_best_for_throughput_is_not_the_quickest(priced):
     result = many(Workload(10_000, 12 * HOUR, **START_SECONDS))
     assert names(result) == ("v6e-1", "v6e-8")
-    assert [one.slice for one in result.as_good] == [
+    assert [option.slice for option in result.as_good] == [
         "v6e-4"
     ]  # from 112 chip-seconds on, where the best takes up to 120
     assert result.cost(result.best) is None
@@ -106,9 +106,9 @@ def test_the_best_for_throughput_is_not_the_quickest(priced):
 def test_the_start_of_a_slice_counts(priced):
     """Chips that compile for an hour of two make half as many videos, and are paid for the hour."""
     quick, slow = (many(Workload(10_000, 2 * HOUR, compiling=seconds, **START_SECONDS)) for seconds in (0.0, HOUR))
-    for one, other in zip(quick.options, slow.options, strict=True):
-        assert other.slices.mid > 1.9 * one.slices.mid
-        assert other.chip_hours.mid == pytest.approx(one.chip_hours.mid + other.slices.mid * other.devices, rel=0.1)
+    for fast, late in zip(quick.options, slow.options, strict=True):
+        assert late.slices.mid > 1.9 * fast.slices.mid
+        assert late.chip_hours.mid == pytest.approx(fast.chip_hours.mid + late.slices.mid * late.devices, rel=0.1)
 
 
 def test_a_deadline_that_some_slices_miss(priced):
@@ -122,14 +122,14 @@ def test_a_deadline_that_some_slices_miss(priced):
 
 def test_without_a_deadline_one_slice_makes_all(priced):
     result = many(Workload(100, **START_SECONDS))
-    assert [one.slices for one in result.options] == [(1, 1, 1)] * 3
+    assert [option.slices for option in result.options] == [(1, 1, 1)] * 3
     assert option_of(result, "v6e-8").seconds.mid == pytest.approx(100 * 20 + 154.483, abs=0.01)
 
 
-def test_what_is_far_dearer_by_the_model_is_not_priced(priced):
+def test_options_that_are_estimated_far_dearer_are_not_priced(priced):
     priced.chip_seconds = lambda place, *_: {1: 1.0, 4: 1.2, 8: 4.0}[place.devices]
     many(Workload(10, HOUR, **START_SECONDS))
-    assert priced == ["v6e-1", "v6e-4", "v6e-8"]  # the last takes 4 times as much, and is the one that was asked for
+    assert priced == ["v6e-1", "v6e-4", "v6e-8"]  # the last takes 4 times as much, and is the requested one
     priced.chip_seconds = lambda place, *_: {1: 2.0, 4: 1.2, 8: 1.28}[place.devices]
     priced.clear()
     result = many(Workload(10, HOUR, **START_SECONDS))
@@ -145,17 +145,17 @@ def test_weights_that_a_chip_has_no_room_for_are_not_priced(priced):
     assert rejected_of(result, "v6e-1") == Rejected("v6e-1", float("inf"))
 
 
-def test_a_mesh_that_is_given_is_the_only_way(priced):
+def test_a_requested_mesh_is_the_only_option(priced):
     result = many(Workload(10, HOUR, **START_SECONDS), mesh=(2, 2, 2))
-    assert [one.slice for one in result.options] == ["v6e-8"]
-    assert [one.slice for one in many(Workload(10, HOUR), sp=4).options] == ["v6e-4", "v6e-8"]
+    assert [option.slice for option in result.options] == ["v6e-8"]
+    assert [option.slice for option in many(Workload(10, HOUR), sp=4).options] == ["v6e-4", "v6e-8"]
 
 
-def test_a_slice_that_does_not_fit_is_told_with_what_would(priced):
+def test_a_slice_that_does_not_fit_is_rejected_with_one_that_does(priced):
     priced.changes = {"total_seconds": None, "fits": False, "advice": "v6e-16 should"}
     result = many(Workload(10, HOUR))
     assert names(result) == (None, None)
-    assert {one.plan.advice for one in result.rejected} == {"v6e-16 should"}
+    assert {option.plan.advice for option in result.rejected} == {"v6e-16 should"}
     assert has_line_with(succeeded(command("--requests", "5")).stdout, "v6e-16 should")
 
 
@@ -211,7 +211,7 @@ def test_options_of_a_file_count_too(priced, tmp_path):
         *((["--requests", "5", "--download-rate", text], "1.5GB/s") for text in ("10Gbit/s", "0MB/s", "200")),
     ],
 )
-def test_what_cannot_be_planned_is_refused(options, words, tmp_path, monkeypatch):
+def test_workloads_that_cannot_be_planned_are_refused(options, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert has_line_with(refused("plan", "nano", "-q", "--chip", "cpu", *options), words)
 

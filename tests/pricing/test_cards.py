@@ -93,7 +93,7 @@ def test_operations_of_libraries_and_fusions_count(stored):
     assert items == FLOPS
 
 
-def test_a_kernel_takes_the_longest_of_its_work_its_bytes_and_a_launch(stored):
+def test_the_time_of_a_kernel_is_the_longest_of_compute_memory_and_launch(stored):
     conv, link = FLOPS["cudnn-conv.1"], CARDS["l40s"].link
     assert cost_of("cudnn-conv.1", stored) == pytest.approx(conv / (CARDS["h100"].flops * CONVOLUTIONS.typical))
     assert cost_of("all-gather-start", stored) == LAUNCH.mid
@@ -118,13 +118,13 @@ def test_the_compiler_still_writes_the_stored_program(stored):
 
 
 @needs_cuda
-def test_memory_is_what_the_compiler_assigns_and_time_grows_with_the_operations():
+def test_memory_is_assigned_by_the_compiler_and_time_grows_with_the_operations():
     """Arguments, a temporary that nothing fuses away, and a result."""
     size = 4096
     compiled = compile_one(on_shapes(lambda x, y: (x @ y) @ y, (size, size), (size, size), dtype="bfloat16"), "h100")
     each = 2 * size * size
     assert compiled.memory.arguments == 2 * each
-    assert 4 * each <= compiled.memory.peak < 4 * each + 2**26  # a library's workspace beside them
+    assert 4 * each <= compiled.memory.peak < 4 * each + 2**26  # plus a library's workspace
     priced = price_on_card(compiled)
     assert priced.flops == 2 * 2 * size**3
     least = priced.flops / CARDS["h100"].flops
@@ -182,7 +182,7 @@ def warnings_of_the_compiler(monkeypatch):
 
 
 @needs_cuda
-def test_a_copy_of_a_whole_array_to_every_card_is_seen(monkeypatch, warnings_of_the_compiler):
+def test_a_copy_of_a_full_array_to_every_card_is_counted(monkeypatch, warnings_of_the_compiler):
     """The control of the test below: the attention of Wan's autoencoder, whose cells become tokens, left to XLA."""
     mesh = abstract_mesh(CARD_SLICES["h100-8"], {"dp": 2, "sp": 1, "tp": 4})
     network = FrameAttention(8, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))

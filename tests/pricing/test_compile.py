@@ -111,7 +111,7 @@ def test_a_sharded_program_is_priced(results):
 
 
 @needs_libtpu
-def test_a_refusal_names_its_cause_and_stops_no_other(results):
+def test_a_refusal_names_its_cause_and_stops_no_other_program(results):
     assert isinstance(results["refused"], CompilerError)
     assert "has no attribute undefined" in str(results["refused"])
     assert isinstance(results["too large"], CompilerError)
@@ -160,7 +160,7 @@ def _kill_compilers() -> int:
 
 
 @needs_libtpu
-def test_a_compiler_that_crashes_once_is_asked_again():
+def test_a_compiler_that_crashes_once_is_retried():
     """libtpu dies by a signal now and then, in a program that compiles the next time."""
     jobs = [export(PROGRAMS[name][0], find_slice(PROGRAMS[name][1])) for name in ("target", "kernel", "layers")]
     results = compiling.compile_jobs(jobs)
@@ -172,7 +172,7 @@ def test_a_compiler_that_crashes_once_is_asked_again():
 
 
 @needs_libtpu
-def test_what_a_compiler_that_crashed_has_dumped_is_not_read(tmp_path, monkeypatch):
+def test_dumps_of_a_crashed_compiler_are_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     on_start = []
 
@@ -233,7 +233,7 @@ def test_programs_that_are_refused(call, words):
 @pytest.mark.parametrize(
     ("name", "chip", "words"), [("refused", "v6e-1", "AttributeError"), ("too large", "v5e-1", "RESOURCE_EXHAUSTED")]
 )
-def test_one_program_alone_is_compiled_or_refused(name, chip, words):
+def test_a_single_program_is_compiled_or_refused(name, chip, words):
     with pytest.raises(CompilerError, match=line_with_words(f"{chip} {words}")):
         compile_program(PROGRAMS[name][0], chip)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs as bytes: they change where the program does, and nowhere else; prices are kept by them."""
+"""Programs as bytes: they change only with the program; prices are cached by them."""
 
 import importlib.util
 import json
@@ -107,8 +107,8 @@ def test_shardings_donation_options_chip_and_mesh_are_in_the_key():
         x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(sp)))
         return json.dumps(export(AbstractCall(jnp.sin, (x,), donate, options), SLICES[chip]).key)
 
-    others = [{"sp": "tp"}, {"chip": "v5e-4"}, {"axes": (4, 1)}, {"donate": (0,)}, {"options": {"xla_a": 1}}]
-    assert len({key(), *(key(**other) for other in others)}) == 1 + len(others)
+    changes = [{"sp": "tp"}, {"chip": "v5e-4"}, {"axes": (4, 1)}, {"donate": (0,)}, {"options": {"xla_a": 1}}]
+    assert len({key(), *(key(**change) for change in changes)}) == 1 + len(changes)
     assert key() == key()
 
 
@@ -130,7 +130,7 @@ def test_a_key_of_random_numbers_is_an_argument():
 
 
 def test_kernels_are_taken_from_the_program():
-    """Each distinct kernel is found once, in loops and inner functions too."""
+    """Each distinct kernel is listed once, in loops and inner functions too."""
     mesh = abstract_mesh(V6E)
 
     def run(x, y):
@@ -150,8 +150,8 @@ def test_kernels_are_taken_from_the_program():
 
 
 @needs_libtpu
-def test_prices_come_as_they_are_known_and_are_kept(monkeypatch):
-    """Kept prices need no process and no compiler; a kernel is compiled once for the programs that contain it."""
+def test_prices_are_reported_one_by_one_and_cached(monkeypatch):
+    """Cached prices need no process and no compiler; a kernel is compiled once for the programs that contain it."""
     mesh = abstract_mesh(V6E)
     kernel = product_on_each(mesh)
     twice = kernel._replace(function=lambda x, y: kernel.function(x, y) + kernel.function(x * 2, y))
@@ -174,7 +174,7 @@ def test_prices_come_as_they_are_known_and_are_kept(monkeypatch):
     assert (first[3].seconds, first[3].peak_bytes > V6E.memory) == (None, True)
     three = kernel._replace(function=lambda x, y: kernel.function(x, y) + kernel.function(x * 3, y))
     assert PRICER.price_all(V6E, [three])[0].seconds == pytest.approx(first[1].seconds, rel=0.01)
-    assert requested[1:] == [(1, range(1, 1))]  # the kernel's price was kept on its own
+    assert requested[1:] == [(1, range(1, 1))]  # the kernel's price was cached separately
     monkeypatch.setattr(compiling, "find_spec", lambda name: None)
     again = dict(PRICER.prices(V6E, [kernel, twice, kernel, large]))
     assert [json.dumps(asdict(again[i])) for i in range(4)] == [json.dumps(asdict(first[i])) for i in range(4)]
@@ -210,7 +210,7 @@ def test_a_price_of_another_compiler_is_forgotten(monkeypatch):
         typical_branch_scalars,
     ],
 )
-def test_an_edit_of_what_prices_forgets_prices(part, monkeypatch):
+def test_an_edit_of_the_pricing_code_invalidates_prices(part, monkeypatch):
     job = export(on_shapes(jnp.sin, (8, 128)), SLICES["v6e-1"])
     before = PRICER.key(job)
     edited, read = Path(str(sys.modules[part.__module__].__file__)), Path.read_bytes
@@ -237,7 +237,7 @@ def test_any_function_is_priced():
 
 @pytest.mark.slow
 @needs_libtpu
-def test_collectives_of_any_function_are_told():
+def test_collectives_of_any_function_are_listed():
     x = jax.ShapeDtypeStruct((4096, 256), jnp.bfloat16, sharding=PartitionSpec("dp"))
     summed = wanjax.price(lambda x: x.sum(0), x, mesh={"dp": 2, "tp": 2}, chip="v6e-4")
     assert {row["devices"] for row in summed.collectives} == {2}
@@ -253,7 +253,7 @@ def test_collectives_of_any_function_are_told():
         ),
     ],
 )
-def test_a_function_is_refused_in_one_sentence(function, options, words):
+def test_a_function_is_refused_with_a_short_message(function, options, words):
     with pytest.raises((WanjaxError, compiling.CompilerError), match=line_with_words(words)):
         wanjax.price(function, jax.ShapeDtypeStruct((8,), jnp.float32), **options)
 

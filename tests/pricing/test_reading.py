@@ -38,7 +38,7 @@ def kernel():
     return schedule.parse("product.1", *texts, chips.V6E.branch_delay)
 
 
-def test_every_block_counts_as_often_as_the_grid_takes_it(kernel):
+def test_every_block_counts_as_often_as_the_grid_runs_it(kernel):
     run = kernel.run()
     by_times = {}
     for block in kernel.blocks:
@@ -108,14 +108,14 @@ def test_branches_that_data_decides():
     assert read.cycles(read.run(skip={1}).run_counts) == 1 + 3 * 5 + 3 * 5 + 1
 
 
-def test_the_price_says_what_data_decides():
+def test_the_price_names_data_dependent_blocks():
     units = "VALU\n4\n" + "0\n" * 9
     read = schedule.parse("product.1", BRANCHES, units, "", branch_delay=1)
     text = (DATA / "kernel_module.txt").read_text()
-    whole = price_compiled(compiled(text, schedules={"product.1": read}))
-    assert whole.data_dependent_blocks == {"product.1": {1}}
+    full_price = price_compiled(compiled(text, schedules={"product.1": read}))
+    assert full_price.data_dependent_blocks == {"product.1": {1}}
     skipped = price_compiled(compiled(text, schedules={"product.1": read}), skip={"product.1": {1}})
-    assert whole.total.mid - skipped.total.mid == pytest.approx(5 / 1.75e9)
+    assert full_price.total.mid - skipped.total.mid == pytest.approx(5 / 1.75e9)
 
 
 FLAGS = """
@@ -167,8 +167,8 @@ def test_rare_work_that_rare_work_hides_is_not_priced():
     read = schedule.parse("product.1", RARE, "VALU\n4\n" + "0\n" * 13, "", branch_delay=0)
     assert read.run().data_dependent_blocks == {0}
     assert read.run(skip={0}).data_dependent_blocks == {0, 8}
-    whole = compiled((DATA / "kernel_module.txt").read_text(), schedules={"product.1": read})
-    seconds = kernel_seconds(whole, [1])
+    module = compiled((DATA / "kernel_module.txt").read_text(), schedules={"product.1": read})
+    seconds = kernel_seconds(module, [1])
     assert seconds.typical == pytest.approx((13 - 2) / 1.75e9)
     assert seconds.worst == pytest.approx((13 - 4) / 1.75e9)  # the rare store at 4 makes the branch at 7 jump
 
@@ -199,7 +199,7 @@ def test_a_loop_that_data_ends_counts_once():
     assert run.data_dependent_blocks == {1, 5}
 
 
-def test_bytes_are_those_of_whole_tiles():
+def test_bytes_include_padding_of_tiles():
     (array,) = hlo.arrays("bf16[300,100]{1,0:T(8,128)(2,1)}")
     assert array.bytes == 304 * 128 * 2
     (array,) = hlo.arrays("bf16[300,100]{0,1:T(8,128)(2,1)S(1)}")
@@ -320,9 +320,9 @@ def test_bytes_on_the_wire(opcode, groups, expected):
     ],
 )
 def test_flops_of_convolutions(shapes, attributes, expected):
-    left, right, out = shapes
+    lhs, rhs, out = shapes
     module = hlo.parse(
-        f"ENTRY %main (x: {left}, y: {right}) -> {out} {{\n  %x = {left} parameter(0)\n  %y = {right} parameter(1)\n"
+        f"ENTRY %main (x: {lhs}, y: {rhs}) -> {out} {{\n  %x = {lhs} parameter(0)\n  %y = {rhs} parameter(1)\n"
         f"  ROOT %c = {out} convolution(%x, %y), {attributes}\n}}\n"
     )
     assert flops(module, module.entry.root, module.entry) == expected
@@ -429,15 +429,15 @@ ENTRY %main (x: f32[1024,1024], y: f32[8192,1024]) -> (f32[4096,1024], f32[8192,
 """
 
 
-def test_what_runs_beside_other_work_costs_what_is_not_covered():
+def test_overlapped_work_costs_only_what_is_not_hidden():
     items = {item.name: item for item in price_compiled(compiled(ASYNC)).items}
-    whole, beside = 3 * 2**22 / 180e9, 2 * 8192 * 1024 * 4 / (0.8 * 1.64e12)
-    assert items["n"].cost.mid == pytest.approx(beside)
-    assert items["s"].cost.mid == pytest.approx(whole - beside)
+    total, overlapped = 3 * 2**22 / 180e9, 2 * 8192 * 1024 * 4 / (0.8 * 1.64e12)
+    assert items["n"].cost.mid == pytest.approx(overlapped)
+    assert items["s"].cost.mid == pytest.approx(total - overlapped)
     assert items["s"].cost.mid > 0
 
 
-def test_what_runs_on_another_core_is_beside_too():
+def test_work_on_another_core_is_overlapped_too():
     """The text of a computation of another thread ends with the thread's name."""
     text = ASYNC.replace(
         "ENTRY",
@@ -515,10 +515,10 @@ def test_copies_from_the_host_s_memory_share_its_link(copies):
             "  ROOT", done.replace("%d =", f"%d{number} =").replace("(%s)", f"(%s{number})") + "\n  ROOT"
         )
     priced = price_compiled(compiled(text))
-    beside = 2 * 65536 * 1024 * 4 / (0.8 * 1.64e12)
+    overlapped = 2 * 65536 * 1024 * 4 / (0.8 * 1.64e12)
     for end, share in zip(("low", "mid", "high"), HOST_LINK, strict=True):
-        whole = copies * 4096 * 4096 * 2 / (share * chips.V6E.host_link)
-        assert getattr(priced.by_kind["offload"], end) == pytest.approx(whole - beside)
+        total = copies * 4096 * 4096 * 2 / (share * chips.V6E.host_link)
+        assert getattr(priced.by_kind["offload"], end) == pytest.approx(total - overlapped)
 
 
 def test_slices():

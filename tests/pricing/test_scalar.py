@@ -48,7 +48,7 @@ def test_words_behave_as_the_machines(a, b):
         ("%s9 = scalar_lea.vmem [#allocation3], %s1", None),
     ],
 )
-def test_what_is_known(bundle, value):
+def test_scalar_values_are_evaluated(bundle, value):
     assert evaluate(bundle, p1=True, p2=False, p3=None, s1=5) == value
 
 
@@ -61,7 +61,7 @@ def test_what_is_known(bundle, value):
         ("%s8 = smov 3  ;;  %7 = sst [smem:[#allocation4]] %s8  ;;  %s9 = sld [smem:[#allocation4]]", 3),
     ],
 )
-def test_words_that_a_kernel_is_given(bundle, value):
+def test_arguments_of_a_kernel(bundle, value):
     registers, memory = Registers(), Registers()
     memory.unassigned = 8192
     for part in bundle.split("  ;;  "):

@@ -92,7 +92,7 @@ REFUSED = [  # what chooses a scheduler, its arguments, and what the sentence na
 
 
 @pytest.mark.parametrize(("choose", "arguments", "words"), REFUSED)
-def test_a_scheduler_that_there_is_not(choose, arguments, words):
+def test_an_unknown_scheduler(choose, arguments, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         choose(*arguments)
 
@@ -105,25 +105,25 @@ def test_only_schedulers_that_fit_the_model_are_suggested():
         (DDIM(), "unipcc"),
         (DDIM(), "lcm"),
     ]
-    for own, wrong in mistakes:
+    for default, wrong in mistakes:
         with pytest.raises(WanjaxError) as error, unchecked():
-            resolve(wrong, own)
+            resolve(wrong, default)
         advice = re.split(r"did you mean |give |, or with options ", str(error.value).rstrip("?"))[1]
         names = advice.split(", ")
         assert names
         for name in names:
-            resolve(name, own)
+            resolve(name, default)
 
 
-def test_a_pipeline_takes_another_scheduler_and_keeps_it():
+def test_a_pipeline_accepts_and_keeps_another_scheduler():
     pipe = pipeline(4, None)
     prompts = WanConditioning(*(jnp.full((1, 7, 8), value) for value in (1.0, 0.5)))
     before = pipe.denoise(prompts, **VIDEO.to_json())
     assert pipe.scheduler == FlowEuler()
     pipe.scheduler = "unipc"
     assert pipe.scheduler == UniPC()
-    other = pipe.denoise(prompts, **VIDEO.to_json())
-    assert np.abs(other - before).max() > 1e-3
+    euler = pipe.denoise(prompts, **VIDEO.to_json())
+    assert np.abs(euler - before).max() > 1e-3
     pipe.free()
     assert pipe.scheduler == UniPC()
     pipe.scheduler = FlowEuler()

@@ -82,22 +82,22 @@ def test_every_step_is_the_published_one(scheduler, steps, shift, expected):
     random = np.random.default_rng(steps)
     first, noise = random.standard_normal(SHAPE), random.standard_normal((steps, *SHAPE))
     timesteps, levels = expected
-    right = first * (levels[0] if isinstance(scheduler, RCM) else 1)
+    expected_x = first * (levels[0] if isinstance(scheduler, RCM) else 1)
     schedule, options = scheduler.schedule(steps, shift=shift), jnp.asarray(noise, jnp.float32)
     x = scheduler.start(schedule, jnp.asarray(first, jnp.float32))
     state = scheduler.init(schedule, x, jax.random.split(jax.random.key(0), SHAPE[0]), options)
     step, worst = jax.jit(scheduler.step), 0.0
     for index in range(steps):
-        clean = right - levels[index] * (np.sin(right) + timesteps[index] / 1000)
+        clean = expected_x - levels[index] * (np.sin(expected_x) + timesteps[index] / 1000)
         to = [*levels, 0][index + 1]
-        right = (1 - to) * clean + to * noise[index]
+        expected_x = (1 - to) * clean + to * noise[index]
         velocity = np.sin(np.asarray(x, np.float64)) + timesteps[index] / 1000
         row = one_step(schedule, index)
         x0 = scheduler.x0(row, 0, jnp.asarray(velocity, jnp.float32), x)
         x, state = step(row, 0, jnp.asarray(velocity, jnp.float32), x, state)
-        worst = max(worst, np.abs(x0 - clean).max(), np.abs(x - right).max())
-    print(f"{worst / max(1, np.abs(right).max()):.1e}")
-    assert worst <= TOLERANCE * max(1, np.abs(right).max())
+        worst = max(worst, np.abs(x0 - clean).max(), np.abs(x - expected_x).max())
+    print(f"{worst / max(1, np.abs(expected_x).max()):.1e}")
+    assert worst <= TOLERANCE * max(1, np.abs(expected_x).max())
     np.testing.assert_allclose(x, x0, rtol=1e-6, atol=1e-7)  # the last step adds nothing
 
 
@@ -107,16 +107,16 @@ def test_without_new_noise_x_follows_the_velocity(scheduler, sigma_max, steps):
     """The published rule in float64, x - (t - t') v, along its own samples, of a field that depends on the timestep."""
     first = np.random.default_rng(steps).standard_normal(SHAPE)
     timesteps, levels = trigonometric(steps, sigma_max)
-    schedule, right = scheduler.schedule(steps, shift=5.0), first * levels[0]
+    schedule, expected = scheduler.schedule(steps, shift=5.0), first * levels[0]
     np.testing.assert_allclose(schedule.sigmas, [*levels, 0], rtol=TOLERANCE)
     np.testing.assert_allclose(schedule.timesteps, timesteps, rtol=TOLERANCE)
     x = scheduler.start(schedule, jnp.asarray(first, jnp.float32))
     state = scheduler.init(schedule, x, jax.random.split(jax.random.key(0), SHAPE[0]))
     for index in range(steps):
-        right = right - (levels[index] - [*levels, 0][index + 1]) * (np.sin(right) + timesteps[index] / 1000)
+        expected = expected - (levels[index] - [*levels, 0][index + 1]) * (np.sin(expected) + timesteps[index] / 1000)
         velocity = jnp.asarray(np.sin(np.asarray(x, np.float64)) + timesteps[index] / 1000, jnp.float32)
         x, state = scheduler.step(one_step(schedule, index), 0, velocity, x, state)
-    assert np.abs(x - right).max() <= TOLERANCE * max(1, np.abs(right).max())
+    assert np.abs(x - expected).max() <= TOLERANCE * max(1, np.abs(expected).max())
     assert not jax.tree.leaves(state)
 
 
@@ -135,7 +135,7 @@ def test_drawn_noise_is_normal_and_new_in_each_step_and_sample():
     np.testing.assert_array_equal(np.asarray(x / schedule.sigmas[1]).reshape(2, -1), drawn[0])
 
 
-def test_a_given_video_begins_between_noise_and_itself():
+def test_an_input_video_starts_between_noise_and_itself():
     clean, noise = jax.random.normal(jax.random.key(0), (2, *SHAPE))
     for scheduler in (Consistency(), CAUSVID, RCM()):
         schedule = scheduler.schedule(4, shift=5.0, skip=2)
@@ -159,6 +159,6 @@ def begun(scheduler, noise):
         (lambda: begun(Consistency(), jnp.zeros((5, 1, 2, 3))), "[5, 1, 2, 3] [4, 1, 2, 3]"),
     ],
 )
-def test_what_a_schedule_cannot_have(make, words):
+def test_invalid_schedules(make, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         make()

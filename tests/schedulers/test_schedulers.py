@@ -158,7 +158,7 @@ def test_one_compiled_step_serves_every_index_and_donates_its_buffers(scheduler)
 
 
 @pytest.mark.parametrize("prediction", ["velocity", "v", "epsilon", "x0"])
-def test_what_is_learned_is_what_gives_the_clean_sample(prediction):
+def test_the_training_target_gives_the_clean_sample(prediction):
     """A network that predicts its target exactly ends at the clean sample."""
     noise, clean = jax.random.normal(jax.random.key(0), (2, 64))
     sigma = jnp.float32(0.6)
@@ -244,7 +244,7 @@ def test_zero_steps_are_refused(scheduler):
         (lambda: unipc(100000.0), 1000, "1000 steps shift 100000.0"),  # whose levels are equal in float32
     ],
 )
-def test_noise_levels_that_there_are_not(scheduler, steps, words):
+def test_invalid_noise_levels(scheduler, steps, words):
     with unchecked(), pytest.raises(WanjaxError, match=line_with_words(words)):
         scheduler().schedule(steps)
 
@@ -255,10 +255,10 @@ def test_a_step_with_a_schedule_of_one_step(scheduler):
     x, velocity = jax.random.normal(jax.random.key(0), (2, 64))
     shapes = set()
     for schedule, index in [(scheduler.schedule(steps), index) for steps in (1, 2, 7) for index in range(steps)]:
-        own, state = one_step(schedule, index), scheduler.init(schedule, x)
-        whole = scheduler.step(schedule, index, velocity, x, state)
-        jax.tree.map(np.testing.assert_array_equal, scheduler.step(own, 0, velocity, x, state), whole)
-        shapes.add(tuple(number.shape for number in jax.tree.leaves(own)))
+        single, state = one_step(schedule, index), scheduler.init(schedule, x)
+        expected = scheduler.step(schedule, index, velocity, x, state)
+        jax.tree.map(np.testing.assert_array_equal, scheduler.step(single, 0, velocity, x, state), expected)
+        shapes.add(tuple(number.shape for number in jax.tree.leaves(single)))
     assert len(shapes) == 1
 
 
