@@ -134,16 +134,16 @@ def attention_with_frames(
     """
     queries, partitioner = q.shape[1], current_partitioner()
     q, k, v = (pad_to(x, 1, partitioner.axis_size(TOKEN_AXES)) for x in (q, k, v))
-    exchange, padded_length = Exchange.of(q.shape), q.shape[1]
+    exchange = Exchange.of(q.shape)
 
     def attend(
         waiting: RingWeights | None, weights: Sequence[Array], q: Array, k: Array, v: Array, clip: ClipKV,
         bias: Array | None,
     ) -> tuple[Array, Sequence[Array]]:  # fmt: skip
-        heads, attend_by_frames = q.shape[2], partial(_attend_by_frames, kernel, frame_tokens)
-        qkv = (exchange.tokens_to_heads(x)[:, :length] for x in (q, k, v))
+        heads, attend_by_frames = q.shape[2], partial(_attend_by_frames, kernel, length, frame_tokens)
+        qkv = map(exchange.tokens_to_heads, (q, k, v))
         out, weights = gather_beside(waiting, weights, partitioner, attend_by_frames, *qkv, clip, bias)
-        return exchange.heads_to_tokens(pad_to(out, 1, padded_length), heads), weights
+        return exchange.heads_to_tokens(out, heads), weights
 
     clip_specs = jax.tree.map(lambda _: exchange.heads, clip)
     specs = (*(exchange.tokens,) * 3, clip_specs, None if bias is None else PartitionSpec())
@@ -153,6 +153,7 @@ def attention_with_frames(
 
 def _attend_by_frames(
     kernel: Callable[..., Any],
+    length: int,
     frame_tokens: int,
     q: Float[Array, "B L N D"],
     k: Float[Array, "B L N D"],
@@ -160,7 +161,8 @@ def _attend_by_frames(
     clip: ClipKV,
     bias: Float[Array, ""] | None,
 ) -> Float[Array, "B L N D"]:
-    """Compute attention on one device, for some heads and all of their tokens."""
+    """Compute attention on one device, for some heads and all of their tokens. Padding follows the first `length`
+    tokens."""
     batch = len(q)
 
     def to_frames(x: Array) -> Array:  # the queries of one frame in all videos of the batch share keys
@@ -171,11 +173,11 @@ def _attend_by_frames(
         by_frame = x.reshape(len(x), batch, frame_tokens, *x.shape[2:])
         return jnp.moveaxis(by_frame, 0, 1).reshape(batch, -1, *x.shape[2:])
 
-    out, lse = _attend_to_video(kernel, q, k, v, frame_tokens, bias)
-    clip_result = kernel(to_frames(q[:, frame_tokens:]), *_clip_frames(clip, frame_tokens, k))
-    later_result = out[:, frame_tokens:], lse[:, frame_tokens:]
-    later_frames, _ = merge_by_log_sum_exp(later_result, (to_tokens(clip_result[0]), to_tokens(clip_result[1])))
-    return jnp.concatenate([out[:, :frame_tokens], later_frames.astype(out.dtype)], axis=1)
+    out, lse = _attend_to_video(kernel, q, k, v, length, frame_tokens, bias)
+    later = slice(frame_tokens, length)
+    clip_result = kernel(to_frames(q[:, later]), *_clip_frames(clip, frame_tokens, k))
+    merged, _ = merge_by_log_sum_exp((out[:, later], lse[:, later]), tuple(map(to_tokens, clip_result)))
+    return jax.lax.dynamic_update_slice_in_dim(out, merged.astype(out.dtype), frame_tokens, axis=1)
 
 
 def _attend_to_video(
@@ -183,16 +185,17 @@ def _attend_to_video(
     q: Float[Array, "B L N D"],
     k: Float[Array, "B L N D"],
     v: Float[Array, "B L N D"],
+    length: int,
     frame_tokens: int,
     bias: Float[Array, ""] | None,
 ) -> AttentionResult:
-    """Compute attention to the video's keys, with a bias for the keys of frame 1."""
+    """Compute attention to the video's first `length` keys, with a bias for the keys of frame 1."""
     if bias is None:
-        return kernel(q, k, v)
+        return kernel(q, k, v, kv_length=length)
     frame_1 = slice(frame_tokens, 2 * frame_tokens)
     out, lse = kernel(q, k[:, frame_1], v[:, frame_1])
     others = (jnp.concatenate([x[:, :frame_tokens], x[:, 2 * frame_tokens :]], axis=1) for x in (k, v))
-    merged, lse = merge_by_log_sum_exp(kernel(q, *others), (out, lse + bias))
+    merged, lse = merge_by_log_sum_exp(kernel(q, *others, kv_length=length - frame_tokens), (out, lse + bias))
     return merged.astype(q.dtype), lse
 
 

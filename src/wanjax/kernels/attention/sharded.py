@@ -294,9 +294,22 @@ def _ring_permutation(ring_size: int) -> list[tuple[int, int]]:
 def merge_by_log_sum_exp(a: AttentionResult, b: AttentionResult) -> AttentionResult:
     """Merge the attention to two sets of keys by the log-sum-exps, in float32."""
     lse_max = jnp.maximum(a[1], b[1])
-    (x, weight_x), (y, weight_y) = (
-        (out.astype(jnp.float32), jnp.exp(lse - finite_max(lse_max))) for out, lse in (a, b)
-    )
+    (x, weight_x), (y, weight_y) = ((out, jnp.exp(lse - finite_max(lse_max))) for out, lse in (a, b))
     weight_sum = weight_x + weight_y
-    out = divide_or_zero(weight_x, weight_sum)[..., None] * x + divide_or_zero(weight_y, weight_sum)[..., None] * y
-    return out, log_sum_exp(lse_max, weight_sum)
+    share_y = _repeat_in_channels(divide_or_zero(weight_y, weight_sum), x.shape[3])
+    x, y = (out.reshape(*out.shape[:2], -1).astype(jnp.float32) for out in (x, y))
+    return (x + share_y * (y - x)).reshape(a[0].shape), log_sum_exp(lse_max, weight_sum)
+
+
+def _repeat_in_channels(x: Float32[Array, "B L N"], size: int) -> Float32[Array, "B L E"]:
+    """Repeat a number of each head for its `size` channels, with the heads side by side.
+
+    This is a matrix product, because a TPU would copy a repeated array with an axis of heads. Each number is the sum of
+    three in bfloat16, so the product is exact.
+    """
+    parts = []
+    for _ in range(3):
+        parts.append(x.astype(jnp.bfloat16))
+        x = x - parts[-1].astype(jnp.float32)
+    ones = jnp.repeat(jnp.eye(x.shape[2], dtype=jnp.bfloat16), size, axis=1)
+    return jnp.dot(jnp.concatenate(parts, axis=2), jnp.tile(ones, (3, 1)), preferred_element_type=jnp.float32)
