@@ -235,7 +235,7 @@ MUTATIONS = (
         "jnp.stack([jax.random.fold_in(key_of(pair), key_number) for pair in key_data])",
         "jnp.stack([key_of(pair) for pair in key_data])",
         "a stochastic solver adds noise that is not independent of the initial noise",
-        ("pipelines/test_seeds.py::test_the_noise_of_steps_has_a_key_of_its_own",),
+        ("pipelines/test_seeds.py::test_the_noise_of_steps_has_a_separate_key",),
     ),
     Mutation(
         "uint8-rounding",
@@ -243,7 +243,7 @@ MUTATIONS = (
         "jnp.round(frames * 255.0).astype(dtype)",
         "(frames * 255.0).astype(dtype)",
         "every pixel of every video is half a level too dark",
-        ("pipelines/test_components.py::test_bytes_are_the_nearest_to_what_is_decoded",),
+        ("pipelines/test_components.py::test_decoded_values_are_rounded_to_the_nearest_byte",),
     ),
     Mutation(
         "window-fade",
@@ -269,7 +269,7 @@ MUTATIONS = (
         "Wan 2.2's second expert takes a step of the first",
         (
             "pipelines/test_experts.py::test_segments",
-            "pipelines/test_experts.py::test_every_step_is_taken_once_by_the_right_expert",
+            "pipelines/test_experts.py::test_every_step_is_taken_once_by_its_expert",
         ),
     ),
     # media

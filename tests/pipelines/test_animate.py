@@ -184,13 +184,13 @@ def test_keys_and_values_in_int8_have_a_scale_for_each_token_and_head():
     values = np.asarray(stored.k).reshape(1, 15, 3, 8) * scale
     assert (np.abs(values - np.asarray(clip_k)) <= scale * 0.5001).all()
     options: dict[str, Any] = {"length": 20, "frame_tokens": 5}
-    plain, coarse = (
+    unquantized, coarse = (
         attention_with_frames(
             kernel_with_lse(q, k, v), q, k, v, store_clip_kv(clip_k, clip_v, 15, in_int8=x), **options
         )
         for x in (False, True)
     )
-    error = float(jnp.linalg.norm(plain - coarse) / jnp.linalg.norm(plain))
+    error = float(jnp.linalg.norm(unquantized - coarse) / jnp.linalg.norm(unquantized))
     print(f"relative error {error:.1e}")
     assert 1e-4 < error < 2e-3
 
@@ -210,9 +210,9 @@ def test_caches_and_guidance_rules_work_with_a_clip():
     """Both prompts in one batch give the same latents, although only the negative one leaves out a block."""
     pipe, conditioning = animate_pipeline(2, None, layers=10), animate_conditioning()
     options: dict[str, Any] = {"steps": 4, "guidance_scale": 3.0, "seed": 1}
-    plain = pipe.denoise(conditioning, **options)
+    baseline = pipe.denoise(conditioning, **options)
     batched = pipe.denoise(conditioning, **options, batch_guidance=True)
-    assert np.linalg.norm(batched - plain) <= 1e-5 * np.linalg.norm(plain)
+    assert np.linalg.norm(batched - baseline) <= 1e-5 * np.linalg.norm(baseline)
     changes: list[dict[str, Any]] = [
         *({"cache": cache} for cache in ("deepcache:1,4,2", "easycache:9,2", "guidance:2")),
         *({"guidance_rule": "nag"}, {"rng": "torch"}),
@@ -220,7 +220,7 @@ def test_caches_and_guidance_rules_work_with_a_clip():
     for change in changes:
         changed = pipe.denoise(conditioning, **options, **change)
         assert np.isfinite(changed).all()
-        assert (changed != plain).any(), change
+        assert (changed != baseline).any(), change
     video = pipe.settings(frames=9, windows=3)
     with pytest.raises(WanjaxError, match=line_with_words("driving clip training")):
         pipe.model.spec.check_trainable(video)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of step caches: their schedules beside independent computations, and the texts that name them."""
+"""The rules of step caches: their schedules against independent computations, and the texts that name them."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def turn(number: int, start: int, steps: int, total: int, skipped: int, guided: 
     return Phase("transformer", start, (3.0 if guided else 1.0,) * steps, total, number, skipped)
 
 
-def alone(steps: int, guided: bool = True) -> Phase:
+def one_phase(steps: int, guided: bool = True) -> Phase:
     return turn(0, 0, steps, steps, 0, guided)
 
 
@@ -111,12 +111,14 @@ def test_magcache_skips_the_published_steps(name, settings):
     for steps in STEPS:
         splits = [steps // 3, steps // 2, steps * 13 // 20] if "a14b" in name else [None]
         for split in splits:
-            turns = [alone(steps)] if split is None else both(split, steps)
-            found = reused(MagCache(*settings), turns, tables)
+            turns = [one_phase(steps)] if split is None else both(split, steps)
+            reused_steps = reused(MagCache(*settings), turns, tables)
             expected = by_forwards(tables.magnitudes, steps, settings, split, joined=True)
-            assert found == expected[0] == expected[1]
+            assert reused_steps == expected[0] == expected[1]
             if name.startswith("wan2.1"):  # where the two prompts never differ
-                assert [found, found] == by_forwards(tables.magnitudes, steps, settings, split, joined=False)
+                assert [reused_steps, reused_steps] == by_forwards(
+                    tables.magnitudes, steps, settings, split, joined=False
+                )
 
 
 def test_the_tables_are_the_published_ones():
@@ -132,7 +134,7 @@ def test_the_tables_are_the_published_ones():
     assert set(lengths.values()) == {40, 50}
     table = PUBLISHED["wan2.1-t2v-14b"]
     computed = {
-        (delta, most): 50 - sum(reused(MagCache(delta, most, 0.2), [alone(50)], table))
+        (delta, most): 50 - sum(reused(MagCache(delta, most, 0.2), [one_phase(50)], table))
         for delta, most in ((0.04, 2), (0.06, 2), (0.12, 4), (0.24, 6))
     }
     assert list(computed.values()) == [29, 28, 21, 18]
@@ -143,14 +145,14 @@ def test_a_video_that_begins_from_another_reads_the_last_ratios():
     rising = tuple(1 + i / 1000 for i in range(40))
     tables = Tables(Magnitudes(rising, rising, 0.06, 9, 0.2))
     left = turn(0, 0, 30, 30, 10, True)
-    ratios, errors, grown, found = rising[10:], 0.0, 1.0, []
+    ratios, errors, grown, expected = rising[10:], 0.0, 1.0, []
     for step in range(30):
         grown, errors = (grown * ratios[step], errors) if step >= 6 else (1.0, 0.0)
         errors += abs(1 - grown)
-        found.append(step >= 6 and errors < 0.06)
-        grown, errors = (grown, errors) if found[-1] else (1.0, 0.0)
-    assert list(MagCache().reused(left, tables)) == found
-    assert 5 < sum(found) < 24
+        expected.append(step >= 6 and errors < 0.06)
+        grown, errors = (grown, errors) if expected[-1] else (1.0, 0.0)
+    assert list(MagCache().reused(left, tables)) == expected
+    assert 5 < sum(expected) < 24
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.1, 0.2, 0.3])
@@ -171,7 +173,7 @@ def test_teacache_skips_by_the_published_polynomial(name, mode, threshold):
                 skip = total < threshold
                 total = total if skip else 0.0
             expected.append(skip)
-        assert list(TeaCache(threshold, mode).reused(alone(steps), tables, changes.tolist())) == expected
+        assert list(TeaCache(threshold, mode).reused(one_phase(steps), tables, changes.tolist())) == expected
 
 
 def test_the_polynomials_are_the_published_ones():
@@ -186,31 +188,31 @@ def test_the_polynomials_are_the_published_ones():
     assert PUBLISHED["wan2.1-t2v-1.3b"].plain.polynomial[1:3] == (-1311.10545, 201.331979)
 
 
-def test_which_steps_of_deepcache_are_whole():
+def test_which_steps_of_deepcache_are_full():
     """The authors' rule, as sets of steps: up to start, every interval-th from there to end, and from end on."""
     for start, end, interval, steps in ((11, 45, 4, 50), (0, 6, 3, 9), (2, 30, 5, 20)):
-        whole = {*range(start), *range(start, end, interval), *range(end, steps), 0} & {*range(steps)}
-        found = DeepCache(start, end, interval).reused(alone(steps), NO_TABLES)
-        assert {step for step in range(steps) if not found[step]} == whole
-    assert sum(DeepCache().reused(alone(50), NO_TABLES)) == 25
+        full_steps = {*range(start), *range(start, end, interval), *range(end, steps), 0} & {*range(steps)}
+        is_reused = DeepCache(start, end, interval).reused(one_phase(steps), NO_TABLES)
+        assert {step for step in range(steps) if not is_reused[step]} == full_steps
+    assert sum(DeepCache().reused(one_phase(50), NO_TABLES)) == 25
 
 
-def test_which_steps_of_a_guidance_cache_are_whole():
+def test_which_steps_of_a_guidance_cache_are_full():
     """From a third to nine tenths the negative prompt is run in every fifth step alone."""
     for steps in STEPS:
-        found = Guidance().reused(alone(steps), NO_TABLES)
+        is_reused = Guidance().reused(one_phase(steps), NO_TABLES)
         middle = range(steps // 3, steps * 9 // 10)
-        assert [i for i in range(steps) if found[i]] == [i for i in middle if (i - steps // 3) % 5]
-    assert not any(Guidance().reused(alone(50, guided=False), NO_TABLES))
+        assert [i for i in range(steps) if is_reused[i]] == [i for i in middle if (i - steps // 3) % 5]
+    assert not any(Guidance().reused(one_phase(50, guided=False), NO_TABLES))
 
 
 def test_which_steps_easycache_may_reuse():
-    found = EasyCache().reused(alone(50), NO_TABLES)
-    assert [i for i in range(50) if found[i]] == list(range(10, 49))
+    is_reused = EasyCache().reused(one_phase(50), NO_TABLES)
+    assert [i for i in range(50) if is_reused[i]] == list(range(10, 49))
 
 
 @pytest.mark.parametrize("rule", [DeepCache(0, 50, 2), EasyCache(0.1, 1), Guidance(), MagCache(9.0, 99, 0.0)])
-def test_a_second_expert_begins_with_a_whole_step(rule):
+def test_a_second_expert_begins_with_a_full_step(rule):
     """Whatever the step at which it takes over."""
     ones = (1.0,) * 50
     tables = Tables(Magnitudes(ones, ones, 0.1, 9, 0.2))
@@ -247,7 +249,7 @@ def test_a_text_names_a_rule(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (
             "magic",
@@ -275,14 +277,14 @@ def test_a_text_names_a_rule(text):
         ("guidance:1", "guidance:1"),
     ],
 )
-def test_other_texts_are_refused(text, told):
-    with pytest.raises(WanjaxError, match=line_with_words(told)):
+def test_other_texts_are_refused(text, message):
+    with pytest.raises(WanjaxError, match=line_with_words(message)):
         cache_rule(text)
 
 
 def chosen(text, name="wan2.1-t2v-14b", steps=50, guided=True, tables=None):
     tables = PUBLISHED[name] if tables is None else tables
-    return chosen_rule(cache_rule(text), lambda count: [alone(count, guided)], steps, tables, name)
+    return chosen_rule(cache_rule(text), lambda count: [one_phase(count, guided)], steps, tables, name)
 
 
 def test_a_rule_is_completed_with_the_checkpoints_settings():
@@ -298,7 +300,7 @@ def test_a_rule_is_completed_with_the_checkpoints_settings():
 
 
 @pytest.mark.parametrize(
-    ("text", "given", "told"),
+    ("text", "arguments", "message"),
     [
         (
             "magcache",
@@ -324,9 +326,9 @@ def test_a_rule_is_completed_with_the_checkpoints_settings():
         ("guidance", {"guided": False}, "guidance:5 guidance"),
     ],
 )
-def test_a_rule_that_a_model_cannot_have_is_refused(text, given, told):
-    with pytest.raises(WanjaxError, match=line_with_words(told)):
-        chosen(text, **given)
+def test_a_rule_that_a_model_cannot_have_is_refused(text, arguments, message):
+    with pytest.raises(WanjaxError, match=line_with_words(message)):
+        chosen(text, **arguments)
 
 
 def test_teacache_is_refused_before_the_run_where_its_table_has_the_gaps():
@@ -353,22 +355,22 @@ def test_tables_are_written_and_read(tmp_path):
     file.write_text(json.dumps(to_json(TABLES)))
     assert read_tables(file) == TABLES
     assert read_tables(tmp_path / "none.json") == NO_TABLES
-    other = tmp_path / "other.json"
-    other.write_text(json.dumps(to_json(replace(TABLES, magnitudes=None))))
-    assert merge_tables([(None, None), (other, None), (file, None)]) == TABLES
+    other_tables = tmp_path / "other.json"
+    other_tables.write_text(json.dumps(to_json(replace(TABLES, magnitudes=None))))
+    assert merge_tables([(None, None), (other_tables, None), (file, None)]) == TABLES
     file.write_text(
         json.dumps(to_json(every := replace(TABLES, image_magnitudes=TABLES.magnitudes, plain=TABLES.changes)))
     )
     assert read_tables(file) == every
-    assert merge_tables([(other, None), (file, None)]).image_magnitudes == every.image_magnitudes
+    assert merge_tables([(other_tables, None), (file, None)]).image_magnitudes == every.image_magnitudes
     mine = tmp_path / "mine.json"
     mine.write_text(json.dumps(to_json(Tables(TABLES.magnitudes))))
     assert merge_tables([(mine, None), (file, None)]) == replace(every, image_magnitudes=None)
 
 
 def with_tables(**change):
-    found = to_json(TABLES)
-    return json.dumps(found | {"magcache": found["magcache"] | change})
+    tables = to_json(TABLES)
+    return json.dumps(tables | {"magcache": tables["magcache"] | change})
 
 
 BAD_TABLES = [
@@ -398,11 +400,11 @@ def test_a_bad_table_is_refused(tmp_path, text, words):
 def test_every_table_belongs_to_a_preset():
     for family in FAMILIES:
         if family.tables is not None:
-            found = json.loads(family.tables.read_text(encoding="utf-8"))
-            assert {name for kind in ("magcache", "teacache") for name in found.get(kind, {})} <= {
+            tables = json.loads(family.tables.read_text(encoding="utf-8"))
+            assert {name for kind in ("magcache", "teacache") for name in tables.get(kind, {})} <= {
                 preset.name for preset in family.presets
             }
-            assert "https://github.com" in found["source"]
+            assert "https://github.com" in tables["source"]
 
 
 def test_the_users_tables_come_first(tmp_path, monkeypatch):
@@ -411,12 +413,12 @@ def test_the_users_tables_come_first(tmp_path, monkeypatch):
     file = measured_file("wan2.1-t2v-1.3b")
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(to_json(replace(TABLES, changes=None))))
-    found = model_description("wan2.1-t2v-1.3b").model.tables
-    assert found == replace(PUBLISHED["wan2.1-t2v-1.3b"], magnitudes=TABLES.magnitudes)
+    tables = model_description("wan2.1-t2v-1.3b").model.tables
+    assert tables == replace(PUBLISHED["wan2.1-t2v-1.3b"], magnitudes=TABLES.magnitudes)
 
 
 @pytest.mark.parametrize("name", ["", "data"])
-def test_an_empty_or_relative_name_of_the_users_data_folder_is_none(tmp_path, monkeypatch, name):
+def test_an_empty_or_relative_data_folder_is_ignored(tmp_path, monkeypatch, name):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_DATA_HOME", name)
     assert measured_file("nano").is_relative_to(tmp_path)
@@ -453,7 +455,7 @@ def test_a_plan_counts_the_second_experts_first_step(cache):
         assert counts["reusing_step"] == len(by_number - {second.start})
 
 
-def test_a_plan_counts_all_steps_but_one_as_whole_where_weights_decide():
+def test_a_plan_counts_all_steps_but_one_as_full_if_weights_decide():
     model = model_description("wan2.1-t2v-14b")
     settings = replace(model.settings, cache="teacache")
     counts = run_counts(abstract_pipeline(replace(model, settings=settings), one_device_partitioner()), settings)

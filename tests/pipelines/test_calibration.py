@@ -28,12 +28,12 @@ SMALL = {"size": (32, 32), "frames": 9, "steps": 4, "seed": 3}
 
 
 @pytest.mark.parametrize("model", quick(["cogvideox"], MODELS))
-def test_ratios_are_those_of_the_residuals_that_magcache_keeps(model, tmp_path):
-    """A cache that computes every step keeps the residuals, whose norms tell the same ratios."""
+def test_ratios_are_those_of_the_cached_residuals_of_magcache(model, tmp_path):
+    """A cache that computes every step keeps the residuals, whose norms have the same ratios."""
     pipe = wanjax.load(MODELS[model](tmp_path))
     settings = pipe.settings(**SMALL, guidance_scale=3.0)
     encoded = pipe.encode("a red circle", "a dog")
-    found = measure(pipe.runtime, pipe.model, encoded, settings)
+    measured = measure(pipe.runtime, pipe.model, encoded, settings)
     residuals = []
 
     def callback(step):
@@ -46,14 +46,14 @@ def test_ratios_are_those_of_the_residuals_that_magcache_keeps(model, tmp_path):
         for prompt in (0, 1):
             norms = [np.linalg.norm(residuals[i][prompt], axis=-1) for i in (step - 1, step)]
             tokens = norms[1] / norms[0]
-            assert found.ratios[prompt, step] == pytest.approx(tokens.mean(), rel=1e-4)
-    assert found.ratios[:, 0].tolist() == [1, 1]
-    assert found.ratios.shape == found.output_changes.shape == (2, SMALL["steps"])
-    assert [phase[1:6] for phase in found.phases] == [(0, (3.0,) * 4, 4, 0, 0)]
+            assert measured.ratios[prompt, step] == pytest.approx(tokens.mean(), rel=1e-4)
+    assert measured.ratios[:, 0].tolist() == [1, 1]
+    assert measured.ratios.shape == measured.output_changes.shape == (2, SMALL["steps"])
+    assert [phase[1:6] for phase in measured.phases] == [(0, (3.0,) * 4, 4, 0, 0)]
 
 
-def test_tables_fit_what_was_measured():
-    """A polynomial of degree four is found again; ratios are means; half of the steps reuse at the threshold."""
+def test_tables_fit_the_measurements():
+    """A polynomial of degree four is recovered; ratios are means; half of the steps reuse at the threshold."""
     steps, truth = 40, [3.0, -2.0, 5.0, 0.5, 0.01]
     rng = np.random.default_rng(0)
     runs = []
@@ -75,23 +75,23 @@ def test_tables_fit_what_was_measured():
         tables_from(few)
 
 
-def test_the_command_keeps_tables_where_the_cache_finds_them(tmp_path, monkeypatch):
+def test_the_command_saves_tables_that_the_cache_reads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     folder = str(tiny_checkpoint(tmp_path / "model"))
     small = ("--size", "32x32", "--frames", "9", "--steps", "12", "--guidance-scale", "3")
-    told = refused("a", "--model", folder, "--cache", "magcache")
-    assert has_line_with(told, f"table {folder} magcache calibrate")
-    told = succeeded(command("calibrate", folder, *small, "--with-prompt", "a cat", "--with-prompt", "a dog")).stderr
-    assert "prompt 2 of 2: a dog" in told
+    output = refused("a", "--model", folder, "--cache", "magcache")
+    assert has_line_with(output, f"table {folder} magcache calibrate")
+    output = succeeded(command("calibrate", folder, *small, "--with-prompt", "a cat", "--with-prompt", "a dog")).stderr
+    assert "prompt 2 of 2: a dog" in output
     (file,) = (tmp_path / "data" / "wanjax" / "caches").glob("model-*.json")
-    assert str(file) in told
-    kept = json.loads(file.read_text())
-    assert kept["prompts"] == ["a cat", "a dog"]
-    assert len(kept["magcache"]["prompt"]) == len(kept["magcache"]["negative"]) == 12
+    assert str(file) in output
+    saved = json.loads(file.read_text())
+    assert saved["prompts"] == ["a cat", "a dog"]
+    assert len(saved["magcache"]["prompt"]) == len(saved["magcache"]["negative"]) == 12
     tables = wanjax.load(folder).model.tables
-    assert list(tables.magnitudes.prompt) == kept["magcache"]["prompt"]
-    assert list(tables.changes.polynomial) == kept["teacache"]["polynomial"]
-    file.write_text(json.dumps(kept | {"magcache": kept["magcache"] | {"prompt": [1.0]}}))
-    told = refused("a", "--model", folder, "--cache", "magcache")
-    assert has_line_with(told, "1 ratio prompt 12 negative")
+    assert list(tables.magnitudes.prompt) == saved["magcache"]["prompt"]
+    assert list(tables.changes.polynomial) == saved["teacache"]["polynomial"]
+    file.write_text(json.dumps(saved | {"magcache": saved["magcache"] | {"prompt": [1.0]}}))
+    output = refused("a", "--model", folder, "--cache", "magcache")
+    assert has_line_with(output, "1 ratio prompt 12 negative")

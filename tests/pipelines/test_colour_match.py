@@ -71,7 +71,7 @@ class SeamRecorder(Observer):
         self.seams.append(seam)
 
 
-def test_a_run_matches_its_windows_and_tells_their_drift(tmp_path):
+def test_a_run_matches_its_windows_and_reports_their_drift(tmp_path):
     pipe = wanjax.load(tiny_control_checkpoint(tmp_path / "control"))
     videos, seams = {}, {}
     for match in ("none", "colour"):

@@ -31,7 +31,7 @@ def test_the_next_chunk_is_decoded_while_one_is_written(monkeypatch):
     assert seen == ["begun 0", "begun 1", "written 0", "begun 2", "written 1", "written 2"]
 
 
-def test_bytes_are_the_nearest_to_what_is_decoded():
+def test_decoded_values_are_rounded_to_the_nearest_byte():
     pipe = wanjax.load("nano")
     shape = pipe.model.spec.latent_shape(pipe.defaults)
     latents = np.random.default_rng(0).normal(size=shape).astype(np.float32)[:, :, :1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controlled videos whose clip and mask are composed: a first and a last picture, and margins to be made anew."""
+"""Controlled videos whose clip and mask are composed: a first and a last picture, and margins to be outpainted."""
 
 from pathlib import Path
 from typing import Any
@@ -40,37 +40,37 @@ def condition(pipe: Any, **inputs: Any) -> np.ndarray:
     return np.asarray(pipe.encode("a cat", **(SMALL | inputs)).condition)
 
 
-def whole(values: Any) -> np.ndarray:
+def as_mask(values: Any) -> np.ndarray:
     """Return a mask with a value for each frame."""
     return np.broadcast_to(np.array(values, np.uint8)[:, None, None, None], (9, 32, 32, 3))
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_first_and_a_last_picture_are_kept_frames_of_a_clip(pipe, last):
+def test_a_first_and_a_last_picture_are_fixed_frames_of_a_clip(pipe, last):
     """The other frames are grey, and the mask is white there. The mask's own channels are those of such a mask too."""
     pictures = {"image": FIRST} | ({"last_image": LAST} if last else {})
-    alone = condition(pipe, **pictures)
+    conditioned = condition(pipe, **pictures)
     grey = np.full((7, 32, 32, 3), 0.5)  # exactly, unlike 127 of 255
     clip = np.concatenate([FIRST[None] / 255, grey, (LAST if last else np.full((32, 32, 3), GREY))[None] / 255])
-    mask = whole([0, *[255] * 7, 0 if last else 255])
+    mask = as_mask([0, *[255] * 7, 0 if last else 255])
     composed = condition(pipe, video=np.round(clip * 255).astype(np.uint8), mask=mask)
-    kept, changed, flags = np.split(alone, [4, 8], axis=1)
-    composed_kept, composed_changed, composed_flags = np.split(composed, [4, 8], axis=1)
-    np.testing.assert_array_equal(kept, composed_kept)
+    fixed, changed, flags = np.split(conditioned, [4, 8], axis=1)
+    composed_fixed, composed_changed, composed_flags = np.split(composed, [4, 8], axis=1)
+    np.testing.assert_array_equal(fixed, composed_fixed)
     np.testing.assert_array_equal(flags, composed_flags)
     np.testing.assert_allclose(changed, composed_changed, atol=0.05)  # 128 of 255 is nearly grey
-    assert not np.array_equal(kept, condition(pipe)[:, :4])
+    assert not np.array_equal(fixed, condition(pipe)[:, :4])
 
 
 def test_a_first_picture_takes_the_place_of_a_clip_s_first_frame(pipe):
-    mask = whole([255] * 3 + [0] * 6)
+    mask = as_mask([255] * 3 + [0] * 6)
     with pytest.warns(WanjaxWarning, match=line_with_words("later frames guided by clip")):
         composed = condition(pipe, image=FIRST, video=CLIP, mask=mask)
-    clip, other_mask = np.concatenate([FIRST[None], CLIP[1:]]), whole([0, 255, 255] + [0] * 6)
+    clip, other_mask = np.concatenate([FIRST[None], CLIP[1:]]), as_mask([0, 255, 255] + [0] * 6)
     np.testing.assert_array_equal(composed, condition(pipe, video=clip, mask=other_mask))
 
 
-def test_a_long_video_starts_from_its_first_picture_alone(pipe):
+def test_only_the_first_window_of_a_long_video_starts_from_its_picture(pipe):
     options = SMALL | {"seed": 3, "steps": 2}
     video = pipe("a cat", image=FIRST, windows=2, overlap=5, **options)
     first = pipe("a cat", image=FIRST, **options).frames
@@ -80,9 +80,9 @@ def test_a_long_video_starts_from_its_first_picture_alone(pipe):
 
 def padded(clip: np.ndarray, value: int, left: int, top: int, right: int, bottom: int) -> np.ndarray:
     frames, height, width, channels = clip.shape
-    whole = np.full((frames, top + height + bottom, left + width + right, channels), value, np.uint8)
-    whole[:, top : top + height, left : left + width] = clip
-    return whole
+    canvas = np.full((frames, top + height + bottom, left + width + right, channels), value, np.uint8)
+    canvas[:, top : top + height, left : left + width] = clip
+    return canvas
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -116,7 +116,7 @@ def test_the_size_follows_from_the_clip_with_its_margins(pipe):
         ({"outpaint": "16000,16000,16000,16000", "video": CLIP}, f"32032x32032 {MEDIA_LIMITS.max_clip_pixels:,}"),
     ],
 )
-def test_other_margins_are_one_sentence(pipe, keywords, words):
+def test_invalid_margins_are_refused(pipe, keywords, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)) as error:
         pipe.prepare(**keywords)
     assert "\n" not in str(error.value)
@@ -127,7 +127,7 @@ def test_a_model_without_a_mask_has_no_margins():
         wanjax.load("nano").settings(outpaint="8,0,8,0")
 
 
-def test_a_command_keeps_its_margins(checkpoint, tmp_path, monkeypatch):
+def test_margins_of_a_command_are_stored(checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_video("clip.mp4", CLIP[:5], 8)
     options = ("--model", str(checkpoint), "--video", "clip.mp4", "--frames", "5", "--steps", "1", "--outpaint")
@@ -145,6 +145,6 @@ def test_margins_of_none_do_not_bind_another_model(tmp_path, monkeypatch):
     metadata = {"model": "wan2.1-vace-1.3b", "prompt": "a", "steps": 2}
     for margins, name in (("0,0,0,0", "none.mp4"), ("8,0,8,0", "wide.mp4")):
         write_video(name, CLIP, 16, metadata | {"outpaint": margins})
-    other = ("--model", "wan2.1-t2v-1.3b", "--print-command")
-    assert "--outpaint" not in succeeded(run("generate", "--from", "none.mp4", *other)).stdout
-    assert "--outpaint 8,0,8,0" in succeeded(run("generate", "--from", "wide.mp4", *other)).stdout
+    model_options = ("--model", "wan2.1-t2v-1.3b", "--print-command")
+    assert "--outpaint" not in succeeded(run("generate", "--from", "none.mp4", *model_options)).stdout
+    assert "--outpaint 8,0,8,0" in succeeded(run("generate", "--from", "wide.mp4", *model_options)).stdout

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distilled weights that a name tells: a LoRA's, or a whole model's, bring their publisher's steps and solver."""
+"""Distilled weights are recognised by their names: a LoRA or a model brings its publisher's steps and solver."""
 
 import re
 import warnings
@@ -83,7 +83,7 @@ THREE = "consistency:timesteps=1000,757,522"
         ("wan21_t2v_14b_no_causvid.safetensors", None),
     ],
 )
-def test_names_tell_distilled_weights(name, message):
+def test_distilled_weights_are_recognised_by_name(name, message):
     result = find_distillation(model_name_in(f"/loras/{name}"), WAN.distillations)
     assert (result and (result.name, result.steps)) == message
 
@@ -96,14 +96,14 @@ def test_long_numbers_in_names_take_no_time():
 
 
 @pytest.mark.parametrize("folder", ["loras", "checkpoint-500"])
-def test_a_folder_of_many_loras_tells_nothing(folder):
+def test_a_folder_of_many_loras_is_not_recognised(folder):
     assert model_name_in(f"/wan_i2v_4steps/{folder}/pytorch_lora_weights.safetensors") == "wan-i2v-4steps"
 
 
 @pytest.mark.parametrize(
     "name", ["hy1.5_t2v_480p_lightx2v_4step", "hunyuanvideo1.5_t2v_480p_lightx2v_4step_lora_rank_32_bf16.safetensors"]
 )
-def test_names_tell_distilled_weights_of_hunyuanvideo(name):
+def test_distilled_weights_of_hunyuanvideo_are_recognised_by_name(name):
     """Four steps of the shift 5, as LightX2V's configuration of that model has it."""
     result = find_distillation(model_name_in(name), HUNYUANVIDEO.distillations)
     assert result is not None
@@ -111,14 +111,14 @@ def test_names_tell_distilled_weights_of_hunyuanvideo(name):
 
 
 def applied(model, *loras):
-    """Return a model with distilled LoRAs, and the sentence that is told; neither is read."""
+    """Return a model with distilled LoRAs, and the message; neither is read."""
     messages = []
     result = apply_distilled_loras(model_description(model), [Lora.parse(text) for text in loras], messages.append)
     return result, messages
 
 
 @pytest.mark.parametrize("name", [name for name, preset in presets().items() if preset.loras])
-def test_a_lora_asks_for_what_the_preset_that_has_it_does(name):
+def test_a_lora_brings_the_settings_of_its_preset(name):
     """Of the preset's own are the size and the number of frames."""
     preset = presets()[name]
     result, [message] = applied(re.sub("-(?:4step|lightx2v|longlive-plug|causvid)$", "", name), *preset.loras)
@@ -148,10 +148,10 @@ def test_a_lora_asks_for_what_the_preset_that_has_it_does(name):
 )
 def test_a_lora_brings_its_publishers_settings(model, lora, steps, shift, solver):
     result, _ = applied(model, lora)
-    settings, own = result.settings, model_description(model).settings
+    settings, preset = result.settings, model_description(model).settings
     assert (settings.steps, settings.flow_shift, name_of(result.model.scheduler)) == (steps, shift, solver)
     assert {*settings.guidance_scales} == {1.0}
-    assert (settings.size, settings.boundary, settings.model) == (own.size, own.boundary, model)
+    assert (settings.size, settings.boundary, settings.model) == (preset.size, preset.boundary, model)
     assert len(result.model.spec.schedule(settings).timesteps) == steps
 
 
@@ -204,15 +204,15 @@ def test_a_lora_of_guidance_leaves_the_steps_to_another_in_either_order():
     assert "50 steps" not in messages
 
 
-def test_several_loras_and_a_model_that_is_distilled_already_are_told():
-    other = "Wan21_AccVid_T2V_14B_lora_rank32_fp16.safetensors"
-    result, [message] = applied("wan2.1-t2v-14b", FEW, other)
+def test_several_distilled_loras_or_a_distilled_model_give_a_note():
+    second_lora = "Wan21_AccVid_T2V_14B_lora_rank32_fp16.safetensors"
+    result, [message] = applied("wan2.1-t2v-14b", FEW, second_lora)
     assert result.settings.steps == 4  # of the first
-    assert has_line_with(message, f"{FEW} {other} together")
+    assert has_line_with(message, f"{FEW} {second_lora} together")
     for model in ("wan2.1-t2v-14b-4step", "wan2.1-t2v-14b-rcm-480p"):
-        result, [message] = applied(model, other)
+        result, [message] = applied(model, second_lora)
         assert result == model_description(model)
-        assert has_line_with(message, f"{other} {model} itself keeps 4 steps")
+        assert has_line_with(message, f"{second_lora} {model} itself keeps 4 steps")
 
 
 @pytest.mark.parametrize("lora", [f"{FEW}:0", f"{FEW}:-0.5", "lightning_bolt.safetensors"])
@@ -222,7 +222,7 @@ def test_a_lora_without_strength_or_of_another_meaning_changes_nothing(lora):
 
 @pytest.fixture
 def lora(tmp_path):
-    """A LoRA for the model in the box, of a name that tells that it is distilled."""
+    """A LoRA for the bundled model, with a name of distilled weights."""
     pipe = wanjax.load("nano")
     width = pipe.model.cost(pipe.defaults).width
     draw = np.random.default_rng(0).normal(size=(2, width)).astype(np.float32) / width
@@ -232,7 +232,7 @@ def lora(tmp_path):
     return path
 
 
-def test_the_library_takes_what_a_lora_asks_for_where_nothing_is_given(lora):
+def test_settings_of_a_lora_apply_by_default(lora):
     with pytest.warns(WanjaxWarning, match="4 steps"):
         pipe = wanjax.load("nano", lora=lora)
     settings = pipe.settings(prompt="a")
@@ -255,8 +255,8 @@ def test_a_converted_checkpoint_with_such_a_lora_keeps_its_settings(lora, tmp_pa
     assert has_line_with(messages[0], "made distilled 4 steps")
 
 
-def test_the_command_takes_them_too_and_makes_the_same_again(lora, tmp_path, monkeypatch):
-    """What a TOML file gives counts more, and so does what is typed; a record has all that was taken."""
+def test_the_command_uses_settings_of_a_lora_and_reproduces_the_video(lora, tmp_path, monkeypatch):
+    """A TOML file and typed options override them; metadata has all settings that were used."""
     monkeypatch.chdir(tmp_path)
     Path("a.toml").write_text("[generate]\nsteps = 3\n")
     small = ("--size", "32x32", "--frames", "5", "--lora", lora)

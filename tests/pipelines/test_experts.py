@@ -28,7 +28,7 @@ T2V, I2V = (presets()[name].defaults for name in ("wan2.2-t2v-a14b", "wan2.2-i2v
 
 
 @pytest.mark.parametrize(
-    ("settings", "right"),
+    ("settings", "expected"),
     [
         (T2V, [("transformer", 0, (4.0,) * 26), ("transformer_2", 26, (3.0,) * 14)]),
         (I2V, [("transformer", 0, (3.5,) * 15), ("transformer_2", 15, (3.5,) * 25)]),
@@ -43,13 +43,13 @@ T2V, I2V = (presets()[name].defaults for name in ("wan2.2-t2v-a14b", "wan2.2-i2v
         ),
     ],
 )
-def test_segments(settings, right):
+def test_segments(settings, expected):
     timesteps = UniPC().schedule(settings.steps, shift=settings.flow_shift).timesteps
-    assert [phase[:3] for phase in phases_of(EXPERTS, np.asarray(timesteps), settings)] == right
+    assert [phase[:3] for phase in phases_of(EXPERTS, np.asarray(timesteps), settings)] == expected
 
 
 @given(some.integers(1, 60), some.floats(0.5, 20), some.floats(0, 1))
-def test_every_step_is_taken_once_by_the_right_expert(steps, shift, boundary):
+def test_every_step_is_taken_once_by_its_expert(steps, shift, boundary):
     timesteps = np.trunc(1000 * shift / (shift - 1 + 1 / np.linspace(1, 0.001, steps)))
     taken = phases_of(EXPERTS, timesteps, replace(T2V, steps=steps, boundary=boundary))
     assert [i for each in taken for i in range(each.start, each.start + len(each.scales))] == list(range(steps))
@@ -96,15 +96,15 @@ def experts() -> Components:
     return Components({"transformer": load_expert, "transformer_2": load_expert})
 
 
-@pytest.mark.parametrize(("free", "kept"), [(3e6, 1), (5e6, 2)])
-def test_both_experts_stay_loaded_where_they_fit(experts, machine, free, kept):
+@pytest.mark.parametrize(("free", "num_loaded"), [(3e6, 1), (5e6, 2)])
+def test_both_experts_stay_loaded_where_they_fit(experts, machine, free, num_loaded):
     machine.has_free_memory(free)
     before = alive()
     for turn, name in enumerate(["transformer", "transformer_2", "transformer"]):
         _, seconds = experts.swap_in(name, EXPERTS)
         assert seconds >= 0
-        assert sum(experts.has(expert) for expert in EXPERTS) == min(kept, turn + 1)
-        assert alive() - before < (kept if turn else 1) * 4.5e6
+        assert sum(experts.has(expert) for expert in EXPERTS) == min(num_loaded, turn + 1)
+        assert alive() - before < (num_loaded if turn else 1) * 4.5e6
 
 
 def test_the_first_expert_is_freed_before_the_second_is_loaded(machine):

@@ -18,7 +18,7 @@ from wanjax.pipelines.observers import Cancelled
 from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.schedulers import RCM, parse
 
-GIVEN = {"size": (12, 12), "frames": 5, "steps": 4, "seed": 3, "guidance_scale": 1.0, "flow_shift": 5.0}
+SETTINGS = {"size": (12, 12), "frames": 5, "steps": 4, "seed": 3, "guidance_scale": 1.0, "flow_shift": 5.0}
 SOLVERS = ["consistency", "consistency:timesteps=1000,757,522", "rcm", "rcm:sigma_max=200"]
 each = pytest.mark.parametrize("solver", SOLVERS)
 
@@ -34,7 +34,7 @@ def pipeline(solver, axes=None):
 
 
 @each
-def test_every_step_goes_to_the_clean_sample_and_adds_the_given_noise(solver):
+def test_every_step_goes_to_the_clean_sample_and_adds_noise(solver):
     """The published rule in float64, from the clean samples that the network predicted."""
     pipe, messages = pipeline(solver), []
     draws = np.random.default_rng(0).standard_normal((5, 1, 4, 3, 6, 6)).astype(np.float32)
@@ -43,7 +43,7 @@ def test_every_step_goes_to_the_clean_sample_and_adds_the_given_noise(solver):
     def callback(step):
         messages.append((np.array(step.x0, np.float64), np.array(step.latents)))
 
-    latents = pipe.denoise(encoded(), noise=options, callback=callback, **GIVEN)
+    latents = pipe.denoise(encoded(), noise=options, callback=callback, **SETTINGS)
     levels = np.asarray(parse(solver).schedule(4, shift=5.0).sigmas, np.float64)
     for (clean, after), level, noise in zip(messages, levels[1:], draws[1:], strict=True):
         np.testing.assert_allclose(after, (1 - level) * clean + level * noise, atol=1e-6)
@@ -53,7 +53,7 @@ def test_every_step_goes_to_the_clean_sample_and_adds_the_given_noise(solver):
 
 def test_the_noise_of_rcm_begins_below_one():
     noise = np.random.default_rng(0).standard_normal((1, 4, 3, 6, 6)).astype(np.float32)
-    settings = pipeline("rcm").settings(**GIVEN)
+    settings = pipeline("rcm").settings(**SETTINGS)
     scales = {"rcm": 80 / 81, "rcm:sigma_max=200": 200 / 201, "rcm-ode": 200 / 201, "consistency": 1, "unipc": 1}
     for solver, scale in scales.items():
         _, state = begun(pipeline(solver), encoded(), settings, noise)
@@ -63,37 +63,41 @@ def test_the_noise_of_rcm_begins_below_one():
 @pytest.mark.parametrize("solver", quick(["consistency", "rcm"], SOLVERS))
 def test_the_seed_decides(solver):
     pipe = pipeline(solver)
-    one, again, other = (np.asarray(pipe.denoise(encoded(), **GIVEN | {"seed": seed})) for seed in (3, 3, 4))
-    np.testing.assert_array_equal(one, again)
-    assert np.abs(other - one).max() > 0.1
-    euler = np.asarray(pipeline("euler").denoise(encoded(), **GIVEN))
-    assert np.abs(euler - one).max() > 0.01
+    first, again, another_seed = (
+        np.asarray(pipe.denoise(encoded(), **SETTINGS | {"seed": seed})) for seed in (3, 3, 4)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(another_seed - first).max() > 0.1
+    euler = np.asarray(pipeline("euler").denoise(encoded(), **SETTINGS))
+    assert np.abs(euler - first).max() > 0.01
 
 
-def test_videos_made_together_are_those_made_alone():
+def test_videos_of_a_batch_equal_those_made_separately():
     pipe = pipeline("rcm")
-    both = pipe.denoise(encoded(2), seeds=[3, 4], **GIVEN)
+    both = pipe.denoise(encoded(2), seeds=[3, 4], **SETTINGS)
     for latents, seed in zip(both, (3, 4), strict=True):
-        np.testing.assert_allclose(latents, pipe.denoise(encoded(), **GIVEN | {"seed": seed})[0], atol=1e-5)
+        np.testing.assert_allclose(latents, pipe.denoise(encoded(), **SETTINGS | {"seed": seed})[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("stop_at", [0, 1, 2, 3])
 @pytest.mark.parametrize("solver", ["consistency", "rcm"])
 def test_a_stopped_run_continues_to_the_same_bits(solver, stop_at, tmp_path):
     pipe, file = pipeline(solver), tmp_path / "state"
-    whole = pipe.denoise(encoded(), **GIVEN)
+    uninterrupted = pipe.denoise(encoded(), **SETTINGS)
     with pytest.raises(Cancelled):
-        pipe.denoise(encoded(), keep=file, callback=lambda step: step.index != stop_at, **GIVEN)
+        pipe.denoise(encoded(), keep=file, callback=lambda step: step.index != stop_at, **SETTINGS)
     before = []
-    latents = pipe.denoise(encoded(), keep=file, continued=lambda *message: before.append(message), **GIVEN)
-    np.testing.assert_array_equal(latents, whole)
+    latents = pipe.denoise(encoded(), keep=file, continued=lambda *message: before.append(message), **SETTINGS)
+    np.testing.assert_array_equal(latents, uninterrupted)
     assert before == [(stop_at + 1, 4)]
 
 
 @pytest.mark.parametrize("solver", quick(["rcm"], ["consistency", "rcm"]))
 def test_eight_devices_agree_with_one(solver):
-    alone, together = (np.asarray(pipeline(solver, axes).denoise(encoded(), **GIVEN)) for axes in (None, (2, 2, 2)))
-    np.testing.assert_allclose(together, alone, atol=1e-5 * max(1, np.abs(alone).max()))
+    one_device, together = (
+        np.asarray(pipeline(solver, axes).denoise(encoded(), **SETTINGS)) for axes in (None, (2, 2, 2))
+    )
+    np.testing.assert_allclose(together, one_device, atol=1e-5 * max(1, np.abs(one_device).max()))
 
 
 @pytest.mark.parametrize(("boundary", "high"), [(0.9, 2), (0.86, 2), (0.5, 4)])
@@ -102,7 +106,7 @@ def test_experts_take_their_steps(boundary, high):
     pipe = pipeline("rcm:sigma_max=200")
     pipe.model = replace(pipe.model, experts=True)
     pipe.defaults = replace(pipe.defaults, boundary=boundary, guidance_scale_2=1.0)
-    settings = pipe.settings(**GIVEN)
+    settings = pipe.settings(**SETTINGS)
     phases = pipe.model.spec.phases(pipe.model.spec.schedule(settings), settings)
     assert [len(phase.scales) for phase in phases] == ([high, 4 - high] if high < 4 else [4])
 
@@ -119,8 +123,8 @@ def test_a_model_in_the_box_from_a_clip_and_under_a_cache():
     )  # fmt: skip
     assert nearer < farther
     moved = pipe("moving up", image=clip.frames[0], steps=4, seed=2)
-    kept, changed = (np.abs(moved.frames[i] - 0.0 - clip.frames[0]).mean() for i in (0, -1))
-    assert kept < min(5, changed)
+    unchanged, changed = (np.abs(moved.frames[i] - 0.0 - clip.frames[0]).mean() for i in (0, -1))
+    assert unchanged < min(5, changed)
     cached = pipe("a red circle moving right", steps=4, seed=1, cache="deepcache:1,4,2")
     assert cached.frames.shape == clip.frames.shape
 
@@ -131,9 +135,9 @@ def test_the_command(tmp_path, monkeypatch):
     for name, seed in {"one": "5", "other": "6"}.items():
         succeeded(command(*requested, "--size", "32x32", "--frames", "5", "--seed", seed, "--out", f"{name}.webp"))
     succeeded(command("generate", "--from", "one.webp", "--out", "again.webp"))
-    one, other, again = (read_clip(f"{name}.webp", 99, 16) for name in ("one", "other", "again"))
-    np.testing.assert_array_equal(one, again)
-    assert (one != other).any()
+    first, another_seed, again = (read_clip(f"{name}.webp", 99, 16) for name in ("one", "other", "again"))
+    np.testing.assert_array_equal(first, again)
+    assert (first != another_seed).any()
     assert "consistency" in succeeded(command("info", "one.webp")).stdout
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`follow`: the way of the models' authors or of diffusers, in all that shapes a video, and in what is kept of it."""
+"""`follow`: the choices of the models' authors or of diffusers, in all that shapes a video, and in its metadata."""
 
 from pathlib import Path
 
@@ -73,12 +73,14 @@ def test_no_noise_is_left(solver, spacing):
         assert (schedule.alphas[-1], schedule.sigmas[-1]) == (1, 0)
         noise = schedule.sigmas[0]
         for index in range(steps):
-            kept, *_, drawn = schedule.coefficients[index] if solver is DPM else (*schedule.coefficients[index], 0.0)
-            noise = np.hypot(kept * noise, drawn)
+            noise_factor, *_, drawn = (
+                schedule.coefficients[index] if solver is DPM else (*schedule.coefficients[index], 0.0)
+            )
+            noise = np.hypot(noise_factor * noise, drawn)
             assert abs(noise - schedule.sigmas[index + 1]) <= 1e-3, (steps, index)
 
 
-def test_levels_are_one_where_steps_divide_a_thousand():
+def test_noise_levels_agree_if_steps_divide_a_thousand():
     for solver in (DDIM(), DPM(), DDIM(snr_shift=3.0)):
         for steps in range(1, 101):
             ours, theirs = (solver.schedule(steps, follow=way) for way in REFERENCE_IMPLEMENTATIONS)
@@ -115,7 +117,7 @@ def test_the_view_of_a_picture(image):
     assert np.abs(seen["official"] - middle).max() > 1e-2
 
 
-def test_noise_levels_follow_unless_they_are_given(wan):
+def test_noise_levels_follow_unless_they_are_requested(wan):
     pipe = library.load(wan)
     assert pipe.settings(follow="diffusers").sigmas == "diffusers"
     assert pipe.settings(follow="diffusers", sigmas="official").sigmas == "official"
@@ -131,16 +133,16 @@ def test_models_without_two_references_have_the_levels_of_comfy_too(hunyuan, new
         library.load(newer).settings(sigmas="comfy")
 
 
-def made(*arguments: str) -> dict:
+def metadata_of(*arguments: str) -> dict:
     succeeded(wanjax(*arguments, "--out", "made.mp4", "--force"))
     return read_metadata("made.mp4")
 
 
-def test_a_video_is_made_again_in_its_way_unless_another_is_typed(wan):
-    then = made("a", "--model", wan, *SMALL, "--follow", "diffusers")
+def test_a_video_is_reproduced_with_its_follow_unless_another_is_typed(wan):
+    then = metadata_of("a", "--model", wan, *SMALL, "--follow", "diffusers")
     assert (then["follow"], then["sigmas"]) == ("diffusers", "diffusers")
-    assert made("--from", "made.mp4") == then
-    changed = made("--from", "made.mp4", "--follow", "official")
+    assert metadata_of("--from", "made.mp4") == then
+    changed = metadata_of("--from", "made.mp4", "--follow", "official")
     assert (changed["follow"], changed["sigmas"]) == ("official", "official")
 
 
@@ -161,16 +163,16 @@ def test_settings_of_comfy_reach_the_steps(experts):
     assert np.abs(latents["one step"] - latents["comfy"]).max() > 1e-2
 
 
-def test_settings_of_comfy_are_kept_and_made_again(experts):
+def test_settings_of_comfy_are_stored_and_reproduced(experts):
     options = ("a", "--model", experts, *SMALL, "--sigmas", "comfy", "--boundary-step", "2")
-    then = made(*options)
+    then = metadata_of(*options)
     assert (then["sigmas"], then["boundary_step"]) == ("comfy", 2)
-    assert made("--from", "made.mp4") == then
-    assert made("--from", "made.mp4", "--boundary", "0.9")["boundary_step"] == 0
+    assert metadata_of("--from", "made.mp4") == then
+    assert metadata_of("--from", "made.mp4", "--boundary", "0.9")["boundary_step"] == 0
 
 
 def test_stages(newer, image):
-    """Each stage takes what the one before was told; what is encoded already does not follow another way."""
+    """Each stage uses the choice of the previous one; conditioning does not change to another."""
     succeeded(wanjax("encode", "a", "--model", newer, *SMALL[:4], "--follow", "diffusers", "--dir", "d"))
     for stage in ("denoise", "decode"):
         succeeded(wanjax(stage, "--dir", "d", *(SMALL[4:] if stage == "denoise" else ())))

@@ -61,8 +61,8 @@ def embeddings(folder: str = "stage_outputs") -> dict[str, np.ndarray]:
 def test_three_stages_equal_one_generate(models):
     """The size has the picture's proportions, 1 to 4, and the model's default area, 32 × 32 pixels."""
     options = ("a", "--model", models["image"], "--image", "../wide.png", "--frames", "5")
-    one = succeeded(run(*options, "--dir", "one", "--out", "one/frames"))
-    assert "64x16, 5 frames" in one.stderr
+    result = succeeded(run(*options, "--dir", "one", "--out", "one/frames"))
+    assert "64x16, 5 frames" in result.stderr
     succeeded(run("encode", *options, "--dir", "three"))
     assert {name: x.shape for name, x in embeddings("three").items()} == {
         "prompt_embeds": (1, 24, 16),
@@ -84,7 +84,7 @@ def test_three_stages_equal_one_generate(models):
     assert load_settings(Path("three")) == settings
 
 
-def test_a_given_size_overrides_the_picture_s(models):
+def test_a_requested_size_overrides_the_picture_s(models):
     conditions = []
     for resize in ("crop", "pad", "stretch"):
         succeeded(
@@ -103,7 +103,7 @@ def test_a_size_that_cuts_off_much_of_a_picture_is_noted():
     picture = np.zeros((32, 64, 3), np.uint8)
     with pytest.warns(WanjaxWarning, match=line_with_words("80x32 20% of the 64x32 picture is cut off")):
         assert pipe.prepare(image=picture)[1].size == (32, 80)
-    for keywords in ({"size": "64x32"}, {"resize": "pad"}, {"size": "80x32"}):  # a given size is a choice
+    for keywords in ({"size": "64x32"}, {"resize": "pad"}, {"size": "80x32"}):  # a requested size is a choice
         pipe.prepare(image=picture, **keywords)
 
 
@@ -142,7 +142,7 @@ def test_control(models):
     assert has_line_with(refused("denoise", "--noise", "noise.safetensors", "--force"), "video [1, 4, 4, 4, 4]")
 
 
-def test_the_library_takes_the_size_from_what_was_encoded(models):
+def test_the_library_takes_the_size_from_the_conditioning(models):
     pipe = wanjax.load(models["image"])
     embeddings = pipe.encode("a", image="../wide.png", frames=5)
     latents = pipe.denoise(embeddings, frames=5)
@@ -268,8 +268,8 @@ def test_a_file_that_lacks_an_entry(models, tmp_path, file, entry):
         wanjax.load(damaged).encode("a", image="../square.png", frames=5)
 
 
-def test_every_model_tells_what_it_makes_a_video_from():
-    """What is told is what the checks of pictures take."""
+def test_the_inputs_of_every_model_are_listed():
+    """The listed inputs are those that the checks accept."""
     named = ("wan2.2-i2v-a14b", "wan2.1-flf2v-14b", "wan2.1-t2v-1.3b-causal", "wan2.1-vace-14b", "wan2.1-t2v-14b")
     entries = {name: describe(name)["tasks"] for name in named}
     assert entries["wan2.2-i2v-a14b"] == ["a first picture", "a first and a last picture", "long videos, in windows"]
@@ -280,8 +280,8 @@ def test_every_model_tells_what_it_makes_a_video_from():
         "long videos, in windows",
     ]
     assert entries["wan2.1-t2v-14b"] == ["text", "a clip"]
-    shown = succeeded(run("models", "wan2.2-i2v-a14b")).output
-    assert "a first and a last picture" in shown
+    output = succeeded(run("models", "wan2.2-i2v-a14b")).output
+    assert "a first and a last picture" in output
     assert "a first picture · a first and a last picture · long videos, in windows" in " ".join(
         succeeded(run("models")).output.split()
     )

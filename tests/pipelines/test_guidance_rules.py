@@ -122,32 +122,32 @@ def test_every_step_is_by_the_formula(load, model, rule):
         state = after
 
 
-def test_nag_leads_away_from_the_negative_prompt_alone(load):
+def test_nag_guides_only_away_from_the_negative_prompt(load):
     """Attention is led by a difference, which is nothing where both prompts are one."""
     pipe = load("wan")
-    same, other = encoded(pipe, "a red circle"), encoded(pipe)
+    same, different = encoded(pipe, "a red circle"), encoded(pipe)
     options = {"steps": 3, "guidance_scale": 1.0} | SMALL
-    plain, led, off = (
-        np.asarray(pipe.denoise(one, guidance_rule=rule, **options))
-        for one, rule in ((same, "none"), (same, "nag"), (other, "nag"))
+    unguided, led, off = (
+        np.asarray(pipe.denoise(conditioning, guidance_rule=rule, **options))
+        for conditioning, rule in ((same, "none"), (same, "nag"), (different, "nag"))
     )
-    assert error(led, plain) <= 1e-5
-    assert error(off, plain) > 1e-3
+    assert error(led, unguided) <= 1e-5
+    assert error(off, unguided) > 1e-3
 
 
 @pytest.mark.parametrize("model", quick(["wan"], [name for name in MODELS if name != "causal"]))
-def test_nag_beside_guidance_is_the_same_in_one_batch(load, model):
-    alone = run(load(model), "nag")
+def test_nag_with_guidance_is_the_same_in_one_batch(load, model):
+    separate = run(load(model), "nag")
     bound = rounded(
         lambda rule: float(error(run(load(model), rule, batch_guidance=True), run(load(model), rule))), model
     )
-    assert error(run(load(model), "nag", batch_guidance=True), alone) <= bound
-    assert error(run(load(model), "nag:scale=3,alpha=1"), alone) > 1e-6
+    assert error(run(load(model), "nag", batch_guidance=True), separate) <= bound
+    assert error(run(load(model), "nag:scale=3,alpha=1"), separate) > 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "causal"])
-def test_nag_beside_guidance_is_the_same_on_a_mesh(load, model):
+def test_nag_with_guidance_is_the_same_on_a_mesh(load, model):
     def apart(rule: str) -> float:
         return float(error(run(load(model, "dp=2,sp=2,tp=2"), rule), run(load(model), rule)))
 
@@ -161,12 +161,12 @@ def test_a_mesh_makes_the_same(load, rule):
 
 @pytest.mark.slow  # the test above has a quick one, of one video on a mesh
 @pytest.mark.parametrize("rule", ["apg", "nag"])
-def test_videos_made_together_are_those_made_alone(load, rule):
+def test_videos_of_a_batch_equal_those_made_separately(load, rule):
     options = {"seeds": [3, 4], "guidance_rule": rule, "steps": 3, "guidance_scale": 3.0, "size": (32, 32), "frames": 5}
-    together, alone = (load("wan", mesh).videos(["a red circle"], **options) for mesh in ("dp=4,sp=2,tp=1", None))
-    for one, other in zip(together, alone, strict=True):
-        assert np.abs(one.frames.astype(int) - other.frames).max() <= 1
-        assert one.settings["guidance_rule"] == str(guidance_rule(rule))
+    together, one_device = (load("wan", mesh).videos(["a red circle"], **options) for mesh in ("dp=4,sp=2,tp=1", None))
+    for video, expected in zip(together, one_device, strict=True):
+        assert np.abs(video.frames.astype(int) - expected.frames).max() <= 1
+        assert video.settings["guidance_rule"] == str(guidance_rule(rule))
 
 
 def test_nag_in_a_video_by_blocks(load):
@@ -174,11 +174,11 @@ def test_nag_in_a_video_by_blocks(load):
     pipe = load("causal")
     block, texts = pipe.model.spec.chunk_frames, pipe.encode_prompts("a red circle", "a dog")
     options = {"size": (32, 32), "frames": 8 * block - 3, "seed": 3, "steps": 2}  # two blocks
-    led, plain = (list(pipe.denoise_chunks(texts, guidance_rule=rule, **options)) for rule in ("nag", "none"))
-    whole = pipe.denoise(texts, guidance_rule="nag", **options)
-    np.testing.assert_array_equal(np.concatenate(led, axis=2), whole)
-    for one, other in zip(led, plain, strict=True):
-        assert error(one, np.asarray(other)) > 1e-4
+    led, unguided = (list(pipe.denoise_chunks(texts, guidance_rule=rule, **options)) for rule in ("nag", "none"))
+    unchunked = pipe.denoise(texts, guidance_rule="nag", **options)
+    np.testing.assert_array_equal(np.concatenate(led, axis=2), unchunked)
+    for guided_chunk, unguided_chunk in zip(led, unguided, strict=True):
+        assert error(guided_chunk, np.asarray(unguided_chunk)) > 1e-4
 
 
 def test_numbers_of_a_rule_compile_nothing(load):
@@ -206,15 +206,15 @@ def test_rules_go_with_step_caches(load, cache, rule):
 
 
 @pytest.mark.parametrize(("model", "stop_at"), quick([("wan", 1)], [("wan", 1), ("experts", 1), ("experts", 3)]))
-def test_a_stopped_run_goes_on_with_its_average(load, model, stop_at, tmp_path):
+def test_a_stopped_run_resumes_with_its_average(load, model, stop_at, tmp_path):
     pipe, taken = load(model), []
-    whole = run(pipe, "apg", steps=6)
+    uninterrupted = run(pipe, "apg", steps=6)
     with pytest.raises(Cancelled):
         run(pipe, "apg", steps=6, keep=tmp_path / "state", callback=lambda step: step.index < stop_at)
     again = run(pipe, "apg", steps=6, keep=tmp_path / "state", callback=lambda step: taken.append(step.index))
-    np.testing.assert_array_equal(again, whole)
+    np.testing.assert_array_equal(again, uninterrupted)
     assert taken == list(range(stop_at + 1, 6))
-    assert (run(pipe, "apg:momentum=0", steps=6) != whole).any()
+    assert (run(pipe, "apg:momentum=0", steps=6) != uninterrupted).any()
 
 
 @pytest.mark.parametrize("text", ["none", "cfg-zero:zero_steps=0", "apg:norm=15,of=prediction", "nag:tau=3"])
@@ -273,12 +273,12 @@ NOTHING = [  # the model, what calls it, its settings, and what the sentence nam
 
 
 @pytest.mark.parametrize(("model", "call", "options", "words"), NOTHING)
-def test_what_would_do_nothing_is_refused_before_a_prompt_is_read(load, model, call, options, words):
+def test_settings_without_effect_are_refused_before_a_prompt_is_read(load, model, call, options, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         getattr(load(model), call)(**(SMALL | options if call == "prepare" else options))
 
 
-def test_experts_have_one_rule_and_their_own_scales(load):
+def test_experts_share_a_rule_and_have_different_scales(load):
     """The second expert, without guidance, makes its steps as without a rule; the average passes over them."""
     pipe = load("experts")
     options = {"guidance_scale": 3.0, "guidance_scale_2": 1.0, "steps": 6}

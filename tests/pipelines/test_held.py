@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a video holds at the least, told before anything is compiled: never more than it takes, and at least half."""
+"""A lower bound of a video's memory before anything is compiled: never more than it takes, and at least half."""
 
 import subprocess
 import sys
@@ -68,7 +68,7 @@ def model(name: str, folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak of a process")
 @pytest.mark.parametrize("case", SIZES, ids=str)
-def test_what_a_video_holds_is_at_most_the_process_s_peak_and_at_least_half(case, tmp_path):
+def test_the_lower_bound_of_a_video_s_memory_is_within_half_of_the_peak(case, tmp_path):
     name, height, width, frames = case
     model_name = model(name, tmp_path)
     pipe = wanjax.load(model_name)
@@ -88,10 +88,10 @@ def test_what_a_video_holds_is_at_most_the_process_s_peak_and_at_least_half(case
 
 
 @pytest.mark.parametrize("size", [64, 128])
-def test_what_a_program_holds_is_at_most_what_its_compiler_takes(size, tmp_path):
+def test_the_lower_bound_of_a_program_s_memory_is_at_most_the_compiler_s(size, tmp_path):
     pipe = wanjax.load(model("text", tmp_path))
     programs = trace_programs(pipe, pipe.settings(size=(size, size), frames=5, steps=2)).programs
-    [abstract_call] = [one.traced_program.abstract_call for one in programs if one.name == "decode_chunk"][1:]
+    [abstract_call] = [traced.traced_program.abstract_call for traced in programs if traced.name == "decode_chunk"][1:]
     compiled = (
         jax.jit(abstract_call.function, donate_argnums=abstract_call.donate).lower(*abstract_call.arguments).compile()
     )
@@ -115,14 +115,14 @@ IN_PLACE = {
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
-def test_what_is_made_in_the_place_of_its_input_is_counted_once(name):
+def test_buffers_that_replace_their_input_are_counted_once(name):
     abstract_call = AbstractCall(IN_PLACE[name], (SQUARE,))
     took = jax.jit(abstract_call.function).lower(SQUARE).compile().memory_analysis()
     peak = took.argument_size_in_bytes + took.output_size_in_bytes + took.temp_size_in_bytes
     assert peak / 2 <= min_live_bytes(abstract_call) <= peak
 
 
-def test_each_equation_of_a_run_that_has_others_within_is_looked_into():
+def test_nested_equations_of_a_run_are_counted():
     def within(jaxpr):
         for equation in jaxpr.eqns:
             for inner in inner_jaxprs(equation):
@@ -131,13 +131,13 @@ def test_each_equation_of_a_run_that_has_others_within_is_looked_into():
 
     pipe = wanjax.load("nano")
     programs = trace_programs(pipe, pipe.settings(size=(64, 64), frames=5, steps=2)).programs
-    abstract_calls = [one.traced_program.abstract_call for one in programs]
-    names = {name for one in abstract_calls for name in within(jax.make_jaxpr(one.function)(*one.arguments).jaxpr)}
+    abstract_calls = [traced.traced_program.abstract_call for traced in programs]
+    names = {name for call in abstract_calls for name in within(jax.make_jaxpr(call.function)(*call.arguments).jaxpr)}
     assert "scan" in names
     assert names <= {*live_bytes.CALL_PRIMITIVES, *live_bytes.LOOP_PRIMITIVES, "pallas_call"}
 
 
-def test_networks_that_are_freed_for_others_are_not_counted(tmp_path, machine):
+def test_networks_that_are_freed_for_others_are_not_counted_as_held(tmp_path, machine):
     """Without `offload` they are freed where the next one would not fit, so that the video can be made."""
     folder = model("text", tmp_path)
     pipe = wanjax.load(folder, offload="stages")

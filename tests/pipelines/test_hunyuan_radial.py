@@ -68,12 +68,12 @@ def masked(q, k, v, *, length, text_lengths, **_):
 def test_a_model_by_hand(folder, monkeypatch):
     """Blocks one by one, the first with all of attention, the others by the formula under the mask."""
     assert 0.5 < MASK.density(11 * 64 + 11) < 0.95
-    radial, plain = (load(folder, attention).transformer for attention in ("radial", None))
+    radial, dense_model = (load(folder, attention).transformer for attention in ("radial", None))
     rng = np.random.default_rng(0)
     latents = jnp.asarray(rng.normal(size=(2, *GRID, radial.config.channels_in)), jnp.float32)
     text = jnp.asarray(rng.normal(size=(2, 11, radial.config.text_width)), jnp.float32)
     t, mask = jnp.full(2, 500.0), jnp.arange(11)[None] < jnp.asarray([[11], [4]])
-    assert [model.mask(GRID) for model in (radial, plain)] == [MASK, None]
+    assert [model.mask(GRID) for model in (radial, dense_model)] == [MASK, None]
 
     @nnx.jit
     def run(model):
@@ -97,7 +97,7 @@ def test_a_model_by_hand(folder, monkeypatch):
 
         return model(latents, t, context, rope, cache=ByHand())
 
-    ours, dense, expected = (np.float64(x) for x in (run(radial), run(plain), by_hand(plain)))
+    ours, dense, expected = (np.float64(x) for x in (run(radial), run(dense_model), by_hand(dense_model)))
     print(f"{error(ours, expected):.1e}, from dense {error(ours, dense):.1e}")
     assert error(ours, expected) <= 1e-5
     assert error(ours, dense) > 1e-4
@@ -105,9 +105,9 @@ def test_a_model_by_hand(folder, monkeypatch):
 
 @pytest.mark.slow  # tests/pipelines/test_radial.py has quick ones, of Wan
 def test_the_first_steps_are_those_of_dense_attention(folder, sparse):
-    plain = trace(load(folder, None))
+    dense = trace(load(folder, None))
     for step in range(STEPS):
-        assert (plain[step] == sparse[step]).all() == (step < DENSE)
+        assert (dense[step] == sparse[step]).all() == (step < DENSE)
 
 
 @pytest.mark.slow  # quick ones hold the same of joint attention under the mask, and of Wan's steps
@@ -121,8 +121,8 @@ def test_several_devices(folder, sparse, mesh, rules):
 def test_a_step_that_reuses_needs_no_dense_program(folder):
     pipe = load(folder)
     settings = pipe.settings(**VIDEO, steps=10, cache="deepcache:0,10,2")
-    others = {"begin": 1, "context": 1, "finish": 1}
-    assert run_counts(pipe, settings) == others | {"step": 3, "reusing_step": 5, "dense_step": 2}
+    other_counts = {"begin": 1, "context": 1, "finish": 1}
+    assert run_counts(pipe, settings) == other_counts | {"step": 3, "reusing_step": 5, "dense_step": 2}
 
 
 @pytest.mark.slow

@@ -86,16 +86,16 @@ def test_prompts_of_different_lengths_in_one_batch(models, prompt):
 
 
 def test_eight_devices_agree_with_one(models, picture):
-    alone, together = (wanjax.load(models["image"], mesh=mesh) for mesh in (None, "dp=2,sp=2,tp=2"))
-    encoded = alone.encode(QUOTED, image=picture)
+    one_device, together = (wanjax.load(models["image"], mesh=mesh) for mesh in (None, "dp=2,sp=2,tp=2"))
+    encoded = one_device.encode(QUOTED, image=picture)
     for name, array in together.encode_prompts(QUOTED)._asdict().items():
         if array is not None:
             np.testing.assert_allclose(np.float32(array), np.float32(getattr(encoded, name)), atol=1e-5)
-    latents, spread = (np.asarray(pipe.denoise(encoded, seed=3)) for pipe in (alone, together))
+    latents, spread = (np.asarray(pipe.denoise(encoded, seed=3)) for pipe in (one_device, together))
     assert error(spread, latents.astype(np.float64)) <= 1e-5
 
 
-def test_what_a_prompt_quotes_and_masks_matters(models):
+def test_quoted_text_and_masks_of_a_prompt_matter(models):
     pipe = wanjax.load(models["text"])
     encoded = pipe.encode(QUOTED, LONG)
     latents = np.asarray(pipe.denoise(encoded), np.float64)
@@ -116,26 +116,26 @@ def masked(tokens: int, glyphs: int, dtype: Any = bool) -> Text:
 )
 def test_lengths_of_texts(tokens, length):
     for dtype in (bool, np.float32):
-        text, other = masked(tokens, 0, dtype), masked(140, 1, dtype)
+        text, long_text = masked(tokens, 0, dtype), masked(140, 1, dtype)
         [result] = used_lengths([text], batched=False)
-        alone = result.cut(text)
-        assert (alone.embeds.shape, alone.glyphs.shape) == ((1, length, 2), (1, 0, 3))
-        assert (int(alone.mask.sum()), alone.mask.dtype) == (tokens, bool)
-        each = used_lengths([text, other], batched=True)
-        both = [lengths.cut(text) for lengths, text in zip(each, (text, other), strict=True)]
+        cut_text = result.cut(text)
+        assert (cut_text.embeds.shape, cut_text.glyphs.shape) == ((1, length, 2), (1, 0, 3))
+        assert (int(cut_text.mask.sum()), cut_text.mask.dtype) == (tokens, bool)
+        each = used_lengths([text, long_text], batched=True)
+        both = [lengths.cut(text) for lengths, text in zip(each, (text, long_text), strict=True)]
         assert {text.embeds.shape for text in both} == {(1, max(length, 256), 2)}
         assert {text.glyph_mask.shape for text in both} == {(1, 256)}
     assert (LENGTHS[-1], GLYPH_LENGTHS) == (1000, (0, 256))
 
 
-def test_the_network_of_few_steps_is_told_the_next_timestep(tmp_path, picture):
+def test_the_distilled_network_gets_the_next_timestep(tmp_path, picture):
     pipe = wanjax.load(tiny_hunyuan_checkpoint(tmp_path, pictured=True, use_meanflow=True))
     encoded, chosen = pipe.encode("a cat", image=picture), pipe.settings(size=(32, 64))
     schedule, _ = begun(pipe, encoded, chosen)
     denoiser = pipe.model.denoiser
-    for index, right in enumerate([*schedule.timesteps[1:], 0.0]):
+    for index, next_timestep in enumerate([*schedule.timesteps[1:], 0.0]):
         now, following = denoiser.timesteps(one_step(schedule, index))
-        assert (float(now), float(following)) == (float(schedule.timesteps[index]), pytest.approx(float(right)))
+        assert (float(now), float(following)) == (float(schedule.timesteps[index]), pytest.approx(float(next_timestep)))
 
 
 def test_truncations_of_a_prompt_and_of_what_it_quotes(models):
@@ -175,7 +175,7 @@ def features(pipe, name, change):
 
 
 @pytest.mark.parametrize(("call", "words"), OF_TEXT)
-def test_what_a_model_from_text_refuses(models, call, words):
+def test_inputs_that_a_model_from_text_refuses(models, call, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         call(wanjax.load(models["text"]))
 
@@ -200,7 +200,7 @@ PICTURE_ERRORS = {  # calls of a model from text and one from pictures, with a p
 
 
 @pytest.mark.parametrize("words", PICTURE_ERRORS)
-def test_what_models_from_pictures_refuse(models, picture, tmp_path, words):
+def test_inputs_that_models_from_pictures_refuse(models, picture, tmp_path, words):
     t2v_pipe, i2v_pipe = wanjax.load(models["text"]), wanjax.load(models["image"])
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         PICTURE_ERRORS[words](t2v_pipe, i2v_pipe, picture, tmp_path)

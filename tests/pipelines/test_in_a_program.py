@@ -36,8 +36,8 @@ def test_arrays_of_jax_are_pictures_and_clips(pipe, name):
     clip = np.random.default_rng(0).integers(0, 256, (5, 64, 64, 3), np.uint8)
     how = {"strength": 1.0} if name == "video" else {}
     ways = [clip[0], jnp.asarray(clip[0])] if name == "image" else [clip, jnp.asarray(clip), list(jnp.asarray(clip))]
-    of_numpy, *others = (pipe("a red circle", **{name: options}, **how, **SHORT).frames for options in ways)
-    for options in others:
+    of_numpy, *results = (pipe("a red circle", **{name: options}, **how, **SHORT).frames for options in ways)
+    for options in results:
         np.testing.assert_array_equal(options, of_numpy)
 
 
@@ -46,7 +46,7 @@ def test_a_size_is_a_text_with_the_width_first(pipe):
 
 
 @pytest.mark.parametrize("stage", ["denoise", "decode", "encode_video", "image", "grad"])
-def test_a_traced_stage_says_what_can_be_traced(pipe, stage):
+def test_an_untraceable_stage_names_the_traceable_ones(pipe, stage):
     encoded, latents = pipe.encode("a"), jnp.zeros((1, 16, 2, 8, 8), jnp.float32)
     calls = {
         "denoise": (lambda x: pipe.denoise(x, **SHORT), encoded),
@@ -69,12 +69,12 @@ def test_one_timestep_is_that_of_all_videos(pipe):
         np.testing.assert_array_equal(pipe.transformer(x, t, text), each)
 
 
-def test_a_copy_has_networks_of_its_own(pipe, frames):
-    other = copy.deepcopy(pipe)
-    np.testing.assert_array_equal(other("a red circle", **SHORT).frames, frames)
-    nnx.update(other.transformer, jax.tree.map(jnp.zeros_like, nnx.state(other.transformer)))
-    assert (other("a red circle", **SHORT).frames != frames).any()
-    other.free()
+def test_a_copy_has_separate_networks(pipe, frames):
+    copied = copy.deepcopy(pipe)
+    np.testing.assert_array_equal(copied("a red circle", **SHORT).frames, frames)
+    nnx.update(copied.transformer, jax.tree.map(jnp.zeros_like, nnx.state(copied.transformer)))
+    assert (copied("a red circle", **SHORT).frames != frames).any()
+    copied.free()
     np.testing.assert_array_equal(pipe("a red circle", **SHORT).frames, frames)
     np.testing.assert_array_equal(copy.copy(pipe)("a red circle", **SHORT).frames, frames)
 

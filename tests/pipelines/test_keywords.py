@@ -22,7 +22,7 @@ from wanjax.pipelines.settings import Settings, schema
 from wanjax.pipelines.typed_settings import SettingsKeywords
 
 ROOT = Path(__file__).parents[2]
-ELSEWHERE_GIVEN = {
+LOADING_SETTINGS = {
     "model",
     "dtype",
     "vae_dtype",
@@ -31,12 +31,12 @@ ELSEWHERE_GIVEN = {
     "negative_prompt",
     "original_prompt",
 }  # as parameters, or not at all
-SHOWN = """
+PRINT_HELP = """
 import inspect, json
 import wanjax
 pipe = wanjax.load("nano")
 """
-RIGHT = """
+VALID = """
 import wanjax
 pipe = wanjax.load("nano")
 video: wanjax.Video = pipe("a", steps=2, size=(64, 64), guidance_scale=3, seed=1, image="a.png", flow_shift=3.0)
@@ -68,32 +68,32 @@ def test_every_setting_is_a_typed_keyword():
     typed = get_type_hints(InputKeywords)
     assert typed["size"] == tuple[int, int] | str | None
     assert typed["steps"] == int | None
-    assert typed.keys() == (schema(Settings).keys() - ELSEWHERE_GIVEN) | {*INPUT_SPECS, "size"}
+    assert typed.keys() == (schema(Settings).keys() - LOADING_SETTINGS) | {*INPUT_SPECS, "size"}
     assert typed.keys() - get_type_hints(SettingsKeywords).keys() == {*INPUT_SPECS, "resize", "outpaint"}
 
 
 def printed(code: str):
-    """Run code in a process of its own, without the tests' checks of annotations; return its output, read as JSON."""
+    """Run code in a new process, without the tests' checks of annotations; return its output, read as JSON."""
     with TemporaryDirectory() as cache:  # jedi completes nothing after a damaged entry of the user's cache
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": cache}
-        run = subprocess.run([sys.executable, "-c", SHOWN + code], env=environment, capture_output=True, text=True)
+        run = subprocess.run([sys.executable, "-c", PRINT_HELP + code], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 
 
 def test_help_shows_names_and_types():
-    shown = printed("""
+    outputs = printed("""
 def parameters(call):
     found = inspect.signature(call).parameters.values()
     return {p.name: [str(p.annotation), p.kind.name, repr(p.default)] for p in found}
 
 calls = [pipe, pipe.encode, pipe.prepare, pipe.denoise, pipe.settings]
 print(json.dumps([parameters(call) for call in calls]))""")
-    for result in shown:
+    for result in outputs:
         assert result["steps"] == ["int | None", "KEYWORD_ONLY", "None"]
         assert result["guidance_scale"][0] == "float | None"
         assert "VAR_KEYWORD" not in {kind for _, kind, _ in result.values()}
-    assert ["image" in result for result in shown] == [True, True, True, False, False]
+    assert ["image" in result for result in outputs] == [True, True, True, False, False]
 
 
 def test_a_notebook_completes_keywords():
@@ -118,9 +118,9 @@ print(json.dumps([completed(text) for text in texts]))""")
     assert set(wanjax.__all__) - {"__version__"} == {name for name in result[4] if not name.startswith("_")}
 
 
-def test_an_editor_knows_names_and_types(tmp_path):
+def test_an_editor_shows_names_and_types(tmp_path):
     """Check a program with pyright: right calls pass, and each wrong one is marked."""
-    (tmp_path / "right.py").write_text(RIGHT)
+    (tmp_path / "right.py").write_text(VALID)
     wrong = ["import wanjax", 'pipe = wanjax.load("nano")', *WRONG]
     (tmp_path / "wrong.py").write_text("\n".join(wrong))
     config = {"include": ["."], "extraPaths": [str(ROOT / "src")], "reportMissingImports": False}
@@ -132,7 +132,7 @@ def test_an_editor_knows_names_and_types(tmp_path):
     assert marked == set(range(2, len(wrong)))
 
 
-def test_dir_is_short_and_right():
+def test_dir_is_short_and_correct():
     assert dir(wanjax) == sorted(wanjax.__all__)
     assert len(dir(wanjax)) <= 15
     assert all(getattr(wanjax, name) is not None for name in dir(wanjax))
@@ -152,7 +152,7 @@ def test_an_error_inside_an_attribute_is_not_hidden(pipe, monkeypatch):
 
 
 def test_names_of_other_libraries_are_not_ours(pipe):
-    """A name that is right here is not told to be wrong; the right names in the table exist."""
+    """A valid name is not in the table of wrong ones; the suggested names exist."""
     ours = set(get_type_hints(InputKeywords)) | set(pipe.defaults.to_json())
     assert not ours & {*RENAMED, *KEYWORD_ADVICE}
     assert not set(ATTRIBUTE_ADVICE) & (set(dir(pipe)) | set(dir(wanjax)))

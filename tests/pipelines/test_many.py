@@ -22,7 +22,7 @@ from wanjax.registry import presets
 
 PROMPTS = ["a red circle moving right", "a blue square moving left"]
 SMALL = {"size": (32, 32), "frames": 5, "steps": 2}
-GIVEN = {"size": (12, 12), "frames": 5, "steps": 3}
+SETTINGS = {"size": (12, 12), "frames": 5, "steps": 3}
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +40,15 @@ def test_prompts_and_seeds_give_the_videos_of_single_calls(nano):
         assert ours.settings == reference.settings
 
 
-def test_a_video_is_there_before_the_next_is_made(nano):
+def test_each_video_is_yielded_before_the_next_is_made(nano):
     steps = []
     videos = nano.videos(PROMPTS, callback=lambda step: steps.append(step.index), **SMALL)
     assert next(videos).settings["prompt"] == PROMPTS[0]
     assert steps == [0, 1]
 
 
-def test_videos_that_are_not_wanted_are_not_made(nano):
-    """What decides is the record of the video, which is what its metadata holds."""
+def test_skipped_videos_are_not_made(nano):
+    """The metadata of the video decides."""
     records = []
 
     def skip(record):
@@ -80,7 +80,7 @@ def test_several_seeds_of_one_prompt(nano):
         (PROMPTS[:2], range(60_000), "60,000 120,000 100,000"),  # before any is listed
     ],
 )
-def test_mistakes_are_found_before_anything_is_encoded(prompts, seeds, words):
+def test_mistakes_are_reported_before_anything_is_encoded(prompts, seeds, words):
     pipe = wanjax.load("nano")
     with unchecked(), pytest.raises(WanjaxError, match=line_with_words(words)):
         pipe(prompts, seeds=seeds, **SMALL)
@@ -90,17 +90,19 @@ def test_mistakes_are_found_before_anything_is_encoded(prompts, seeds, words):
 @pytest.mark.parametrize(
     ("guidance_scale", "batch_guidance"), quick([(4.0, False)], product([1.0, 4.0], [False, True]))
 )
-def test_videos_denoised_together_are_those_denoised_alone(guidance_scale, batch_guidance):
+def test_videos_denoised_together_equal_those_denoised_separately(guidance_scale, batch_guidance):
     pipe = small_wan.pipeline(2, None)
     random = np.random.default_rng(0)
     encoded = [
         WanConditioning(*(jnp.asarray(random.normal(size=(1, 3, 8)), jnp.float32) for _ in range(2))) for _ in "ab"
     ]
-    options = {"guidance_scale": guidance_scale, "batch_guidance": batch_guidance, **GIVEN}
-    alone = [pipe.denoise(one, seed=seed, **options) for one, seed in zip(encoded, (5, 6), strict=True)]
+    options = {"guidance_scale": guidance_scale, "batch_guidance": batch_guidance, **SETTINGS}
+    separate = [
+        pipe.denoise(conditioning, seed=seed, **options) for conditioning, seed in zip(encoded, (5, 6), strict=True)
+    ]
     result = pipe.denoise(run.join_conditionings(encoded, pipe.call), seeds=[5, 6], **options)
-    assert result.shape == (2, *alone[0].shape[1:])
-    assert error(np.asarray(result), np.concatenate([np.asarray(x, np.float64) for x in alone])) <= 1e-5
+    assert result.shape == (2, *separate[0].shape[1:])
+    assert error(np.asarray(result), np.concatenate([np.asarray(x, np.float64) for x in separate])) <= 1e-5
 
 
 @pytest.mark.parametrize(("guidance_scale", "together"), [(1.0, 2), (4.0, 1)])
@@ -108,11 +110,11 @@ def test_the_mesh_s_axis_is_filled(guidance_scale, together):
     """An axis of two takes two videos without guidance, and both prompts of one video with it."""
     pipe = small_wan.pipeline(2, small_wan.partitioner((2, 2, 2)))
     assert run.batch_size(pipe.partitioner, guidance_scale > 1) == together
-    one = WanConditioning(jnp.ones((1, 3, 8)), jnp.zeros((1, 3, 8)))
-    encoded = run.join_conditionings([one] * together, pipe.call)
-    result = pipe.denoise(encoded, seeds=[7] * together, guidance_scale=guidance_scale, **GIVEN)
-    right = small_wan.pipeline(2, None).denoise(one, seed=7, guidance_scale=guidance_scale, **GIVEN)
-    assert error(np.asarray(result[-1:]), np.asarray(right, np.float64)) <= 1e-5
+    conditioning = WanConditioning(jnp.ones((1, 3, 8)), jnp.zeros((1, 3, 8)))
+    encoded = run.join_conditionings([conditioning] * together, pipe.call)
+    result = pipe.denoise(encoded, seeds=[7] * together, guidance_scale=guidance_scale, **SETTINGS)
+    expected = small_wan.pipeline(2, None).denoise(conditioning, seed=7, guidance_scale=guidance_scale, **SETTINGS)
+    assert error(np.asarray(result[-1:]), np.asarray(expected, np.float64)) <= 1e-5
 
 
 def test_the_last_batch_repeats_its_last_request():

@@ -104,14 +104,14 @@ def test_where_the_weights_fit_on_no_mesh_they_are_divided_most():
 
 
 def test_rules_say_which_axes_divide_the_weights():
-    """`tp` divides by tp alone. Weights that are whole on each chip may fill it: a plan tells whether it is enough."""
+    """`tp` divides by tp alone. Replicated weights may fill a chip: a plan says whether they fit."""
     place = SLICES["v6e-8"]
     assert cost_of().weight_shards(MeshSizes(2, 4, 1)) == 4
     assert cost_of(rules="tp").weight_shards(MeshSizes(2, 2, 2)) == 2
     assert chosen(place, cost_of(rules="tp")).tp > 1
-    whole = cost_of(rules="replicated")
-    assert whole.weight_shards(MeshSizes(2, 1, 4)) == 1
-    assert weights_fit(whole, MeshSizes(1, 8, 1), place.memory)
+    replicated = cost_of(rules="replicated")
+    assert replicated.weight_shards(MeshSizes(2, 1, 4)) == 1
+    assert weights_fit(replicated, MeshSizes(1, 8, 1), place.memory)
     assert not weights_fit(cost_of(EXPERTS, rules="replicated", offload="none"), MeshSizes(1, 8, 1), place.memory)
 
 
@@ -132,7 +132,7 @@ def test_weights_are_counted_in_their_dtype():
         (8, 2, False, (1, 2, 4)),
     ],
 )
-def test_a_given_sp_stays(devices, sp, guided, mesh):
+def test_a_requested_sp_stays(devices, sp, guided, mesh):
     cost = cost_of(SMALL, guidance_scale=5.0 if guided else 1.0)
     assert choose_mesh(cost, devices, None, H100, sp=sp) == mesh
     with pytest.raises(WanjaxError, match=line_with_words("sp=3 divisor")):
@@ -167,7 +167,7 @@ def test_whose_keys_go_round(model, attention, passes):
 
 
 class StopError(Exception):
-    """The mesh is known: nothing needs to be traced."""
+    """The mesh is chosen already: nothing needs to be traced."""
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +238,7 @@ BY_COMMAND = [
 
 
 @pytest.mark.parametrize(("model", "chip", "mesh"), quick(BY_COMMAND[:2], BY_COMMAND))
-def test_the_command_tells_the_mesh_of_a_run(described, without_weights, monkeypatch, model, chip, mesh):
+def test_the_command_prints_the_mesh_of_a_run(described, without_weights, monkeypatch, model, chip, mesh):
     price = Price(argument_bytes=1, peak_bytes=2, seconds=3.0, breakdown={"attention": 3.0})
     monkeypatch.setattr(estimate, "priced_on", lambda place, programs, tell: [price] * len(programs))
     run = CliRunner().invoke(main, ["plan", model, "--chip", chip, "--json"])
@@ -259,7 +259,7 @@ def test_the_command_tells_the_mesh_of_a_run(described, without_weights, monkeyp
         {"offload": Offload.of("none")},
     ],
 )
-def test_what_is_asked_of_both_is_the_same_for_both(described, without_weights, mesh_of_plan, model, chip, options):
+def test_a_plan_and_a_run_choose_the_same_mesh(described, without_weights, mesh_of_plan, model, chip, options):
     run = mesh_of_run(described[chip], model, **options)
     assert mesh_of_plan(estimate.estimate_video, model_description(model), chip, **options) == run
 

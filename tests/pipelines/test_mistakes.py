@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes in calls of the library: each ends at once, in one sentence that names the right thing.
+"""Mistakes in calls of the library: each fails at once, with a message that names the solution.
 
 Those in a request, which other interfaces take too, are in tests/mistakes.
 """
@@ -90,9 +90,9 @@ METHODS: list[tuple[str, tuple, dict[str, Any], str]] = [
     ("decode", (LATENTS,), {"tiling": True}, "tiling True wanjax.Tiling()"),
     ("decode", (LATENTS,), {"output_type": "pil"}, "'output_type'"),
     *(
-        (name, (given,), {"tiling": wanjax.Tiling(*tiling)}, words)
+        (name, (pixels,), {"tiling": wanjax.Tiling(*tiling)}, words)
         for tiling, words in TILINGS
-        for name, given in TILED
+        for name, pixels in TILED
     ),
     *(("denoise", (x,), {}, "denoise WanConditioning encode") for x in ("a red circle", ("a", "b"), LATENTS, None)),
     *(("encode_video", (clip,), {}, words) for clip, words in CLIPS),
@@ -202,7 +202,7 @@ def test_chunks_are_refused_before_the_first_is_decoded(pipe, latents, words):
     ],
     ids=lambda x: x if isinstance(x, str) else f"{x.dtype}{x.shape}",
 )
-def test_an_array_of_another_form_is_answered_with_what_makes_it_a_picture(pipe, name, array):
+def test_an_array_of_another_form_suggests_its_conversion_to_a_picture(pipe, name, array):
     """The expression in the message works, and its result is accepted."""
     message = refused(pipe, prompt="a red circle", **{name: array})
     assert has_line_with(message, f"{array.dtype} {list(array.shape)} uint8")
@@ -226,9 +226,9 @@ NETWORK: dict[str, tuple[dict[str, Any], str]] = {  # arguments of nano's transf
 def test_a_transformer(pipe, mistake):
     """Called by itself with other arrays than those of its signature."""
     arguments, words = NETWORK[mistake]
-    right: dict[str, Any] = {"latents": jnp.zeros((1, 2, 8, 8, 16)), "t": 1.0}
-    right |= {"context": jnp.zeros((1, 5, pipe.transformer.config.text_width))}
-    assert has_line_with(refused(pipe.transformer, **right | arguments), words)
+    arguments_of_call: dict[str, Any] = {"latents": jnp.zeros((1, 2, 8, 8, 16)), "t": 1.0}
+    arguments_of_call |= {"context": jnp.zeros((1, 5, pipe.transformer.config.text_width))}
+    assert has_line_with(refused(pipe.transformer, **arguments_of_call | arguments), words)
 
 
 @pytest.mark.parametrize(
@@ -246,12 +246,12 @@ def test_an_array_that_is_no_picture(pipe, array, words):
 @pytest.mark.parametrize(
     ("name", "words"), [("fps", "'fps' setting pipe(prompt, fps=...)"), ("quality", "'quality' path")]
 )
-def test_a_video_is_saved_as_it_was_made(tmp_path, name, words):
+def test_a_video_is_saved_unchanged(tmp_path, name, words):
     assert has_line_with(refused(wanjax.Video(CLIP, 8, {}).save, tmp_path / "a.mp4", **{name: 30}), words)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_whole_numbers_of_numpy_are_whole_numbers(pipe):
+def test_integers_of_numpy_are_integers(pipe):
     with unchecked():
         settings = pipe.settings(frames=np.int64(17), size=[np.int32(64), 64], guidance_scale=np.float32(2))
     assert (settings.frames, settings.size, settings.guidance_scale) == (17, (64, 64), 2.0)
@@ -259,8 +259,8 @@ def test_whole_numbers_of_numpy_are_whole_numbers(pipe):
     assert type(settings.guidance_scale) is float
 
 
-def test_a_name_that_there_is_not(pipe):
-    for value, name, right in (
+def test_an_unknown_name(pipe):
+    for value, name, message in (
         (pipe, "transfomer", "transformer"),
         (pipe, "from_pretrained", "wanjax.load"),
         (pipe, "to", "JAX"),
@@ -276,21 +276,21 @@ def test_a_name_that_there_is_not(pipe):
         (wanjax, "lode", "load"),
         (wanjax, "make_mash", "make_mesh"),
     ):
-        with pytest.raises(AttributeError, match=right):
+        with pytest.raises(AttributeError, match=message):
             getattr(value, name)
         assert not hasattr(value, name)
     assert not hasattr(pipe, "xyzzy")
 
 
 @pytest.mark.parametrize(
-    ("name", "right"),
+    ("name", "message"),
     [
         *[("schedular", "scheduler"), ("progres", "progress"), ("xyzzy", "progress scheduler")],
         *[("device", "partitioner"), ("transformer", "nnx.update load")],
     ],
 )
-def test_a_name_that_cannot_be_set(pipe, name, right):
-    with pytest.raises(AttributeError, match=line_with_words(right)):
+def test_a_name_that_cannot_be_set(pipe, name, message):
+    with pytest.raises(AttributeError, match=line_with_words(message)):
         setattr(pipe, name, "euler")
     assert name not in vars(pipe)
 
@@ -308,12 +308,12 @@ def test_prompts_have_no_effect_after_their_encoding(name):
         pipe.denoise(prompts, **{name: "a blue square"})
 
 
-def test_a_video_for_the_mesh_has_known_settings():
+def test_a_video_for_the_mesh_has_valid_settings():
     with pytest.raises(WanjaxError, match=line_with_words("'stepz' steps")):
         wanjax.load("nano", video={"stepz": 3})
 
 
-def test_a_function_of_other_parameters_is_refused_before_anything_is_made():
+def test_a_callback_of_other_parameters_is_refused_before_the_run():
     """Each of a pipeline's functions; one that takes what it is called with, and more by default, is fine."""
     pipe: Any = wanjax.load("nano")
     load: Any = wanjax.load

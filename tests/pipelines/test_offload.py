@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks in memory: which are freed without being asked, and how a pipeline describes itself."""
+"""Networks in memory: which are freed automatically, and how a pipeline describes itself."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ def held(monkeypatch):
         new = not self.has(name)
         result = get(self, name)
         if new and name in NETWORKS:
-            seen[name] = [other for other in NETWORKS if self.has(other)]
+            seen[name] = [network for network in NETWORKS if self.has(network)]
         return result
 
     monkeypatch.setattr(Components, "get", recorded)
@@ -61,7 +61,7 @@ def test_each_network_is_freed_at_the_end_of_its_stage(model, held):
     assert loaded(pipe) == ["text_encoder", "transformer", "vae"]
 
 
-def test_videos_that_are_made_together_are_decoded_by_one_autoencoder(model, monkeypatch):
+def test_videos_of_a_batch_are_decoded_by_one_autoencoder(model, monkeypatch):
     pipe, reads = wanjax.load(model, offload="stages", mesh=wanjax.make_mesh(dp=2, devices=jax.devices()[:2])), []
     load = pipe.components._loaders["vae"]
     monkeypatch.setitem(pipe.components._loaders, "vae", lambda make_room: reads.append("vae") or load(make_room))
@@ -106,9 +106,9 @@ def test_only_as_many_networks_are_freed_as_have_to_go(machine):
     parts = Components({name: partial(load, size=1) for name in "abcd"} | {"all": partial(load, size=3)})
     held = lambda: "".join(name for name in "abcdx" if parts.has(name))  # noqa: E731
     machine.has_free_memory(lambda: 10 - 4 * len(held()))
-    for name, right in zip("abcd", ("a", "ab", "bc", "cd"), strict=True):
+    for name, expected in zip("abcd", ("a", "ab", "bc", "cd"), strict=True):
         parts.get(name)
-        assert held() == right
+        assert held() == expected
     parts.override("x", network(1))
     parts.get("all")
     assert held() == "x"
@@ -147,16 +147,16 @@ def test_the_memory_that_is_free_for_weights(monkeypatch):
     process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=50))
     monkeypatch.setattr(memory, "_group_limits", lambda: iter(allowed))
     monkeypatch.setattr(memory.psutil, "Process", lambda: process)
-    for available, limit, right in ((900, None, 900 - 250), (100, None, 0), (900, 400, 350 - 100), (900, 60, 0)):
+    for available, limit, expected in ((900, None, 900 - 250), (100, None, 0), (900, 400, 350 - 100), (900, 60, 0)):
         message = SimpleNamespace(total=1000, available=available)
         monkeypatch.setattr(memory.psutil, "virtual_memory", lambda message=message: message)
         allowed[:] = [limit] if limit else []
-        assert components.free_memory(SimpleNamespace(memory_stats=lambda: None)) == right
+        assert components.free_memory(SimpleNamespace(memory_stats=lambda: None)) == expected
     stats = {"bytes_limit": 1000, "bytes_in_use": 100}
     assert components.free_memory(SimpleNamespace(memory_stats=lambda: stats)) == 650
 
 
-def test_a_video_that_other_programs_leave_no_memory_for_is_noted(monkeypatch):
+def test_memory_taken_by_other_programs_is_noted(monkeypatch):
     """It fits the machine, and a refusal would be wrong: the other programs may end."""
     settings = wanjax.load("nano").settings()
     machine = SimpleNamespace(total=1000, available=300)

@@ -106,7 +106,7 @@ def test_a_value_for_each_frame_becomes_channels():
 
 
 def test_conditions_keep_what_the_mask_does_not_replace(tmp_path):
-    """The picture's frame is known; carried frames are known even where the mask is white; grey levels stay."""
+    """The picture's frame is fixed; carried frames are fixed even where the mask is white; grey levels stay."""
     pipe, random = wanjax.load(tiny_pose_checkpoint(tmp_path), dtype="float32"), np.random.default_rng(0)
     clip = random.integers(0, 256, (9, 48, 64, 3), dtype=np.uint8)
     mask = np.zeros((9, 48, 64, 3), np.uint8)
@@ -139,7 +139,7 @@ def test_a_blurred_picture_keeps_its_mean():
     np.testing.assert_array_equal(blur(x, 1)[0, :, :, 0], expected)
 
 
-def test_tokens_see_keys_of_their_frame_alone():
+def test_tokens_attend_only_to_keys_of_their_frame():
     """Padding after the last frame sees the last frame's keys."""
     visible = np.asarray(same_frame(7, 2, 6, 2))[0, 0] == 0
     assert visible.sum(axis=1).tolist() == [2] * 7
@@ -150,11 +150,11 @@ def test_caches_guidance_and_batches():
     """Both prompts in one batch give the same latents, although only the positive one sees the face."""
     pipe, conditioning = pose_pipeline(2, None, layers=4), pose_conditioning()
     options: dict[str, Any] = {"steps": 4, "guidance_scale": 3.0, "seed": 1}
-    plain = pipe.denoise(conditioning, **options)
+    baseline = pipe.denoise(conditioning, **options)
     batched = pipe.denoise(conditioning, **options, batch_guidance=True)
-    assert np.linalg.norm(batched - plain) <= 1e-5 * np.linalg.norm(plain)
+    assert np.linalg.norm(batched - baseline) <= 1e-5 * np.linalg.norm(baseline)
     blind = conditioning._replace(face_pictures=np.zeros_like(conditioning.face_pictures))
-    assert (pipe.denoise(blind, **options) != plain).any()
+    assert (pipe.denoise(blind, **options) != baseline).any()
     changes: list[dict[str, Any]] = [
         *({"cache": cache} for cache in ("deepcache:1,4,2", "easycache:9,2", "guidance:2")),
         *({"guidance_rule": "nag"}, {"rng": "torch"}),
@@ -162,7 +162,7 @@ def test_caches_guidance_and_batches():
     for change in changes:
         changed = pipe.denoise(conditioning, **options, **change)
         assert np.isfinite(changed).all()
-        assert (changed != plain).any(), change
+        assert (changed != baseline).any(), change
     with pytest.raises(WanjaxError, match=line_with_words("driving clip training")):
         pipe.model.spec.check_trainable(pipe.settings(frames=9, windows=3))
 

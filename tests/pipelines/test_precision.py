@@ -62,12 +62,12 @@ def test_most_weights_of_every_transformer_are_quantized(key):
     layers: dict[str, Any] = linears(
         quantize_layers(shapes_of(kind, config), PRECISIONS["int8"], kind.full_precision or ())
     )
-    whole = {path for path, layer in layers.items() if isinstance(layer, Linear)}
-    assert {"patch_embed", "proj_out"} <= whole
-    for path in layers.keys() - whole:
+    linear_layers = {path for path, layer in layers.items() if isinstance(layer, Linear)}
+    assert {"patch_embed", "proj_out"} <= linear_layers
+    for path in layers.keys() - linear_layers:
         assert (layers[path].dtype, layers[path].hadamard_size) == (jnp.bfloat16, 256), path
     blocks = {path for path in layers if path.split(".")[0].endswith(("blocks", "block"))}
-    assert blocks & whole == {path for path in blocks if path.endswith(("mod", "proj_l"))} < blocks
+    assert blocks & linear_layers == {path for path in blocks if path.endswith(("mod", "proj_l"))} < blocks
 
 
 def test_every_row_of_a_table_stands_for_a_layer():
@@ -119,18 +119,18 @@ def test_a_lora_on_stored_weights_is_close_to_the_same_on_floats(checkpoint, pre
     """And its effect is that of the run in floats."""
     source, lora = checkpoint("wan"), str(tmp_path / "style.safetensors")
     assert ToWanjax(open_source(source), tmp_path / "converted", NETWORKS, precision=PRECISIONS[precision]).run()
-    plain = wanjax.load(source, dtype="float32")
+    base = wanjax.load(source, dtype="float32")
     random, tensors = np.random.default_rng(0), {}
     for module in (f"blocks.{block}.{name}" for block in range(2) for name in ("self_attn.q", "self_attn.o", "ffn.2")):
         sizes = (24, 32 if module.endswith("ffn.2") else 24)
         tensors[f"diffusion_model.{module}.lora_up.weight"] = random.normal(size=(sizes[0], 2))
         tensors[f"diffusion_model.{module}.lora_down.weight"] = random.normal(size=(2, sizes[1]))
     save_safetensors(lora, {key: (0.4 * x).astype(np.float32) for key, x in tensors.items()})
-    conditioning = plain.encode("a red circle", **{k: v for k, v in SMALL.items() if k != "steps"})
+    conditioning = base.encode("a red circle", **{k: v for k, v in SMALL.items() if k != "steps"})
     floats, rounded = (
         first_latents(wanjax.load(folder, lora=lora, dtype="float32"), conditioning)
         for folder in (source, tmp_path / "converted")
     )
-    effect = error(floats, first_latents(plain, conditioning))
+    effect = error(floats, first_latents(base, conditioning))
     assert error(rounded, floats) <= BOUNDS[precision]
     assert error(rounded, floats) < 0.3 * effect

@@ -44,20 +44,20 @@ def mixed(frames):
     return np.moveaxis(np.concatenate([cells[:1] @ first + 0.3, means @ later - 0.2]), -1, 0)[None]
 
 
-def test_a_decoder_that_is_not_there(pipe):
+def test_a_missing_decoder(pipe):
     for call in (lambda: wanjax.load("nano", decoder="nope"), lambda: pipe.preview_with("nope")):
         with pytest.raises(WanjaxError, match=line_with_words("no file nope")):
             call()
 
 
-def test_a_linear_autoencoder_is_seen_as_it_is():
+def test_previews_of_a_linear_autoencoder_are_exact():
     frames = synthetic_clip(1 + 2 * TEMPORAL, SPATIAL)
     assert len(np.unique(frames)) > 100
     pictures = fit_colours(mixed, SPATIAL, TEMPORAL).pictures(mixed(frames))
     assert pictures.shape == (1, 3, frames.shape[1] // SPATIAL, frames.shape[2] // SPATIAL, 3)
-    whole = frames.reshape(len(frames), *pictures.shape[2:3], SPATIAL, -1, SPATIAL, 3).mean((2, 4))
-    np.testing.assert_allclose(pictures[0, 0], whole[0], atol=1)
-    np.testing.assert_allclose(pictures[0, 1:], whole[1:].reshape(2, TEMPORAL, *whole.shape[1:]).mean(1), atol=1)
+    averaged = frames.reshape(len(frames), *pictures.shape[2:3], SPATIAL, -1, SPATIAL, 3).mean((2, 4))
+    np.testing.assert_allclose(pictures[0, 0], averaged[0], atol=1)
+    np.testing.assert_allclose(pictures[0, 1:], averaged[1:].reshape(2, TEMPORAL, *averaged.shape[1:]).mean(1), atol=1)
 
 
 def test_a_strip_has_a_row_for_each_video_and_at_most_six_pictures():
@@ -82,7 +82,7 @@ def colour_of(pictures):
 
 
 @pytest.mark.parametrize("colour", ["red", "blue", "yellow"])
-def test_the_colour_is_seen_at_half_of_the_steps(pipe, colour):
+def test_previews_show_the_colour_at_half_of_the_steps(pipe, colour):
     seen = []
     pipe(f"a {colour} circle moving right", **FEW, callback=lambda step: seen.append(step.preview()))
     assert seen[0].shape == (1, 5, 8, 8, 3)
@@ -90,29 +90,29 @@ def test_the_colour_is_seen_at_half_of_the_steps(pipe, colour):
 
 
 def test_previews_change_nothing_and_leave_the_last_look(tmp_path):
-    pipe, file, plain = wanjax.load("nano"), tmp_path / "preview.png", []
-    latents = pipe.denoise(pipe.encode(PROMPT), **FEW, callback=lambda step: plain.append(step))
+    pipe, file, steps = wanjax.load("nano"), tmp_path / "preview.png", []
+    latents = pipe.denoise(pipe.encode(PROMPT), **FEW, callback=lambda step: steps.append(step))
     assert not pipe.components.has("vae")
     looks = Previews(file, looks=3)
     np.testing.assert_array_equal(pipe.denoise(pipe.encode(PROMPT), **FEW, callback=looks), latents)
     looks.wait()
     assert not pipe.components.has("vae")
-    np.testing.assert_array_equal(opened(file), strip(pipe.latent_preview().pictures(plain[-1].x0)))
+    np.testing.assert_array_equal(opened(file), strip(pipe.latent_preview().pictures(steps[-1].x0)))
     assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_terminal_with_colours_shows_each_look(pipe):
-    def shown(**terminal):
+    def printed(**terminal):
         page = io.StringIO()
         looks = Previews(looks=4, on=Console(file=page, width=80, highlight=False, **terminal))
         pipe(PROMPT, **FEW, callback=looks)
         looks.wait()
         return page.getvalue()
 
-    text = shown(force_terminal=True, color_system="truecolor")
+    text = printed(force_terminal=True, color_system="truecolor")
     assert [f"preview after step {step} of 8" in text for step in range(1, 9)] == [False, True] * 4
     assert "▀" in text
-    assert shown(force_terminal=False) == ""
+    assert printed(force_terminal=False) == ""
 
 
 def test_half_blocks_have_the_colours_of_their_pixels():
@@ -123,7 +123,7 @@ def test_half_blocks_have_the_colours_of_their_pixels():
     assert [str(span.style) for span in text.spans] == ["rgb(0,0,0) on rgb(0,0,0)", "rgb(255,0,7) on rgb(0,0,0)"]
 
 
-def test_what_went_wrong_at_a_look_is_raised(pipe, tmp_path):
+def test_an_error_of_a_preview_is_raised(pipe, tmp_path):
     looks = Previews(tmp_path / "missing" / "preview.png", looks=2)
     with pytest.raises(wanjax.WanjaxError, match="cannot be written"):
         pipe(PROMPT, **FEW, callback=looks)

@@ -48,7 +48,7 @@ ENDS: list[float] = []  # of the steps on the device
 
 
 class SlowDenoiser(WanDenoiser):
-    """A denoiser whose steps take a known time on the device."""
+    """A denoiser whose steps take a fixed time on the device."""
 
     seconds = SECONDS
 
@@ -70,7 +70,7 @@ def pipe(tmp_path_factory):
 
 @pytest.fixture
 def slow(pipe, monkeypatch):
-    """The pipeline with steps that take a known time."""
+    """The pipeline with steps that take a fixed time."""
     monkeypatch.setattr(type(pipe.model), "denoiser", SlowDenoiser())
     ENDS.clear()
     return pipe
@@ -89,8 +89,8 @@ def test_a_recorded_terminal(slow):
             assert counts[-1] <= sum(end <= when for end in ENDS)
         left = re.search(rf"step (\d+) of {STEPS}, (\d+) s left, [\d.]+ ms each", text)
         if left and int(left[1]) >= STEPS / 2:
-            right = ENDS[-1] - when
-            assert abs(int(left[2]) - right) <= 0.25 * right + 0.5  # it is told in whole seconds
+            expected = ENDS[-1] - when
+            assert abs(int(left[2]) - expected) <= 0.25 * expected + 0.5  # it is printed in whole seconds
             lefts += 1
     assert counts == sorted(counts)
     assert set(range(STEPS // 2, STEPS)) <= {*counts}
@@ -110,7 +110,7 @@ def test_plain_lines_where_there_is_no_terminal(slow, monkeypatch):
     assert re.fullmatch(rf"denoise: step {STEPS} of {STEPS}, [\d.]+ ms each, [\d.]+ s in all", lines[-1])
 
 
-def test_a_line_that_says_nothing_new_is_not_printed(monkeypatch):
+def test_unchanged_progress_is_not_printed(monkeypatch):
     monkeypatch.setattr(progress, "LINE_INTERVAL", 0.01)
     written = StringIO()
     with progress.stage_on_console("plan", Console(file=written, width=120)) as stage:
@@ -123,7 +123,7 @@ def test_a_line_that_says_nothing_new_is_not_printed(monkeypatch):
     assert re.fullmatch(r"plan: program 2 of 8, [\d.]+ m?s in all", last)
 
 
-def test_compiling_is_told_and_not_in_the_pace():
+def test_compiling_is_reported_and_excluded_from_the_pace():
     recorder = Recorder()
     with progress.stage_on_console("denoise", Console(file=recorder, force_terminal=True, width=120)) as stage:
         stage.set_progress("step", 0, 9)
@@ -203,7 +203,7 @@ def test_a_stage_that_continues(clock):
 
 
 def test_a_narrow_terminal(clock):
-    """The words stay whole, beside a short bar."""
+    """The words stay complete, with a short bar."""
     recorder = Recorder()
     with progress.stage_on_console("denoise", Console(file=recorder, force_terminal=True, width=60)) as stage:
         for done in (0, 1, 2):
@@ -217,15 +217,15 @@ def test_a_narrow_terminal(clock):
 
 
 def test_the_library_shows_its_stages_on_a_terminal_only(pipe, monkeypatch, capsys):
-    own = copy(pipe)
+    copied = copy(pipe)
 
-    def told(shown: bool | None) -> None:
-        own.progress = shown
-        own("a", steps=2, **SMALL)
+    def generate_with(progress: bool | None) -> None:
+        copied.progress = progress
+        copied("a", steps=2, **SMALL)
 
-    told(None)
+    generate_with(None)
     assert capsys.readouterr().err == ""
-    told(True)
+    generate_with(True)
     assert re.findall(r"^(\w+): ([^,]*), ", capsys.readouterr().err, re.MULTILINE) == [
         ("encode", "done"),
         ("denoise", "step 2 of 2"),
@@ -233,9 +233,9 @@ def test_the_library_shows_its_stages_on_a_terminal_only(pipe, monkeypatch, caps
     ]
     terminal = Recorder()
     monkeypatch.setattr(sys, "stderr", terminal)
-    told(False)
+    generate_with(False)
     assert terminal.text == ""
-    told(None)
+    generate_with(None)
     for words in ("encode", "denoise", "step 2 of 2", "decode", "chunk 2 of 2"):
         assert words in terminal.text
     with pytest.raises(AttributeError, match=r"pipe\.progress = False hides the progress"):

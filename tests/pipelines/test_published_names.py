@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published model that a checkpoint is, by its name: tensors do not tell apart models of one shape."""
+"""The published model of a checkpoint, by its name: tensors do not distinguish models of one shape."""
 
 import json
 from itertools import combinations
@@ -21,9 +21,9 @@ HD, SD = (720, 1280), (480, 832)
 
 
 def shape(preset):
-    """Return what the tensors of a preset tell: its transformer, and whether there is another."""
-    known = preset.model
-    return type(known).__name__, known.transformer, known.spec.denoisers
+    """Return what the tensors of a preset determine: its transformer, and whether there is another."""
+    model = preset.model
+    return type(model).__name__, model.transformer, model.spec.denoisers
 
 
 ALIKE = [
@@ -35,17 +35,17 @@ ALIKE = [
 
 
 def test_there_are_presets_of_equal_shapes():
-    names = [{one.name, other.name} for one, other in ALIKE]
+    names = [{first.name, second.name} for first, second in ALIKE]
     assert len(names) >= 30
     assert {"wan2.1-i2v-14b-480p", "wan2.1-i2v-14b-720p"} in names
 
 
 @pytest.mark.parametrize("pair", ALIKE, ids=lambda pair: f"{pair[0].name} {pair[1].name}")
-def test_names_tell_apart_presets_of_equal_shapes(pair):
-    """By the name of a repository, of a folder like it, or of its file, whichever of the two is asked about first."""
-    for right in pair:
-        family = next(family for family in FAMILIES if right in family.presets)
-        for source in right.sources:
+def test_names_distinguish_presets_of_equal_shapes(pair):
+    """By the name of a repository, of a folder like it, or of its file, whichever of the two is looked up first."""
+    for preset in pair:
+        family = next(family for family in FAMILIES if preset in family.presets)
+        for source in preset.sources:
             owner, _, rest = source.partition("/")
             names = [source, f"/data/{rest}", f"/data/{owner}/snapshot/{rest}", f"/data/{rest.rpartition('/')[2]}"]
             for name in names:
@@ -53,11 +53,11 @@ def test_names_tell_apart_presets_of_equal_shapes(pair):
                     result = hunyuan_layouts._parse_model_name(name.replace("/diffusion_pytorch_model.safetensors", ""))
                     assert (
                         name.endswith("/diffusion_pytorch_model.safetensors")
-                        or hunyuan_layouts.MODELS[str(result)] is right
+                        or hunyuan_layouts.MODELS[str(result)] is preset
                     )
                 elif model_name_in(name) not in ("", "data"):
-                    assert best_match(pair, name, family.distillations) is right, name
-                    assert best_match(pair[::-1], name, family.distillations) is right, name
+                    assert best_match(pair, name, family.distillations) is preset, name
+                    assert best_match(pair[::-1], name, family.distillations) is preset, name
 
 
 def tensors(config):
@@ -92,7 +92,7 @@ def single_file(path, config):
         (T2V_14B, "Wan2.1-T2V-14B", "wan2.1-t2v-14b", HD, 50, 5.0),
     ],
 )
-def test_a_folder_of_the_authors_is_known_by_its_name(config, name, preset, size, steps, shift, tmp_path):
+def test_a_folder_of_the_authors_is_recognised_by_its_name(config, name, preset, size, steps, shift, tmp_path):
     checkpoint = inspect_checkpoint(authors_folder(tmp_path / name, config))
     assert checkpoint.preset is not None
     assert checkpoint.preset.name == preset
@@ -123,7 +123,7 @@ def test_a_folder_of_the_authors_is_known_by_its_name(config, name, preset, size
         (TI2V_5B, "Wan2_2-TI2V-5B-FastWanFullAttn_bf16.safetensors", "wan2.2-ti2v-5b-fastwan"),
     ],
 )
-def test_a_single_file_is_known_by_its_name(config, name, preset, tmp_path):
+def test_a_single_file_is_recognised_by_its_name(config, name, preset, tmp_path):
     checkpoint = inspect_checkpoint(single_file(tmp_path / name, config))
     assert checkpoint.preset is not None
     assert checkpoint.preset.name == preset
@@ -189,7 +189,7 @@ def test_the_generator_of_a_run_is_causvids(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "message"), [("cat.safetensors", True), ("cat-t2v-14b.safetensors", False)])
-def test_a_name_that_tells_nothing_is_told(name, message, tmp_path):
+def test_an_ambiguous_name_is_reported(name, message, tmp_path):
     checkpoint = inspect_checkpoint(single_file(tmp_path / name, T2V_14B))
     assert checkpoint.distillation is None
     sentence = describe_distillation(name, checkpoint)
@@ -206,8 +206,8 @@ def test_a_name_that_tells_nothing_is_told(name, message, tmp_path):
         ("Wan2.1-I2V-14B-480P-Diffusers", 5.0, SD, 5.0),
     ],
 )
-def test_a_folder_of_diffusers_is_known_by_its_name_or_its_shift(name, options, size, shift, tmp_path):
-    """It is a folder of the user's own. Where its name tells nothing, its scheduler's shift may."""
+def test_a_folder_of_diffusers_is_recognised_by_its_name_or_shift(name, options, size, shift, tmp_path):
+    """It is a folder of the user. If its name is ambiguous, its scheduler's shift may decide."""
     source, folder = inspect_checkpoint(single_file(tmp_path / "a.safetensors", I2V_14B)).source, tmp_path / name
     configs = {component: source[component].config() for component in ("transformer", "vae", "scheduler")}
     configs["scheduler"] |= {"flow_shift": options}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Radial attention in models and videos: the first block and the first steps are dense, and mistakes are told."""
+"""Radial attention in models and videos: the first block and the first steps are dense, and mistakes are reported."""
 
 import json
 from dataclasses import replace
@@ -64,7 +64,7 @@ def test_the_share_of_dense_steps(steps, dense):
 def test_a_model_by_hand(monkeypatch):
     """Blocks one by one, the first with all of attention, the others by the formula under the mask."""
     requested = AttentionConfig(radial=True), AUTO
-    radial, plain = (network(partial(wan.WanTransformer, CONFIG, attention=a), None) for a in requested)
+    radial, dense_model = (network(partial(wan.WanTransformer, CONFIG, attention=a), None) for a in requested)
     rng = np.random.default_rng(0)
     latents = jnp.asarray(rng.normal(size=(1, 11, 8, 32, CONFIG.channels_in)), jnp.float32)
     t, text = jnp.full(1, 500.0), jnp.asarray(rng.normal(size=(1, 7, CONFIG.text_width)), jnp.float32)
@@ -99,8 +99,8 @@ def test_a_model_by_hand(monkeypatch):
         window = Radial(11, 64, 0.2) if of_self else None
         return attention(q, k, v, window=window, implementation="reference")
 
-    assert (radial.mask(GRID), plain.mask(GRID)) == (Radial(11, 64, 0.2), None)
-    ours, dense, expected = (np.float64(x) for x in (run(radial), run(plain), by_hand(plain)))
+    assert (radial.mask(GRID), dense_model.mask(GRID)) == (Radial(11, 64, 0.2), None)
+    ours, dense, expected = (np.float64(x) for x in (run(radial), run(dense_model), by_hand(dense_model)))
     assert sum(seen) == CONFIG.layers - 1 > 0
     assert error(ours, expected) <= 1e-5
     assert error(ours, dense) > 1e-4
@@ -116,23 +116,23 @@ def trace(pipe, **settings):
 
 @pytest.mark.parametrize("text", quick(["radial:0.2"], ["radial", "radial:0.2"]))
 def test_the_first_steps_are_those_of_dense_attention(folder, text):
-    plain, radial = (trace(wanjax.load(folder, attention=a, dtype="float32")) for a in (None, text))
+    dense_trace, radial = (trace(wanjax.load(folder, attention=a, dtype="float32")) for a in (None, text))
     for step in range(STEPS):
-        assert (plain[step] == radial[step]).all() == (step < DENSE)
+        assert (dense_trace[step] == radial[step]).all() == (step < DENSE)
 
 
 def test_several_devices(folder):
-    one, eight = (wanjax.load(folder, attention="radial", dtype="float32", mesh=m) for m in (None, "dp=2,tp=4"))
+    one_device, eight = (wanjax.load(folder, attention="radial", dtype="float32", mesh=m) for m in (None, "dp=2,tp=4"))
     options = {"steps": 2, "guidance_scale": 4.0}  # both prompts are together where there is dp
-    assert error(trace(eight, **options)[-1], np.float64(trace(one, **options)[-1])) <= 1e-5
+    assert error(trace(eight, **options)[-1], np.float64(trace(one_device, **options)[-1])) <= 1e-5
 
 
 def test_a_step_that_reuses_needs_no_dense_program(folder):
     pipe = wanjax.load(folder, attention="radial", dtype="float32")
     settings = pipe.settings(**VIDEO, steps=10, cache="deepcache:0,10,2")
-    others = {"begin": 1, "context": 1, "finish": 1}
-    assert run_counts(pipe, settings) == others | {"step": 3, "reusing_step": 5, "dense_step": 2}
-    assert run_counts(wanjax.load(folder, dtype="float32"), settings) == others | {"step": 5, "reusing_step": 5}
+    other_counts = {"begin": 1, "context": 1, "finish": 1}
+    assert run_counts(pipe, settings) == other_counts | {"step": 3, "reusing_step": 5, "dense_step": 2}
+    assert run_counts(wanjax.load(folder, dtype="float32"), settings) == other_counts | {"step": 5, "reusing_step": 5}
     assert np.isfinite(trace(pipe, cache="deepcache:0,4,2")[-1]).all()
 
 
@@ -142,8 +142,8 @@ def test_the_command_line(folder, tmp_path):
     succeeded(run("denoise", *sizes, "--dir", "one", "--attention", "radial:0.3"))
     ours = load_safetensors(tmp_path / "one" / "stage2_latents.safetensors")["latents"]
     pipe = wanjax.load(folder, attention="radial:0.3", dtype="float32")
-    right = pipe.denoise(pipe.encode("a"), **VIDEO, steps=3)
-    assert error(ours, np.float64(right)) <= 1e-5
+    expected = pipe.denoise(pipe.encode("a"), **VIDEO, steps=3)
+    assert error(ours, np.float64(expected)) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,8 @@ def test_models_without_it(make, tmp_path):
 def test_plans():
     assert has_line_with(refused("plan", "cogvideox-2b", "--attention", "radial"), "cogvideox-2b radial attention")
     arguments = ("plan", "wan2.1-t2v-1.3b", "--chip", "cpu", "--steps", "50", "--attention", "radial", "--json")
-    radial, plain = (json.loads(succeeded(run(*options)).stdout) for options in (arguments, (*arguments[:6], "--json")))
-    assert (radial["dense_steps"], plain["dense_steps"], plain["dense_step_seconds"]) == (12, 0, None)
-    assert radial["dense_step_seconds"] == pytest.approx(plain["step_seconds"], rel=0.2)
-    assert radial["step_seconds"] < 0.9 * plain["step_seconds"]
-    assert radial["total_seconds"] < plain["total_seconds"]
+    radial, dense = (json.loads(succeeded(run(*options)).stdout) for options in (arguments, (*arguments[:6], "--json")))
+    assert (radial["dense_steps"], dense["dense_steps"], dense["dense_step_seconds"]) == (12, 0, None)
+    assert radial["dense_step_seconds"] == pytest.approx(dense["step_seconds"], rel=0.2)
+    assert radial["step_seconds"] < 0.9 * dense["step_seconds"]
+    assert radial["total_seconds"] < dense["total_seconds"]

@@ -32,9 +32,9 @@ def model(tmp_path_factory):
 
 
 def extras(video) -> dict:
-    """Return the entries of a video's record beside its settings, and the digests of files that it names."""
-    known = {"digests", *wanjax.load("nano").defaults.to_json()}
-    return {k: v for k, v in video.settings.items() if k not in known}
+    """Return the entries of a video's metadata without its settings and the digests of files that it names."""
+    expected = {"digests", *wanjax.load("nano").defaults.to_json()}
+    return {k: v for k, v in video.settings.items() if k not in expected}
 
 
 def test_metadata_of_default_settings(model, tmp_path):

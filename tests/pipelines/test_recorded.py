@@ -101,8 +101,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 OUTLINED = [  # prompts of HunyuanVideo are as long as their texts, and a plan's as long as they may be
     kind
-    for kind, (model, given) in KINDS.items()
-    if not model.startswith("hunyuan") and not given.keys() & {"tiling", "batch_guidance", "cache"}
+    for kind, (model, options) in KINDS.items()
+    if not model.startswith("hunyuan") and not options.keys() & {"tiling", "batch_guidance", "cache"}
 ]
 ALONE = {
     *("wan easycache", "wan deepcache", "wan-flf", "wan-vace video", "wan-experts", "wan-causal"),
@@ -144,7 +144,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loaded(folder):
-    """A model with tables for step caches, whose programs are kept until the next."""
+    """A model with tables for step caches, whose programs stay cached until the next."""
 
     @functools.lru_cache(maxsize=1)
     def load(model: str, mesh: str | None) -> tuple[Any, Counting]:
@@ -160,18 +160,20 @@ def loaded(folder):
 def compared(loaded):
     @functools.cache
     def compare(kind: str, mesh: str | None) -> Compared:
-        model, given = KINDS[kind]
+        model, options = KINDS[kind]
         pipe, counting = loaded(model, mesh)
-        messages = {name: given[name] for name in ("tiling", "batch_guidance") if name in given}
-        own = {name: x for name, x in given.items() if name not in messages} | {"prompt": given.get("prompt", "a cat")}
-        pictures, settings = pipe.prepare(**own)
+        messages = {name: options[name] for name in ("tiling", "batch_guidance") if name in options}
+        arguments = {name: x for name, x in options.items() if name not in messages} | {
+            "prompt": options.get("prompt", "a cat")
+        }
+        pictures, settings = pipe.prepare(**arguments)
         result = trace_programs(pipe, settings, pictures, **messages)
         for noted in result.programs:
             counting.compile(noted.traced_program)
         before = compiled(strategy=counting)
         counting.calls.clear()
-        prompt = own.pop("prompt")
-        pipe.with_strategy(counting)(prompt, **own, **messages)
+        prompt = arguments.pop("prompt")
+        pipe.with_strategy(counting)(prompt, **arguments, **messages)
         return Compared(
             result,
             recorded_calls(result),
@@ -184,17 +186,19 @@ def compared(loaded):
 
 
 @pytest.mark.parametrize(("kind", "mesh"), places())
-def test_a_recorded_run_makes_the_calls_of_an_executed_one(compared, kind, mesh):
+def test_a_traced_run_makes_the_calls_of_an_executed_one(compared, kind, mesh):
     result = compared(kind, mesh)
     executed, recorded = result.executed, result.recorded
     assert result.late == 0
     if "teacache" in kind:  # whose weights decide which steps reuse
         assert executed.keys() == recorded.keys()
-        whole, planned = steps(executed), steps(recorded)
-        assert planned.total() == whole.total()
-        assert whole[False] <= planned[False] < planned.total()
-        others = [Counter({c: n for c, n in x.items() if c.program.name != "take_step"}) for x in (executed, recorded)]
-        assert not differences(*others)
+        executed_steps, planned = steps(executed), steps(recorded)
+        assert planned.total() == executed_steps.total()
+        assert executed_steps[False] <= planned[False] < planned.total()
+        other_calls = [
+            Counter({c: n for c, n in x.items() if c.program.name != "take_step"}) for x in (executed, recorded)
+        ]
+        assert not differences(*other_calls)
     else:
         assert not differences(executed, recorded)
     if "cache" in KINDS[kind][1]:

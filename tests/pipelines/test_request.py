@@ -108,7 +108,7 @@ def test_files_are_the_same_by_the_interfaces_that_name_them(tmp_path):
     assert VideoRequest.parse(one) == VideoRequest.parse(two) != VideoRequest.parse({"prompt": "a"})
 
 
-def test_texts_are_bounded_for_strangers_alone():
+def test_texts_are_bounded_only_for_clients():
     for fields in ({"prompt": "x" * 4001}, {"then": "x" * 4001}, {"scheduler": "y" * 201}):
         assert VideoRequest.parse({"prompt": "a"} | fields)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Denoising that was stopped continues from its last kept state to the same latents, bit for bit."""
+"""Denoising that was stopped continues from its last saved state to the same latents, bit for bit."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.schedulers import UniPC
 from wanjax.sharding import one_device_partitioner
 
-GIVEN = {"size": (12, 12), "frames": 5, "steps": 6, "seed": 3}
+SETTINGS = {"size": (12, 12), "frames": 5, "steps": 6, "seed": 3}
 
 
 def encoded(value: float = 0.5) -> WanConditioning:
@@ -60,7 +60,7 @@ def run(pipe, keep=None, stop_at=None, prompt=0.5, **more):
             callback=callback,
             keep=keep,
             continued=lambda *message: before.append(message),
-            **GIVEN | more,
+            **SETTINGS | more,
         )
     except Cancelled:
         return None, taken, before
@@ -72,15 +72,15 @@ def run(pipe, keep=None, stop_at=None, prompt=0.5, **more):
 def test_a_stopped_run_continues(tmp_path, experts, stop_at):
     file = tmp_path / "state"
     pipe = pipeline(experts)
-    whole, _, _ = run(pipe)
+    uninterrupted, _, _ = run(pipe)
     assert run(pipe, file, stop_at)[0] is None
     latents, taken, before = run(pipe, file)
-    np.testing.assert_array_equal(latents, whole)
+    np.testing.assert_array_equal(latents, uninterrupted)
     assert taken == list(range(stop_at + 1, 6))
     assert before == [(stop_at + 1, 6)]
 
 
-def test_other_weights_under_the_same_name_begin_anew(tmp_path):
+def test_other_weights_under_the_same_name_restart(tmp_path):
     pipe, file = pipeline(False), tmp_path / "state"
     pipe.components.options |= {"digests": {"style.safetensors": "0"}}
     run(pipe, file, 2)
@@ -92,31 +92,31 @@ def test_other_weights_under_the_same_name_begin_anew(tmp_path):
     ("cache", "stop_at"),
     [*(("deepcache:1,5,3", step) for step in (1, 2, 3, 4)), ("easycache:9,2", 3), ("guidance:2", 2)],
 )
-def test_what_a_step_cache_kept_is_restored(tmp_path, cache, stop_at):
+def test_the_state_of_a_step_cache_is_restored(tmp_path, cache, stop_at):
     file = tmp_path / "state"
     pipe = pipeline(False)
-    whole, _, _ = run(pipe, cache=cache)
+    uninterrupted, _, _ = run(pipe, cache=cache)
     assert run(pipe, file, stop_at, cache=cache)[0] is None
     latents, taken, _ = run(pipe, file, cache=cache)
-    np.testing.assert_array_equal(latents, whole)
+    np.testing.assert_array_equal(latents, uninterrupted)
     assert taken == list(range(stop_at + 1, 6))
 
 
 def test_the_boundary_lies_between_steps_that_were_tried():
     pipe = pipeline(True)
-    settings = pipe.settings(**GIVEN)
+    settings = pipe.settings(**SETTINGS)
     schedule = pipe.scheduler.schedule(settings.steps, shift=settings.flow_shift)
     assert [phase.start for phase in pipe.model.spec.phases(schedule, settings)] in ([0, n] for n in range(1, 6))
 
 
-def test_an_exception_keeps_the_state_too(tmp_path):
+def test_an_exception_saves_the_state_too(tmp_path):
     def interrupt(step):
         if step.index == 2:
             raise KeyboardInterrupt
 
     pipe, file = pipeline(False), tmp_path / "state"
     with pytest.raises(KeyboardInterrupt):
-        pipe.denoise(encoded(), callback=interrupt, keep=file, **GIVEN)
+        pipe.denoise(encoded(), callback=interrupt, keep=file, **SETTINGS)
     assert run(pipe, file)[1] == [3, 4, 5]
 
 
@@ -135,21 +135,21 @@ class Interrupting(Observer):
 
 
 @pytest.mark.parametrize("after", [2, 6, None])
-def test_ctrl_c_between_two_saves_keeps_the_last_step(tmp_path, monkeypatch, after):
+def test_ctrl_c_between_two_saves_saves_the_last_step(tmp_path, monkeypatch, after):
     """It may come while the host waits for the device, or, where `after` is None, while another network is loaded."""
     pipe, file = pipeline(experts=True), tmp_path / "state"
-    whole, _, _ = run(pipe)
+    uninterrupted, _, _ = run(pipe)
     keeping, observer = ResumeObserver(file, pipe.partitioner), Interrupting(after)
     keeping._save_seconds = 1e9  # no step is saved for its own sake
     swap_in = pipe.components.swap_in
 
-    def loading(name, others):
+    def loading(name, other_networks):
         if after is None and name == "transformer_2":
             raise KeyboardInterrupt
-        return swap_in(name, others)
+        return swap_in(name, other_networks)
 
     monkeypatch.setattr(pipe.components, "swap_in", loading)
-    settings = pipe.settings(**GIVEN)
+    settings = pipe.settings(**SETTINGS)
     with pytest.raises(KeyboardInterrupt):
         list(
             Run(pipe, [PreparedRequest(settings)], observers=[keeping, observer]).latents(
@@ -158,10 +158,10 @@ def test_ctrl_c_between_two_saves_keeps_the_last_step(tmp_path, monkeypatch, aft
         )
     monkeypatch.undo()
     latents, taken, before = run(pipe, file)
-    np.testing.assert_array_equal(latents, whole)
+    np.testing.assert_array_equal(latents, uninterrupted)
     assert before == [(6 - len(taken), 6)]
     assert observer.taken == list(range(len(observer.taken)))
-    assert 0 <= 6 - len(taken) - len(observer.taken) <= 1  # observers may not have been told of the last
+    assert 0 <= 6 - len(taken) - len(observer.taken) <= 1  # observers may not have seen the last
 
 
 @pytest.mark.parametrize("change", [{"seed": 4}, {"steps": 7}, {"prompt": 0.6}, {"flow_shift": 2.0}])
@@ -185,11 +185,11 @@ def test_a_broken_file_begins_anew(tmp_path):
     assert run(pipeline(False), file)[1] == list(range(6))
 
 
-def test_states_that_are_not_finite_are_not_kept(tmp_path):
+def test_states_that_are_not_finite_are_not_saved(tmp_path):
     pipe, file = pipeline(False), tmp_path / "state"
     noise = np.full((1, 4, 3, 6, 6), np.nan, np.float32)
     with pytest.raises(Exception, match=line_with_words("finite step 1 6")):
-        pipe.denoise(encoded(), noise=noise, keep=file, **GIVEN)
+        pipe.denoise(encoded(), noise=noise, keep=file, **SETTINGS)
     assert not file.exists()
 
 
@@ -219,8 +219,8 @@ def test_writing_takes_a_small_share_of_the_time(tmp_path, monkeypatch, now):
     assert len(writes) == 4
 
 
-@pytest.mark.parametrize(("seconds", "right"), [(60, [1, 2, 3, 4, 5, 6]), (20, [1, 5])])
-def test_each_step_that_takes_long_is_kept_at_once(tmp_path, monkeypatch, now, seconds, right):
+@pytest.mark.parametrize(("seconds", "expected"), [(60, [1, 2, 3, 4, 5, 6]), (20, [1, 5])])
+def test_each_long_step_is_saved_at_once(tmp_path, monkeypatch, now, seconds, expected):
     """Of those that take less than fifty times the writing, some are queued on the device, and one in so long is."""
     held = []
     monkeypatch.setattr("jax.block_until_ready", lambda state: wait(state.x.item()))
@@ -237,20 +237,20 @@ def test_each_step_that_takes_long_is_kept_at_once(tmp_path, monkeypatch, now, s
         wait(index - 1)  # while more than two are queued
         x = jnp.full((1, 1, 1, 1, 1), index + 1.0)
         keeping.stepped(Step(index, 9, 0.0, State(x, None, cached=()), x))
-    assert [steps for steps in held if steps is not None] == right
-    assert held[::2] == [None] * len(right)  # while each is written
+    assert [steps for steps in held if steps is not None] == expected
+    assert held[::2] == [None] * len(expected)  # while each is written
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends signals of POSIX")
 @pytest.mark.usefixtures("kept_programs")
-@pytest.mark.parametrize("sent", quick([signal.SIGKILL], [signal.SIGKILL, signal.SIGINT]))
-def test_the_command_continues(tmp_path, sent):
+@pytest.mark.parametrize("sent_signal", quick([signal.SIGKILL], [signal.SIGKILL, signal.SIGINT]))
+def test_the_command_continues(tmp_path, sent_signal):
     steps = "200"
     model = str(tiny_checkpoint(tmp_path / "tiny"))
     command = [sys.executable, "-m", "wanjax", "a", "--model", model, "--size", "32x32", "--frames", "5"]
     command += ["--guidance-scale", "1"]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    left, whole = tmp_path / "left", tmp_path / "whole"
+    left, uninterrupted = tmp_path / "left", tmp_path / "whole"
 
     def start(folder: Path) -> subprocess.Popen:
         return subprocess.Popen(
@@ -261,13 +261,13 @@ def test_the_command_continues(tmp_path, sent):
     deadline = time.monotonic() + 300
     while not (left / stage_files.STATE_FILE).exists() and stopped.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    stopped.send_signal(sent)
+    stopped.send_signal(sent_signal)
     _, output = stopped.communicate(timeout=300)
-    assert stopped.returncode == (130 if sent == signal.SIGINT else -signal.SIGKILL), output
+    assert stopped.returncode == (130 if sent_signal == signal.SIGINT else -signal.SIGKILL), output
     assert (left / stage_files.STATE_FILE).exists()
     continued = succeeded(wanjax("denoise", "--dir", left))
     assert f" of {steps} steps" in continued.stderr
     assert not (left / stage_files.STATE_FILE).exists()
-    succeeded(wanjax(*command[3:], "--steps", steps, "--dir", str(whole)))
-    result = [stage_files.load_latents(folder, load_settings(folder)) for folder in (left, whole)]
+    succeeded(wanjax(*command[3:], "--steps", steps, "--dir", str(uninterrupted)))
+    result = [stage_files.load_latents(folder, load_settings(folder)) for folder in (left, uninterrupted)]
     np.testing.assert_array_equal(*map(np.asarray, result))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steps compute that reuse what another kept: for every family, to the bit; and programs without a cache."""
+"""Steps that reuse results of another step: for every family, to the bit; and programs without a cache."""
 
 import functools
 from collections.abc import Callable
@@ -106,22 +106,24 @@ def forwards(pipe: Any, cache: Any = BlockCache, **settings: Any) -> Any:
     step, inputs = prepared(pipe, pipe.transformer, phase, encoded, x)
 
     @jax.jit
-    def predict(x: Any, times: Any, inputs: Any, kept: Any = None) -> Any:
+    def predict(x: Any, times: Any, inputs: Any, cached: Any = None) -> Any:
         network = nnx.merge(step.graphdef, inputs.weights)
         t = jax.tree.map(lambda time: jnp.full((len(x),), time), times)
         return [
-            step.denoiser.predict(network, x, t, prompt, inputs.shared, EVERY_BLOCK if kept is None else cache(kept[i]))
+            step.denoiser.predict(
+                network, x, t, prompt, inputs.shared, EVERY_BLOCK if cached is None else cache(cached[i])
+            )
             for i, prompt in enumerate(inputs.prompts)
         ]
 
-    def at(index: int, x: Any, kept: Any = None) -> Any:
-        return predict(x, step.denoiser.timesteps(one_step(schedule, index)), inputs, kept)
+    def at(index: int, x: Any, cached: Any = None) -> Any:
+        return predict(x, step.denoiser.timesteps(one_step(schedule, index)), inputs, cached)
 
     return at, step, inputs, schedule, x, phase
 
 
-def test_a_step_of_magcache_adds_what_was_kept(pipe):
-    """Skipped steps are the embedding, the kept residual and the head, bit for bit; the residual is that of all blocks.
+def test_a_step_of_magcache_adds_the_cached_residual(pipe):
+    """Skipped steps are the embedding, the cached residual and the head, bit for bit; it is the residual of all blocks.
 
     A step's prediction is compared through the latents that it leads to, by the scheduler alone.
     """
@@ -138,19 +140,19 @@ def test_a_step_of_magcache_adds_what_was_kept(pipe):
 
         def after(self, x: Any) -> Any:
             assert self.previous is not None
-            (video, *others), tree = jax.tree.flatten(x)
-            return jax.tree.unflatten(tree, [video + self.previous[0], *others])
+            (video, *rest), tree = jax.tree.flatten(x)
+            return jax.tree.unflatten(tree, [video + self.previous[0], *rest])
 
     at, step, _, schedule, _, _ = forwards(pipe, Added)
     before, after = taken.states[first - 1], taken.states[first]
-    kept = jax.tree.map(jnp.asarray, before.cached)
-    prediction = jnp.concatenate(at(first, jnp.asarray(before.x), kept)).astype(jnp.float32)
+    cached = jax.tree.map(jnp.asarray, before.cached)
+    prediction = jnp.concatenate(at(first, jnp.asarray(before.x), cached)).astype(jnp.float32)
     scheduled = jax.jit(lambda schedule, p, x, solver: step.scheduler.step(schedule, 0, p, x, solver)[0])
     guided = jax.jit(lambda pair, scale: pair[1:] + scale * (pair[:1] - pair[1:]))(prediction, jnp.float32(3))
     x = scheduled(one_step(schedule, first), guided, jnp.asarray(before.x), jax.tree.map(jnp.asarray, before.solver))
     assert error(after.x, np.asarray(x, np.float64)) <= 1e-6
-    for one, other in zip(jax.tree.leaves(before.cached), jax.tree.leaves(after.cached), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for before_leaf, after_leaf in zip(jax.tree.leaves(before.cached), jax.tree.leaves(after.cached), strict=True):
+        np.testing.assert_array_equal(before_leaf, after_leaf)
 
 
 def test_a_reused_step_equals_input_and_residual_to_the_bit(each):
@@ -159,8 +161,8 @@ def test_a_reused_step_equals_input_and_residual_to_the_bit(each):
     t = jax.tree.map(lambda time: jnp.full((len(x),), time), step.denoiser.timesteps(one_step(schedule, 2)))
 
     @jax.jit
-    def spied(inputs: Any, kept: Any) -> Any:
-        """Return the prediction and what is kept, and the video's tokens before and after the blocks."""
+    def spied(inputs: Any, cached: Any) -> Any:
+        """Return the prediction and the cached values, and the video's tokens before and after the blocks."""
         network, seen = nnx.merge(step.graphdef, inputs.weights), []
 
         class Spying(ResidualCache):
@@ -178,22 +180,22 @@ def test_a_reused_step_equals_input_and_residual_to_the_bit(each):
         def predict(cache: Any) -> Any:
             return step.denoiser.predict(network, x, t, inputs.prompts[0], inputs.shared, cache)
 
-        output = ForwardCache(Spying).run(predict, kept)
+        output = ForwardCache(Spying).run(predict, cached)
         return output, [seen[0], seen[-1]]
 
-    (whole, kept), before = spied(inputs, None)
-    (again, _), after = spied(inputs, kept)
-    (residual,), before, after = jax.tree.map(np.asarray, (kept, before, after))
+    (full_output, cached), before = spied(inputs, None)
+    (again, _), after = spied(inputs, cached)
+    (residual,), before, after = jax.tree.map(np.asarray, (cached, before, after))
     np.testing.assert_array_equal(residual, before[1] - before[0])
     np.testing.assert_array_equal(after[1], after[0] + residual)
     np.testing.assert_array_equal(after[0], before[0])
     assert np.abs(residual).max() > 1e-2
-    assert error(np.asarray(again), np.asarray(whole, np.float64)) <= 1e-5
+    assert error(np.asarray(again), np.asarray(full_output, np.float64)) <= 1e-5
 
 
 @pytest.mark.slow  # quick ones of tests/pipelines/test_recorded.py run caches of two families
 def test_every_family_takes_every_cache(pipe):
-    plain = run(pipe, "none", steps=10)
+    uncached = run(pipe, "none", steps=10)
     for cache in ("easycache:9,2", "guidance:2"):
         cached = run(pipe, cache, steps=10)
         assert any(cached[0].reused)
@@ -201,8 +203,8 @@ def test_every_family_takes_every_cache(pipe):
         assert np.isfinite(cached[1]).all()
         first = cached[0].reused.index(True)
         for step in range(first):
-            assert error(cached[0].states[step].x, plain[0].states[step].x.astype(np.float64)) <= 1e-6
-        assert error(cached[1], plain[1].astype(np.float64)) > 1e-6
+            assert error(cached[0].states[step].x, uncached[0].states[step].x.astype(np.float64)) <= 1e-6
+        assert error(cached[1], uncached[1].astype(np.float64)) > 1e-6
 
 
 @pytest.mark.parametrize("pipe", quick(["cogvideox", "hunyuanvideo"], MODELS), indirect=True)
@@ -213,11 +215,11 @@ def test_teacache_reads_the_change_of_the_timesteps_embedding(pipe):
         jax.tree.map(lambda t: jnp.asarray(t)[None], step.denoiser.timesteps(one_step(schedule, i)))
         for i in range(STEPS)
     ]
-    for plain in (False, True):
+    for unprojected in (False, True):
         result = embedding_changes(
-            pipe.runtime, step.denoiser, SplitNetwork(step.graphdef, inputs.weights), schedule, phase, plain
+            pipe.runtime, step.denoiser, SplitNetwork(step.graphdef, inputs.weights), schedule, phase, unprojected
         )
-        embed = partial(step.denoiser.embed_timesteps, unprojected=plain)
+        embed = partial(step.denoiser.embed_timesteps, unprojected=unprojected)
         embedded = [np.asarray(jax.jit(embed)(network, t), np.float64) for t in times]
         expected = [abs(b - a).mean() / abs(a).mean() for a, b in pairwise(embedded)]
         assert result[0] == 0
@@ -240,7 +242,7 @@ def test_teacache_reuses_while_less_than_the_threshold_has_added_up(pipe):
     assert any(reused)
 
 
-def test_a_first_picture_has_a_table_of_its_own(tmp_path):
+def test_a_first_picture_has_another_table(tmp_path):
     """Given to a model that needs none: its steps and its record's digest are those of the other table."""
     pipe = wanjax.load(tiny_residual_checkpoint(tmp_path), dtype="float32")
     even, leaping = (Magnitudes((1.0,) + (x,) * 5, (1.0,) + (x,) * 5, 0.1, 1, 0.2) for x in (0.99, 0.5))
@@ -300,7 +302,7 @@ def test_easycache_decides_as_its_authors_do(pipe):
 
 
 def test_a_guidance_cache_estimates_the_negative_prompt():
-    """By the reference's Fourier transform: low and high frequencies of the last difference have weights of their own.
+    """By the reference's Fourier transform: low and high frequencies of the last difference have different weights.
 
     Follows maxdiffusion's transformer_forward_pass_cfg_cache.
     """
@@ -308,12 +310,12 @@ def test_a_guidance_cache_estimates_the_negative_prompt():
     prompt, negative, later = (rng.standard_normal((1, 2, 9, 14, 3), np.float32) for _ in range(3))
     cache = GuidanceCache(reused=(False, True, True), half_step=2)
     options = [lambda x=x: jnp.asarray(x) for x in (prompt, negative)]
-    both, kept = cache.predictions(options, jnp.asarray(prompt), None)
+    both, cached = cache.predictions(options, jnp.asarray(prompt), None)
     np.testing.assert_array_equal(both[1], negative)
-    assert cache.cached_for(0, kept) is None
+    assert cache.cached_for(0, cached) is None
     for step, (low, high) in ((1, (1.2, 1.0)), (2, (1.0, 1.2))):
         again = [lambda: jnp.asarray(later), options[1]]
-        result = cache.predictions(again, jnp.asarray(prompt), cache.cached_for(step, kept))[0]
+        result = cache.predictions(again, jnp.asarray(prompt), cache.cached_for(step, cached))[0]
         bias = np.fft.rfft2(np.float64(negative) - prompt, axes=(2, 3))
         rows, columns = np.arange(bias.shape[2]), np.arange(bias.shape[3])
         tall, wide = max(1, bias.shape[2] // 4), max(1, bias.shape[3] // 4)
@@ -352,7 +354,7 @@ def test_a_cache_of_no_use_is_refused(folder, words):
 
 @pytest.mark.parametrize("cache", quick(["easycache:.5,1"], ["magcache:.2,1,.1", "teacache:.5", "easycache:.5,1"]))
 def test_a_cache_begins_anew_with_the_second_expert(tmp_path, cache):
-    """Its first step is the one of a run without a cache from the same latents, and it keeps that expert's own."""
+    """Its first step is the one of a run without a cache from the same latents, and it caches that expert's result."""
     pipe = tabled(tiny_experts_checkpoint(tmp_path))
     taken, _ = run(pipe, cache, guidance_scale_2=2.0)
     settings = pipe.settings(steps=STEPS, guidance_scale_2=2.0)
@@ -381,8 +383,8 @@ def test_a_cache_begins_anew_with_the_second_expert(tmp_path, cache):
     ],
 )
 def test_eight_devices_agree_with_one(folder, model, cache, mesh):
-    one, eight = (run(tabled(folder(model), mesh=name), cache)[1] for name in (None, mesh))
-    assert error(eight, one.astype(np.float64)) <= 1e-5
+    one_device, eight = (run(tabled(folder(model), mesh=name), cache)[1] for name in (None, mesh))
+    assert error(eight, one_device.astype(np.float64)) <= 1e-5
 
 
 def test_without_a_cache_the_program_is_that_of_before(pipe):
@@ -406,7 +408,7 @@ def test_without_a_cache_the_program_is_that_of_before(pipe):
     assert step.cache == NO_CACHE
     state = State(x, step.scheduler.init(schedule, x, solver_keys(seed_to_key_data([0] * len(x)))))
     arguments = state, inputs, jnp.float32(3), one_step(schedule, 0)
-    whole = partial(denoiser.take_step.function, step)
-    texts = [jax.jit(f).lower(*arguments).as_text() for f in (whole, partial(take_step, step))]
+    full_step = partial(denoiser.take_step.function, step)
+    texts = [jax.jit(f).lower(*arguments).as_text() for f in (full_step, partial(take_step, step))]
     bodies = [text.partition("\n")[2] for text in texts]
     assert bodies[0] == bodies[1]

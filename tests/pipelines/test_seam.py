@@ -32,7 +32,7 @@ SEAM = members(VideoModel) | members(Denoiser)
 
 
 def subclasses(kind: type) -> list[type]:
-    return [kind, *(one for each in kind.__subclasses__() for one in subclasses(each))]
+    return [kind, *(subclass for each in kind.__subclasses__() for subclass in subclasses(each))]
 
 
 def test_the_seam_is_small():
@@ -42,10 +42,13 @@ def test_the_seam_is_small():
 @pytest.mark.parametrize("family", [*registry.FAMILIES, TOY, TOY_SOUND], ids=lambda family: family.name)
 def test_a_family_writes_few_members(family):
     package = PACKAGES[family.name]
-    own = [
-        one for base in (VideoModel, Denoiser) for one in subclasses(base) if f"{one.__module__}.".startswith(package)
+    classes = [
+        subclass
+        for base in (VideoModel, Denoiser)
+        for subclass in subclasses(base)
+        if f"{subclass.__module__}.".startswith(package)
     ]
-    written = {name for one in own for name in vars(one)} & SEAM
+    written = {name for each in classes for name in vars(each)} & SEAM
     assert len(written) <= MOST[family.name], sorted(written)
 
 

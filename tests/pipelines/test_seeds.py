@@ -91,14 +91,14 @@ def test_the_noise_is_the_same_under_every_flag(flags, seed):
         lambda: initial_noise(seed),
         lambda: jax.random.key_data(drawn_keys(seed)),
     ):
-        plain = draw()
-        other = under(flags, draw)
-        assert other.dtype == plain.dtype
-        np.testing.assert_array_equal(other, plain)
+        expected = draw()
+        noise = under(flags, draw)
+        assert noise.dtype == expected.dtype
+        np.testing.assert_array_equal(noise, expected)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 42, 2**31, 2**32 - 1])
-def test_seeds_below_32_bits_give_jax_s_own_noise(seed):
+def test_seeds_below_32_bits_give_the_noise_of_jax(seed):
     np.testing.assert_array_equal(initial_noise(seed), jax.random.normal(jax.random.key(seed), SHAPE))
 
 
@@ -108,11 +108,11 @@ def test_noise_of_one_seed_in_numbers():
     np.testing.assert_allclose(initial_noise(2**33 + 5, (1, 4))[0], exact, rtol=1e-6)
 
 
-def test_the_noise_of_steps_has_a_key_of_its_own():
+def test_the_noise_of_steps_has_a_separate_key():
     """A seed makes the same video next year, and what steps add is independent of what they began from."""
-    right = jax.random.fold_in(jax.random.key(42), 1)
-    assert np.array_equal(jax.random.key_data(drawn_keys(42))[0], jax.random.key_data(right))
-    first = np.asarray(jax.random.normal(right, SHAPE))
+    key = jax.random.fold_in(jax.random.key(42), 1)
+    assert np.array_equal(jax.random.key_data(drawn_keys(42))[0], jax.random.key_data(key))
+    first = np.asarray(jax.random.normal(key, SHAPE))
     assert abs(np.corrcoef(first.ravel(), np.asarray(initial_noise(42)).ravel())[0, 1]) < 0.2
 
 
@@ -146,11 +146,11 @@ def test_seeds_that_are_refused_on_the_command_line(model, seed):
 
 
 @pytest.mark.parametrize("seed", [np.int64(3), np.uint8(3), jnp.int32(3)])
-def test_whole_numbers_of_other_types_are_seeds(model, seed):
+def test_integers_of_other_types_are_seeds(model, seed):
     assert type(wanjax.load(model).settings(seed=seed).seed) is int
 
 
-def test_a_drawn_seed_is_recorded_and_makes_the_video_again(model):
+def test_a_drawn_seed_is_stored_and_reproduces_the_video(model):
     pipe = wanjax.load(model)
     first, second = (pipe("a", seed=seed, **SMALL) for seed in (-1, "random"))
     assert 0 <= first.settings["seed"] < 2**32
@@ -159,7 +159,7 @@ def test_a_drawn_seed_is_recorded_and_makes_the_video_again(model):
     np.testing.assert_array_equal(again.frames, first.frames)
 
 
-def test_denoising_alone_tells_the_drawn_seed(model):
+def test_denoise_reports_the_drawn_seed(model):
     pipe = wanjax.load(model)
     encoded = pipe.encode("a")
     with pytest.warns(UserWarning, match=r"the seed \d+ was drawn at random") as warned:
@@ -172,15 +172,15 @@ def test_denoising_alone_tells_the_drawn_seed(model):
     np.testing.assert_array_equal(pipe.denoise(encoded, seeds=[seed], **SMALL), latents)
 
 
-def test_the_warning_names_the_line_that_asked(tmp_path):
-    """In a process of its own, as checked types are functions around each function."""
+def test_the_warning_names_the_caller_s_line(tmp_path):
+    """In a new process, as checked types are functions around each function."""
     script = tmp_path / "mine.py"
     script.write_text("import wanjax\npipe = wanjax.load('nano')\npipe.denoise(pipe.encode('a'), seed=-1, noise=0)\n")
     output = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300).stderr
     assert f"{script}:3: UserWarning: the seed" in output
 
 
-def test_the_command_line_tells_a_drawn_seed(model):
+def test_the_command_prints_a_drawn_seed(model):
     output = succeeded(
         run("a", "--model", model, *OPTIONS, "--seed", "random", "--dir", "one", "--out", "one.mp4")
     ).stderr
@@ -188,18 +188,18 @@ def test_the_command_line_tells_a_drawn_seed(model):
     assert f"seed {seed} (drawn), float32" in output
     assert load_settings(Path("one"))["seed"] == seed
     output = succeeded(run("denoise", "--seed", "-1", "--dir", "one", "--force")).stderr
-    other = load_settings(Path("one"))["seed"]
-    assert f"seed {other} (drawn)" in output
-    assert other not in (seed, -1)
+    second_seed = load_settings(Path("one"))["seed"]
+    assert f"seed {second_seed} (drawn)" in output
+    assert second_seed not in (seed, -1)
 
 
-def test_one_process_draws_without_the_others(monkeypatch):
+def test_a_single_process_draws_a_seed_without_communication(monkeypatch):
     monkeypatch.setattr(seeds.secrets, "randbits", lambda bits: 2**bits - 1)
     assert seeds.draw() == 2**32 - 1
 
 
-def test_every_stream_of_latents_has_noise_of_its_own():
+def test_every_stream_of_latents_has_different_noise():
     """Two keys each, none of which is another's or a picture's; the video's are those of a model without others."""
     numbers = [number for modality in range(9) for number in key_numbers(modality)]
     assert numbers[:2] == [0, 1]
-    assert len({*numbers, *(one.key_number for one in POSTERIORS)}) == 18 + len(POSTERIORS)
+    assert len({*numbers, *(posterior.key_number for posterior in POSTERIORS)}) == 18 + len(POSTERIORS)

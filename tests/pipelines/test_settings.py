@@ -53,7 +53,7 @@ def test_a_dtype_has_one_name():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32], ids=str)
-def test_a_video_keeps_the_name_of_a_dtype(model, tmp_path, dtype):
+def test_metadata_stores_the_name_of_a_dtype(model, tmp_path, dtype):
     pipe = wanjax.load(model, dtype=dtype, param_dtype=dtype)
     assert pipe.transformer.blocks.self_attn.q.kernel[...].dtype == dtype
     video = pipe("a", dtype=dtype, **SMALL)
@@ -79,7 +79,7 @@ def test_other_dtypes_are_refused(model, pipe, dtype):
     ],
     ids=["a dtype", "a dtype of JAX", "a model"],
 )
-def test_a_call_cannot_change_what_is_loaded(model, pipe, name, change, words):
+def test_a_call_cannot_change_loaded_settings(model, pipe, name, change, words):
     options = {"conditioning": pipe.encode("a")} if name == "denoise" else {"prompt": "a"}
     with pytest.raises(WanjaxError, match=line_with_words(words.format(model=model))):
         getattr(pipe, name)(**options, **change)
@@ -89,13 +89,13 @@ def test_a_call_cannot_change_what_is_loaded(model, pipe, name, change, words):
 def test_frames_of_an_autoencoder_in_bfloat16(of, tmp_path):
     """It keeps its weights in float32, latents stay the same, and frames differ by a rounding of few bits."""
     folder = str(of(tmp_path))
-    plain, rounded = (wanjax.load(folder, dtype="float32", vae_dtype=dtype) for dtype in (None, "bfloat16"))
-    assert (plain.defaults.vae_dtype, rounded.defaults.vae_dtype) == ("float32", "bfloat16")
+    full_precision, rounded = (wanjax.load(folder, dtype="float32", vae_dtype=dtype) for dtype in (None, "bfloat16"))
+    assert (full_precision.defaults.vae_dtype, rounded.defaults.vae_dtype) == ("float32", "bfloat16")
     assert {x.dtype for x in jax.tree.leaves(nnx.state(rounded.vae))} == {jnp.dtype("float32")}
-    latents = plain.noise(plain.settings(seed=3, **SMALL))
-    one, other = (np.asarray(pipe.decode(latents, "float32")) for pipe in (plain, rounded))
-    assert 1e-5 < np.abs(one - other).max() < 0.05
-    assert len(np.unique(other)) > 0.9 * len(np.unique(one))  # not of 8 bits before they are made so
+    latents = full_precision.noise(full_precision.settings(seed=3, **SMALL))
+    full_frames, rounded_frames = (np.asarray(pipe.decode(latents, "float32")) for pipe in (full_precision, rounded))
+    assert 1e-5 < np.abs(full_frames - rounded_frames).max() < 0.05
+    assert len(np.unique(rounded_frames)) > 0.9 * len(np.unique(full_frames))  # not of 8 bits before they are made so
     with pytest.raises(WanjaxError, match=line_with_words("bfloat16 float32 vae_dtype")):
         rounded.settings(vae_dtype="float32")
 
@@ -105,7 +105,7 @@ def test_the_autoencoder_of_a_published_model_is_in_its_authors_dtype():
     assert {name for name, dtype in result.items() if dtype == "bfloat16"} == {x for x in result if "turbowan" in x}
 
 
-def test_a_call_may_name_what_is_loaded(model, pipe):
+def test_a_call_may_repeat_loaded_settings(model, pipe):
     assert pipe.settings(model=model, dtype=jnp.float32) == pipe.settings()
 
 

@@ -38,7 +38,7 @@ CLIP = np.stack([np.roll(PICTURE, i, axis=1) for i in range(5)])
 class Case(NamedTuple):
     make: Callable[..., Path]
     options: dict[str, Any]
-    given: dict[str, Any]
+    inputs: dict[str, Any]
 
 
 CASES = {
@@ -60,12 +60,12 @@ def test_every_family_refuses_another_shape(tmp_path, name):
     case = CASES[name]
     pipe = wanjax.load(str(case.make(tmp_path, **case.options)))
     pipe.progress = False
-    encoded = pipe.encode("a", size=(32, 32), frames=5, steps=2, **case.given)
+    encoded = pipe.encode("a", size=(32, 32), frames=5, steps=2, **case.inputs)
     result = encoded_shape(encoded)
-    assert result == VideoShape(5, 32, 32, len(case.given.get("references", ())))
-    for other in ({"frames": 9}, {"size": (32, 64)}, {"width": 64}, {"frames": 1}):
+    assert result == VideoShape(5, 32, 32, len(case.inputs.get("references", ())))
+    for changes in ({"frames": 9}, {"size": (32, 64)}, {"width": 64}, {"frames": 1}):
         with pytest.raises(WanjaxError, match=line_with_words("32x32 5 frames encode")):
-            pipe.denoise(encoded, steps=2, **other)
+            pipe.denoise(encoded, steps=2, **changes)
     shape = pipe.model.spec.latent_shape(pipe.settings(size=(32, 32), frames=5))
     latents = pipe.denoise(encoded, steps=2, seed=0, size=(32, 32), frames=5)
     latents_by_encoded_size = pipe.denoise(encoded, steps=2, seed=0)
@@ -73,7 +73,7 @@ def test_every_family_refuses_another_shape(tmp_path, name):
     np.testing.assert_array_equal(latents, latents_by_encoded_size)
 
 
-def test_what_a_prompt_alone_became_is_for_any_shape(tmp_path):
+def test_conditioning_of_only_a_prompt_fits_any_shape(tmp_path):
     pipe = wanjax.load(str(tiny_checkpoint(tmp_path)))
     encoded = pipe.encode("a", size=(32, 32), frames=5)
     assert encoded_shape(encoded) is None
@@ -89,7 +89,7 @@ WRONG = [np.int32([[5, 32, 32, 1]]), np.int32([5, 32]), np.float32([[5, 32, 32, 
 
 
 @pytest.mark.parametrize("shape", WRONG, ids=str)
-def test_a_shape_that_is_none_or_another_is_refused(control, shape):
+def test_an_invalid_or_different_shape_is_refused(control, shape):
     pipe = wanjax.load(control)
     encoded = pipe.encode("a", size=(32, 32), frames=5, references=[PICTURE, PICTURE])
     with pytest.raises(WanjaxError, match="encode the pictures again"):
@@ -106,11 +106,11 @@ def test_the_commands_refuse_another_shape(control, tmp_path, monkeypatch):
     succeeded(run(*options, *references))
     file = Path("made") / stage_files.EMBEDDINGS_FILE
     assert "video_shape" not in load_safetensors(file)  # the file's settings hold it
-    for other in (("--frames", "9"), ("--frames", "13"), ("--size", "48x32"), ("--height", "48")):
-        assert has_line_with(refused("denoise", "--dir", "made", *other), "32x32 5 frames 2 references encode")
-    kept = Path(shutil.copytree("made", "without"))
-    config = json.loads((kept / "generation_config.json").read_text())
-    (kept / "generation_config.json").write_text(json.dumps({**config, "references": None}))
+    for arguments in (("--frames", "9"), ("--frames", "13"), ("--size", "48x32"), ("--height", "48")):
+        assert has_line_with(refused("denoise", "--dir", "made", *arguments), "32x32 5 frames 2 references encode")
+    folder = Path(shutil.copytree("made", "without"))
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**config, "references": None}))
     assert has_line_with(refused("denoise", "--dir", "without"), "references encode")
     succeeded(run("denoise", "--dir", "made", "--steps", "1"))
     latents = load_safetensors(Path("made") / stage_files.LATENTS_FILE)["latents"]
@@ -131,7 +131,7 @@ def test_latents_that_are_not_finite_are_not_decoded(control, bad):
     assert pipe.decode(np.zeros_like(latents)).shape == (5, 32, 32, 3)
 
 
-def test_a_picture_beside_a_clip_is_told(tmp_path, control):
+def test_a_picture_with_a_clip_is_reported(tmp_path, control):
     """The model of text and image to video takes both, and so does VACE."""
     pipe = wanjax.load(str(tiny_residual_checkpoint(tmp_path)))
     with pytest.warns(WanjaxWarning, match="first frame.*clip"):

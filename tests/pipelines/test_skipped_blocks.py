@@ -27,14 +27,14 @@ SCALE = 2.5
 def folders(tmp_path_factory) -> tuple[Path, Path]:
     """Return a checkpoint of two blocks, and one of its first block alone."""
     root = tmp_path_factory.mktemp("models")
-    whole = tiny_checkpoint(root / "whole")
-    first = Path(shutil.copytree(whole, root / "first"))
+    checkpoint = tiny_checkpoint(root / "whole")
+    first = Path(shutil.copytree(checkpoint, root / "first"))
     config, weights = first / "transformer/config.json", first / "transformer/diffusion_pytorch_model.safetensors"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_layers": 1}))
     tensors = {name: np.array(x) for name, x in load_safetensors(weights).items() if not name.startswith("blocks.1.")}
     weights.unlink()
     save_safetensors(weights, tensors)
-    return whole, first
+    return checkpoint, first
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +66,11 @@ def test_the_difference_of_the_predictions_is_added(folders, pipe, rule, skip, o
 
 def test_only_steps_between_the_noise_levels_are_guided_so(pipe):
     options = {"guidance_scale": 5, "steps": 4, "flow_shift": 1.0, "sigmas": "comfy"}  # levels 1, .75, .5 and .25
-    plain, always = latents(pipe, **options), latents(pipe, guidance_rule="none:skip=1", **options)
+    unguided, always = latents(pipe, **options), latents(pipe, guidance_rule="none:skip=1", **options)
     between = latents(pipe, guidance_rule="none:skip=1,skip_start=0.8,skip_end=0.4", **options)
     never = latents(pipe, guidance_rule="none:skip=1,skip_start=0.2", **options)
-    np.testing.assert_array_equal(never, plain)
-    assert not np.allclose(between, plain)
+    np.testing.assert_array_equal(never, unguided)
+    assert not np.allclose(between, unguided)
     assert not np.allclose(between, always)
     rule = guidance_rule("none:skip=0+1,skip_start=0.75,skip_end=0.5")
     assert [rule.blocks_to_skip(level) for level in (1, 0.75, 0.5, 0.25)] == [(), (0, 1), (0, 1), ()]
@@ -94,7 +94,7 @@ def test_a_rule_without_skipped_blocks_has_its_text():
         ("none:skip=1,skip_start=0.2,skip_end=0.5", "from skip_start down to skip_end"),
     ],
 )
-def test_other_blocks_are_one_sentence(pipe, rule, words):
+def test_invalid_blocks_are_refused(pipe, rule, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         pipe.settings(guidance_rule=rule)
 

@@ -37,7 +37,7 @@ def checkpoint(tmp_path_factory):
 
 
 def test_it_attends_as_it_was_trained(checkpoint):
-    """The share of keys can be another, and shows; the record tells one that was asked for."""
+    """The share of keys can be another, and shows; the metadata names a requested one."""
     videos, requested = [], "sla:top=0.5,block_q=8,block_kv=4"
     pipes = [wanjax.load(checkpoint, attention=attention) for attention in (None, requested)]
     encoded = pipes[0].encode("a cat", "")
@@ -128,7 +128,7 @@ def loaded(*arguments, **options):
     ],
 )
 def test_a_dense_model_learns_it_by_a_lora(lora_format, key, dense, clips, lora, tmp_path):
-    """The file tells the attention, and has all of the projection's weights; an attention that is asked for goes on."""
+    """The file names the attention, and has all of the projection's weights; a requested attention is kept."""
     if lora_format == "comfy":
         lora = trained(dense, clips, tmp_path / "out", lora=LoraConfig(rank=2), lora_format=lora_format)
     result = {requested: loaded(dense, lora=lora, attention=requested) for requested in (None, "sla:top=1", "auto")}
@@ -145,7 +145,7 @@ def test_a_dense_model_learns_it_by_a_lora(lora_format, key, dense, clips, lora,
 
 
 @pytest.mark.parametrize(("attention", "least", "most"), [("sla:top=1", 0, 1e-10), (LEARNED, 1e-5, 1)])
-def test_a_preserved_clip_teaches_what_the_dense_model_predicts(attention, least, most, dense, tmp_path):
+def test_a_preserved_clip_trains_towards_the_dense_model(attention, least, most, dense, tmp_path):
     """The network before its training sees all keys. At the first step the parts that differ are the keys left out."""
     folder = write_clips(tmp_path / "clips", 2)
     rows = [{"file": f"{i}.gif", "text": "a cat", "preserve": True} for i in range(2)]
@@ -171,15 +171,15 @@ def test_a_lora_of_it_is_merged_by_convert(dense, lora, tmp_path):
 @pytest.mark.parametrize(
     ("message", "words"), [("sla:top=9", "other.safetensors 9"), ("nothing", "other.safetensors nothing")]
 )
-def test_a_file_that_tells_what_is_no_attention(dense, lora, tmp_path, message, words):
-    other = tmp_path / "other.safetensors"
-    save_safetensors(other, load_safetensors(lora), {"wanjax": json.dumps({"attention": message})})
+def test_a_file_with_an_invalid_attention(dense, lora, tmp_path, message, words):
+    lora_file = tmp_path / "other.safetensors"
+    save_safetensors(lora_file, load_safetensors(lora), {"wanjax": json.dumps({"attention": message})})
     with pytest.raises(WanjaxError, match=line_with_words(words)):
-        loaded(dense, lora=other)
+        loaded(dense, lora=lora_file)
 
 
 @pytest.mark.parametrize("message", ["{", "[]", "null", "{}"])
-def test_a_file_that_tells_of_no_attention(dense, lora, tmp_path, message):
-    other = tmp_path / "other.safetensors"
-    save_safetensors(other, load_safetensors(lora), {"wanjax": message})
-    assert loaded(dense, lora=other).attention == AttentionConfig()
+def test_a_file_without_an_attention(dense, lora, tmp_path, message):
+    lora_file = tmp_path / "other.safetensors"
+    save_safetensors(lora_file, load_safetensors(lora), {"wanjax": message})
+    assert loaded(dense, lora=lora_file).attention == AttentionConfig()

@@ -40,7 +40,7 @@ PROMPTS = 'a cat says "hello"', "a dog"
 def hunyuan_by_hand(pipe: Any, encoded: Any, settings: Any) -> np.ndarray:
     """Return HunyuanVideo's latents after a plain loop in float64, which calls its blocks one by one."""
     model, sigmas = pipe.transformer, np.float64(pipe.scheduler.schedule(STEPS, shift=settings.flow_shift).sigmas)
-    x, kept = np.moveaxis(np.float64(pipe.noise(settings)), 1, -1), {}
+    x, cached = np.moveaxis(np.float64(pipe.noise(settings)), 1, -1), {}
     grid = model.grid(jnp.float32(x))
     graphdef, weights = nnx.split(model)
 
@@ -51,21 +51,21 @@ def hunyuan_by_hand(pipe: Any, encoded: Any, settings: Any) -> np.ndarray:
         return model.embed(with_condition(x, None), t, context), (model.time(t), model.rope(grid), context)
 
     @partial(jax.jit, static_argnums=1)
-    def block(weights: Any, index: int, streams: Any, others: Any) -> Any:
-        return block_at(nnx.merge(graphdef, weights).blocks, index)(streams, *others)
+    def block(weights: Any, index: int, streams: Any, shared: Any) -> Any:
+        return block_at(nnx.merge(graphdef, weights).blocks, index)(streams, *shared)
 
     @jax.jit
-    def finish(weights: Any, streams: Any, others: Any) -> Any:
+    def finish(weights: Any, streams: Any, shared: Any) -> Any:
         model = nnx.merge(graphdef, weights)
-        return model.head(model.last_block(streams, *others)[0], others[0], grid)
+        return model.head(model.last_block(streams, *shared)[0], shared[0], grid)
 
     def velocity(step: int, text: Any) -> np.ndarray:
-        streams, others = begin(weights, jnp.float32(x), jnp.float32(1000 * sigmas[step])[None], text)
+        streams, shared = begin(weights, jnp.float32(x), jnp.float32(1000 * sigmas[step])[None], text)
         if step in WHOLE:
             for index in range(model.config.layers - 1):
-                streams = block(weights, index, streams, others)
-            kept[id(text)] = streams
-        return np.float64(finish(weights, kept[id(text)], others))
+                streams = block(weights, index, streams, shared)
+            cached[id(text)] = streams
+        return np.float64(finish(weights, cached[id(text)], shared))
 
     prompt, negative = encoded.texts
     for step in range(STEPS):
@@ -75,7 +75,7 @@ def hunyuan_by_hand(pipe: Any, encoded: Any, settings: Any) -> np.ndarray:
     return np.moveaxis(x, -1, 1)
 
 
-def test_deepcache_computes_the_last_block_alone(tmp_path):
+def test_deepcache_computes_only_the_last_block(tmp_path):
     pipe = wanjax.load(tiny_hunyuan_checkpoint(tmp_path))
     encoded = pipe.encode(*PROMPTS)
     settings = pipe.settings(steps=STEPS, seed=3, cache=CACHE)
@@ -104,41 +104,43 @@ def latents_of(pipe: Any, encoded: Any, cache: str, **settings: Any) -> list[np.
 
 
 @pytest.mark.parametrize("model", quick(["wan"], MODELS))
-def test_whole_steps_are_those_without_a_cache(model, tmp_path):
-    """The step after the first two reuses what the second kept, and leaves the path of a run without a cache."""
+def test_full_steps_equal_those_without_a_cache(model, tmp_path):
+    """The step after the first two reuses the result of the second, and leaves the path of a run without a cache."""
     pipe = wanjax.load(MODELS[model](tmp_path))
     encoded = pipe.encode(*PROMPTS, **SMALL)
-    plain, cached = (latents_of(pipe, encoded, cache) for cache in ("none", CACHE))
-    differences = [error(got, expected.astype(np.float64)) for got, expected in zip(cached, plain, strict=True)]
+    uncached, cached = (latents_of(pipe, encoded, cache) for cache in ("none", CACHE))
+    differences = [
+        error(latents, expected.astype(np.float64)) for latents, expected in zip(cached, uncached, strict=True)
+    ]
     assert max(differences[:2]) <= 1e-6
     assert min(differences[2:]) > 1e-5
 
 
-def test_a_second_expert_begins_with_a_whole_step(tmp_path):
+def test_a_second_expert_begins_with_a_full_step(tmp_path):
     """A cache by whose rule the second expert's first step would reuse computes it as one that leaves it alone does."""
     pipe = wanjax.load(tiny_experts_checkpoint(tmp_path))
     encoded = pipe.encode("a red circle")
     settings = pipe.settings(steps=STEPS, guidance_scale_2=2.0)
     schedule = pipe.scheduler.schedule(STEPS, shift=settings.flow_shift, sigma_schedule=settings.sigmas)
     start = pipe.model.spec.phases(schedule, settings)[1].start
-    first, other, plain = (
+    first, second, uncached = (
         latents_of(pipe, encoded, cache, guidance_scale_2=2.0)
         for cache in (f"deepcache:{start - 1},{start + 3},2", f"deepcache:{start + 1},{start + 3},2", "none")
     )
-    np.testing.assert_array_equal(first, other)
-    assert error(first[start + 2], plain[start + 2].astype(np.float64)) > 1e-5
+    np.testing.assert_array_equal(first, second)
+    assert error(first[start + 2], uncached[start + 2].astype(np.float64)) > 1e-5
 
 
 @pytest.mark.slow  # tests/pipelines/test_reused_steps.py has a quick one
 def test_eight_devices_agree_with_one(tmp_path):
     folder = tiny_hunyuan_checkpoint(tmp_path)
-    alone, together = (wanjax.load(folder, mesh=mesh) for mesh in (None, "dp=2,sp=2,tp=2"))
-    encoded = alone.encode(*PROMPTS)
-    one, eight = (np.asarray(x.denoise(encoded, steps=STEPS, seed=3, cache=CACHE)) for x in (alone, together))
-    assert error(eight, one.astype(np.float64)) <= 1e-5
+    one_device, together = (wanjax.load(folder, mesh=mesh) for mesh in (None, "dp=2,sp=2,tp=2"))
+    encoded = one_device.encode(*PROMPTS)
+    single, eight = (np.asarray(x.denoise(encoded, steps=STEPS, seed=3, cache=CACHE)) for x in (one_device, together))
+    assert error(eight, single.astype(np.float64)) <= 1e-5
 
 
-def test_the_command_line_tells_of_a_cache(tmp_path, monkeypatch):
+def test_the_command_prints_a_cache(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = str(tiny_checkpoint(tmp_path / "model"))
     small = ("--size", "48x32", "--frames", "5", "--steps", "4")
@@ -151,8 +153,8 @@ def test_a_plan_prices_steps_that_reuse():
     message = succeeded(run("plan", "nano", "--chip", "cpu", "--steps", "20", "--cache", "deepcache:2,18,4")).stdout
     assert has_line_with(message, "12 20 steps kept (deepcache:2,18,4)")
     options = ("plan", "nano", "--chip", "cpu", "--steps", "20", "--json")
-    plain = json.loads(succeeded(run(*options)).stdout)
+    uncached = json.loads(succeeded(run(*options)).stdout)
     cached = json.loads(succeeded(run(*options, "--cache", "deepcache:2,18,4")).stdout)
-    assert cached["step_seconds"] == pytest.approx(plain["step_seconds"], rel=0.2)
-    assert cached["reusing_step_seconds"] < 0.7 * plain["step_seconds"]
-    assert cached["total_seconds"] < plain["total_seconds"]
+    assert cached["step_seconds"] == pytest.approx(uncached["step_seconds"], rel=0.2)
+    assert cached["reusing_step_seconds"] < 0.7 * uncached["step_seconds"]
+    assert cached["total_seconds"] < uncached["total_seconds"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos that are made block by block: against the whole sequence, from one program, in memory that does not grow."""
+"""Videos that are made chunk by chunk: against the whole sequence, from one program, in memory that does not grow."""
 
 import gc
 import inspect
@@ -32,7 +32,7 @@ from wanjax.pipelines.wan.conditioning import WanConditioning
 BLOCK, BLOCKS = 2, 5  # latent frames of a block; three blocks are in the window
 SIZE, FRAMES = (12, 20), 2 * (BLOCK * BLOCKS - 1) + 1
 LATENTS = (1, 4, BLOCK * BLOCKS, 6, 10)
-GIVEN: dict[str, Any] = {"size": SIZE, "frames": FRAMES, "steps": 3}
+SETTINGS: dict[str, Any] = {"size": SIZE, "frames": FRAMES, "steps": 3}
 LEVELS = [1.0, 5 * (2 / 3) / (1 + 4 * (2 / 3)), 5 * (1 / 3) / (1 + 4 * (1 / 3)), 0.0]  # three steps, shifted by 5
 
 
@@ -53,15 +53,15 @@ def in_sequence(pipe, sink):
     model, text, options = pipe.transformer, np.asarray(encoded().prompt_embeds[0]), draws()
     result = np.zeros((0, *LATENTS[3:], LATENTS[1]))
     for block in range(BLOCKS):
-        own = slice(block * BLOCK, (block + 1) * BLOCK)
-        x = np.moveaxis(options["noise"][0, :, own], 0, -1).astype(np.float64)
+        positions = slice(block * BLOCK, (block + 1) * BLOCK)
+        x = np.moveaxis(options["noise"][0, :, positions], 0, -1).astype(np.float64)
         of = np.arange((block + 1) * BLOCK) // BLOCK
         behind = of[:, None] - of[None]
         sees = (behind >= 0) & ((behind < 3 - sink) | (of[None] < sink))
         for step, (level, next_level) in enumerate(pairwise(LEVELS)):
             times = np.where(of < block, 0.0, 1000 * level)
-            x0 = x - level * whole_sequence.velocity(model, np.concatenate([result, x]), times, text, sees)[own]
-            noise = np.moveaxis(options["step_noise"][step, 0, :, own], 0, -1)
+            x0 = x - level * whole_sequence.velocity(model, np.concatenate([result, x]), times, text, sees)[positions]
+            noise = np.moveaxis(options["step_noise"][step, 0, :, positions], 0, -1)
             x = (1 - next_level) * x0 + next_level * noise
         result = np.concatenate([result, x])
     return np.moveaxis(result, -1, 0)[None]
@@ -74,50 +74,50 @@ def pipeline(sink=0, axes=None, rules="fsdp", heads=2):
 
 @pytest.mark.parametrize("sink", [0, 1])
 def test_each_step_sees_the_finished_blocks_at_timestep_0(sink):
-    latents = pipeline(sink).denoise(encoded(), noise=draws(), **GIVEN)
+    latents = pipeline(sink).denoise(encoded(), noise=draws(), **SETTINGS)
     result = error(latents, in_sequence(pipeline(sink), sink))
     print(f"{result:.1e}")
     assert result <= 1e-5
     assert error(latents, in_sequence(pipeline(sink), 1 - sink)) > 1e-3
 
 
-def test_blocks_are_yielded_as_they_are_made():
+def test_chunks_are_yielded_as_they_are_made():
     steps, pipe = [], pipeline()
-    blocks = pipe.denoise_chunks(encoded(), noise=draws(), callback=steps.append, **GIVEN)
+    blocks = pipe.denoise_chunks(encoded(), noise=draws(), callback=steps.append, **SETTINGS)
     first = next(blocks)
     assert [(step.index, step.total) for step in steps] == [(i, 15) for i in range(3)]
     assert steps[-1].latents.shape == first.shape == (1, 4, BLOCK, 6, 10)
-    whole = np.concatenate([first, *blocks], axis=2)
-    np.testing.assert_array_equal(whole, pipe.denoise(encoded(), noise=draws(), **GIVEN))
+    joined = np.concatenate([first, *blocks], axis=2)
+    np.testing.assert_array_equal(joined, pipe.denoise(encoded(), noise=draws(), **SETTINGS))
     assert [step.index for step in steps] == list(range(15))
 
 
-def test_the_pixels_are_those_of_the_whole_decode():
+def test_streamed_pixels_equal_those_of_decode():
     pipe = pipeline()
-    clips = list(pipe.decode_stream(pipe.denoise_chunks(encoded(), noise=draws(), **GIVEN)))
+    clips = list(pipe.decode_stream(pipe.denoise_chunks(encoded(), noise=draws(), **SETTINGS)))
     assert [len(clip) for clip in clips] == [3, 4, 4, 4, 4]
-    whole = pipe.decode(pipe.denoise(encoded(), noise=draws(), **GIVEN))
-    np.testing.assert_array_equal(np.concatenate(clips), whole)
-    assert whole.std() > 1
+    decoded = pipe.decode(pipe.denoise(encoded(), noise=draws(), **SETTINGS))
+    np.testing.assert_array_equal(np.concatenate(clips), decoded)
+    assert decoded.std() > 1
 
 
 def test_a_longer_video_needs_no_other_program():
     pipe = causal_pipeline(2, None, window=3 * BLOCK)
     programs = (take_step, renew, decode_chunk)
 
-    def made(blocks):
+    def count_compilations(blocks):
         before = [compiled(program) for program in programs]
-        options: dict[str, Any] = GIVEN | {"size": (12, 28), "frames": 2 * (BLOCK * blocks - 1) + 1}
+        options: dict[str, Any] = SETTINGS | {"size": (12, 28), "frames": 2 * (BLOCK * blocks - 1) + 1}
         assert len(list(pipe.decode_stream(pipe.denoise_chunks(encoded(), **options)))) == blocks
         return [compiled(program) - size for program, size in zip(programs, before, strict=True)]
 
-    assert made(2) == [1, 1, 2]  # the first chunk of frames has no cache
-    assert made(9) == [0, 0, 0]
+    assert count_compilations(2) == [1, 1, 2]  # the first chunk of frames has no cache
+    assert count_compilations(9) == [0, 0, 0]
 
 
 def test_memory_does_not_grow():
     pipe, held = pipeline(), []
-    options: dict[str, Any] = GIVEN | {"frames": 2 * (BLOCK * 12 - 1) + 1, "steps": 2}
+    options: dict[str, Any] = SETTINGS | {"frames": 2 * (BLOCK * 12 - 1) + 1, "steps": 2}
     gc.collect()
     gc.freeze()  # leaves what other tests hold out of the collections below
     for _ in pipe.decode_stream(pipe.denoise_chunks(encoded(), **options)):
@@ -132,29 +132,31 @@ EIGHT = [((1, 2, 4), "fsdp"), ((2, 2, 2), "tp"), ((1, 1, 8), "tp")]
 
 @pytest.mark.parametrize(("axes", "rules"), quick(EIGHT[:1], EIGHT))
 def test_eight_devices_make_the_same_latents(axes, rules):
-    alone = pipeline(1, heads=3).denoise(encoded(), noise=draws(), **GIVEN)
+    one_device = pipeline(1, heads=3).denoise(encoded(), noise=draws(), **SETTINGS)
     result = error(
-        pipeline(1, axes, rules, 3).denoise(encoded(), noise=draws(), **GIVEN), np.asarray(alone, np.float64)
+        pipeline(1, axes, rules, 3).denoise(encoded(), noise=draws(), **SETTINGS), np.asarray(one_device, np.float64)
     )
     print(f"{result:.1e}")
     assert result <= 1e-5
 
 
-def test_videos_made_together_are_those_made_alone():
+def test_videos_of_a_batch_equal_those_made_separately():
     pipe = pipeline()
-    together = pipe.denoise(encoded(2), seeds=[3, 4], **GIVEN)
+    together = pipe.denoise(encoded(2), seeds=[3, 4], **SETTINGS)
     for video, seed in enumerate((3, 4)):
-        one = WanConditioning(*(x[video : video + 1] for x in encoded(2)[:2]))
-        assert error(together[video], np.asarray(pipe.denoise(one, seed=seed, **GIVEN)[0], np.float64)) <= 1e-5
+        conditioning = WanConditioning(*(x[video : video + 1] for x in encoded(2)[:2]))
+        assert (
+            error(together[video], np.asarray(pipe.denoise(conditioning, seed=seed, **SETTINGS)[0], np.float64)) <= 1e-5
+        )
 
 
-def test_every_block_and_every_seed_have_noise_of_their_own():
+def test_every_chunk_and_every_seed_have_different_noise():
     blocks = [jax.random.key_data(solver_keys(seed_to_key_data([3, 4]), jnp.int32(block))) for block in (0, 1, 2)]
     assert len({tuple(key) for keys in blocks for key in np.asarray(keys).tolist()}) == 6
 
 
 def test_a_callback_stops_a_stream():
-    blocks = pipeline().denoise_chunks(encoded(), callback=lambda step: step.index < 4, **GIVEN)
+    blocks = pipeline().denoise_chunks(encoded(), callback=lambda step: step.index < 4, **SETTINGS)
     next(blocks)
     with pytest.raises(Cancelled) as stopped:
         next(blocks)
@@ -174,7 +176,7 @@ def test_a_callback_stops_a_stream():
 )
 def test_settings_that_cannot_be_are_refused(options, message):
     with pytest.raises(WanjaxError, match=line_with_words(message)):
-        pipeline().denoise_chunks(encoded(), **GIVEN | options)
+        pipeline().denoise_chunks(encoded(), **SETTINGS | options)
 
 
 REFUSED = {
@@ -216,45 +218,45 @@ WITHOUT_EFFECT = {  # on latents: nothing is guided, no other network takes over
 
 
 def test_every_keyword_of_denoising_is_accounted_for():
-    known = inspect.signature(pipeline().denoise).parameters.keys() - {"conditioning", "callback"}
-    assert known == {*REFUSED, *OBEYED, *WITHOUT_EFFECT}
+    keywords = inspect.signature(pipeline().denoise).parameters.keys() - {"conditioning", "callback"}
+    assert keywords == {*REFUSED, *OBEYED, *WITHOUT_EFFECT}
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_keywords_of_no_use_are_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     value, message = REFUSED[name]
-    options: dict[str, Any] = GIVEN | {name: value}
+    options: dict[str, Any] = SETTINGS | {name: value}
     with pytest.raises(WanjaxError, match=message):
         pipeline().denoise(encoded(), **options)
     assert not [*tmp_path.iterdir()]
 
 
 @pytest.fixture(scope="module")
-def plain():
-    return np.asarray(pipeline().denoise(encoded(), **GIVEN))
+def default_latents():
+    return np.asarray(pipeline().denoise(encoded(), **SETTINGS))
 
 
 @pytest.mark.parametrize("name", OBEYED)
-def test_keywords_are_obeyed(name, plain):
-    sides = {"height": SIZE[0], "width": SIZE[1]}  # in place of the size, which is given beside neither
+def test_keywords_are_obeyed(name, default_latents):
+    sides = {"height": SIZE[0], "width": SIZE[1]}  # in place of the size, which is passed with neither
     options: dict[str, Any] = {"frames": FRAMES, "steps": 3} | (sides if name in sides else {"size": SIZE})
     result = np.asarray(pipeline().denoise(encoded(), **options | {name: OBEYED[name]}))
-    assert result.shape != plain.shape or error(result, np.asarray(plain, np.float64)) > 1e-3
+    assert result.shape != default_latents.shape or error(result, np.asarray(default_latents, np.float64)) > 1e-3
 
 
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)
-def test_some_keywords_change_no_latents(name, plain):
-    options: dict[str, Any] = GIVEN | {name: WITHOUT_EFFECT[name]}
-    np.testing.assert_array_equal(pipeline().denoise(encoded(), **options), plain)
+def test_some_keywords_change_no_latents(name, default_latents):
+    options: dict[str, Any] = SETTINGS | {name: WITHOUT_EFFECT[name]}
+    np.testing.assert_array_equal(pipeline().denoise(encoded(), **options), default_latents)
 
 
 def test_a_callback_sees_the_steps_of_all_blocks_and_stops_denoising():
     steps = []
-    pipeline().denoise(encoded(), callback=steps.append, **GIVEN)
+    pipeline().denoise(encoded(), callback=steps.append, **SETTINGS)
     assert [step.index for step in steps] == list(range(15))
     with pytest.raises(Cancelled):
-        pipeline().denoise(encoded(), callback=lambda step: step.index < 4, **GIVEN)
+        pipeline().denoise(encoded(), callback=lambda step: step.index < 4, **SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +267,7 @@ def test_a_callback_sees_the_steps_of_all_blocks_and_stops_denoising():
         lambda pipe: next(pipe.decode_stream([])),
     ],
 )
-def test_a_model_that_makes_a_video_as_a_whole_streams_none(requested):
+def test_only_causal_models_stream(requested):
     with pytest.raises(WanjaxError, match="nano makes a video as a whole, so there are no chunks to stream"):
         requested(wanjax.load("nano"))
 

@@ -22,7 +22,7 @@ from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.schedulers import DDIM, DPM, Consistency, FlowEuler
 
 FEW = {"size": (12, 12), "frames": 5, "steps": 4, "seed": 3, "guidance_scale": 1.0, "flow_shift": 5.0}
-GIVEN = FEW | {"rng": "torch"}
+SETTINGS = FEW | {"rng": "torch"}
 SHAPE = (1, 4, 3, 6, 6)
 each_solver = pytest.mark.parametrize("solver", ["consistency", "rcm"])
 
@@ -56,32 +56,32 @@ def test_the_order_of_draws(solver):
     noise = drawn(3, 4)
     options = {"noise": noise[0], "step_noise": np.concatenate([noise[1:], np.zeros((1, *SHAPE), np.float32)])}
     pipe = pipeline(solver)
-    result = np.asarray(pipe.denoise(encoded(), **GIVEN), np.float64)
+    result = np.asarray(pipe.denoise(encoded(), **SETTINGS), np.float64)
     assert error(pipe.denoise(encoded(), noise=options, **FEW), result) <= 1e-6
     assert error(pipe.denoise(encoded(), **FEW), result) > 0.1
 
 
 @each_solver
-def test_noise_that_is_given_is_not_drawn(solver):
+def test_noise_of_the_caller_is_not_drawn(solver):
     noise, pipe = drawn(3, 3), pipeline(solver)
     initial = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
     steps = np.concatenate([noise, np.zeros((1, *SHAPE), np.float32)])
-    result = np.asarray(pipe.denoise(encoded(), noise=initial, **GIVEN), np.float64)
+    result = np.asarray(pipe.denoise(encoded(), noise=initial, **SETTINGS), np.float64)
     assert error(pipe.denoise(encoded(), noise={"noise": initial, "step_noise": steps}, **FEW), result) <= 1e-6
-    own_steps = pipe.denoise(encoded(), noise={"step_noise": steps}, **GIVEN)
+    step_noise_only = pipe.denoise(encoded(), noise={"step_noise": steps}, **SETTINGS)
     both = pipe.denoise(encoded(), noise={"noise": drawn(3, 1)[0], "step_noise": steps}, **FEW)
-    np.testing.assert_array_equal(own_steps, both)
+    np.testing.assert_array_equal(step_noise_only, both)
 
 
 @pytest.mark.parametrize("solver", ["euler", "rcm"])
 @pytest.mark.parametrize("stop_at", [0, 2])
 def test_a_stopped_run_continues_to_the_same_bits(solver, stop_at, tmp_path):
     pipe, file, before = pipeline(solver), tmp_path / "state", []
-    whole = pipe.denoise(encoded(), **GIVEN)
+    uninterrupted = pipe.denoise(encoded(), **SETTINGS)
     with pytest.raises(Cancelled):
-        pipe.denoise(encoded(), keep=file, callback=lambda step: step.index != stop_at, **GIVEN)
-    latents = pipe.denoise(encoded(), keep=file, continued=lambda *steps: before.append(steps), **GIVEN)
-    np.testing.assert_array_equal(latents, whole)
+        pipe.denoise(encoded(), keep=file, callback=lambda step: step.index != stop_at, **SETTINGS)
+    latents = pipe.denoise(encoded(), keep=file, continued=lambda *steps: before.append(steps), **SETTINGS)
+    np.testing.assert_array_equal(latents, uninterrupted)
     assert before == [(stop_at + 1, 4)]
     pipe.denoise(encoded(), keep=file, continued=lambda *steps: before.append(steps), **FEW)  # other noise: a new run
     assert len(before) == 1
@@ -91,23 +91,25 @@ def test_a_stopped_run_continues_to_the_same_bits(solver, stop_at, tmp_path):
 def test_a_stopped_run_of_two_draws_a_step(tmp_path, stop_at):
     pipe = wanjax.load(tiny_cogvideox_checkpoint(tmp_path / "checkpoint"), scheduler="dpm")
     text, settings = pipe.encode("a red circle"), {"steps": 6, "seed": 3, "rng": "torch"}
-    whole = pipe.denoise(text, **settings)
+    uninterrupted = pipe.denoise(text, **settings)
     with pytest.raises(Cancelled):
         pipe.denoise(text, keep=tmp_path / "state", callback=lambda step: step.index != stop_at, **settings)
-    np.testing.assert_array_equal(pipe.denoise(text, keep=tmp_path / "state", **settings), whole)
+    np.testing.assert_array_equal(pipe.denoise(text, keep=tmp_path / "state", **settings), uninterrupted)
 
 
-def test_videos_made_together_are_those_made_alone():
+def test_videos_of_a_batch_equal_those_made_separately():
     pipe = pipeline("rcm")
-    both = pipe.denoise(encoded(2), seeds=[3, 4], **GIVEN)
+    both = pipe.denoise(encoded(2), seeds=[3, 4], **SETTINGS)
     for latents, seed in zip(both, (3, 4), strict=True):
-        np.testing.assert_allclose(latents, pipe.denoise(encoded(), **GIVEN | {"seed": seed})[0], atol=1e-5)
+        np.testing.assert_allclose(latents, pipe.denoise(encoded(), **SETTINGS | {"seed": seed})[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("solver", quick(["rcm"], ["euler", "rcm"]))
 def test_eight_devices_agree_with_one(solver):
-    alone, together = (np.asarray(pipeline(solver, axes).denoise(encoded(), **GIVEN)) for axes in (None, (2, 2, 2)))
-    np.testing.assert_allclose(together, alone, atol=1e-5 * max(1, np.abs(alone).max()))
+    one_device, together = (
+        np.asarray(pipeline(solver, axes).denoise(encoded(), **SETTINGS)) for axes in (None, (2, 2, 2))
+    )
+    np.testing.assert_allclose(together, one_device, atol=1e-5 * max(1, np.abs(one_device).max()))
 
 
 def test_chunks():
@@ -133,8 +135,8 @@ def test_windows():
     np.testing.assert_array_equal(video[:5], pipe("a red circle moving right", seed=3, **options).frames)
     second = pipe("a red circle moving right", image=video[4], seed=4, **options).frames
     assert np.abs(video[5:].astype(int) - second[1:]).mean() < 1  # the seam is faded
-    other = pipe("a red circle moving right", image=video[4], seed=5, **options).frames
-    assert np.abs(video[5:].astype(int) - other[1:]).mean() > 1
+    single_window = pipe("a red circle moving right", image=video[4], seed=5, **options).frames
+    assert np.abs(video[5:].astype(int) - single_window[1:]).mean() > 1
 
 
 def test_a_traced_run_draws_nothing_and_traces_what_is_executed(monkeypatch):
@@ -148,8 +150,8 @@ def test_a_traced_run_draws_nothing_and_traces_what_is_executed(monkeypatch):
     assert set(executed._compiled) == traced
 
 
-def test_metadata_keeps_the_generator(tmp_path, monkeypatch):
-    """A video that is made again from its metadata has the same noise."""
+def test_metadata_stores_the_generator(tmp_path, monkeypatch):
+    """A video that is reproduced from its metadata has the same noise."""
     monkeypatch.chdir(tmp_path)
     small = ("--steps", "2", "--frames", "5", "--guidance-scale", "1", "--seed", "3")
     succeeded(command("a red circle", *small, "--rng", "torch", "--out", "one.mp4"))
@@ -163,11 +165,11 @@ def test_the_stages_make_the_same_latents(tmp_path):
     pipe, picture = wanjax.load(folder, scheduler="dpm"), np.zeros((32, 32, 3), np.uint8)
     settings = {"steps": 3, "seed": 3, "rng": "torch"}
     encoded = pipe.encode("a", image=picture, **settings)
-    one, again = (pipe.denoise(encoded, **settings) for _ in range(2))
-    np.testing.assert_array_equal(one, again)
-    np.testing.assert_array_equal(pipe.decode(one), pipe("a", image=picture, **settings).frames)
+    first, again = (pipe.denoise(encoded, **settings) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    np.testing.assert_array_equal(pipe.decode(first), pipe("a", image=picture, **settings).frames)
     noise = pipe.noise(pipe.settings(**settings))
-    assert error(pipe.denoise(encoded, noise=noise, **settings), np.asarray(one, np.float64)) > 1e-3  # fewer draws
+    assert error(pipe.denoise(encoded, noise=noise, **settings), np.asarray(first, np.float64)) > 1e-3  # fewer draws
 
 
 def test_other_runs_draw_nothing(monkeypatch):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long video of windows, each of which goes on from the last frames of the one before."""
+"""A long video of windows, each of which continues from the last frames of the previous one."""
 
 import sys
 from pathlib import Path
@@ -52,18 +52,18 @@ def controlled(tmp_path_factory):
 
 
 @pytest.mark.parametrize("rule", ["none", "apg"])
-def test_a_window_is_a_video_of_its_own_from_the_last_frame_of_the_one_before(pipe, rule):
+def test_each_window_equals_a_video_from_the_last_frame_of_the_previous_window(pipe, rule):
     """And an average that guidance keeps over the steps begins anew in each."""
     options = {"image": PICTURE, "last_image": None, "guidance_scale": 5, "guidance_rule": rule, **SMALL}
     video = pipe("a cat", seed=2**64 - 2, then=["a dog", "a hen"], **options)
-    shown = [pipe("a cat", seed=2**64 - 2, **options).frames]
+    expected = [pipe("a cat", seed=2**64 - 2, **options).frames]
     for prompt, seed in (("a dog", 2**64 - 1), ("a hen", 0)):
-        alone = pipe(prompt, seed=seed, **(options | {"image": shown[-1][-1]})).frames
-        shown.append(fade_seam(shown[-1], alone[1:]))
-    np.testing.assert_array_equal(video.frames, np.concatenate(shown))
+        window = pipe(prompt, seed=seed, **(options | {"image": expected[-1][-1]})).frames
+        expected.append(fade_seam(expected[-1], window[1:]))
+    np.testing.assert_array_equal(video.frames, np.concatenate(expected))
     assert len(video) == 13
-    known = {"windows": 3, "overlap": 1, "then": "a dog\na hen", "seed": 2**64 - 2}
-    assert {name: video.settings[name] for name in known} == known
+    expected_settings = {"windows": 3, "overlap": 1, "then": "a dog\na hen", "seed": 2**64 - 2}
+    assert {name: video.settings[name] for name in expected_settings} == expected_settings
 
 
 def test_the_last_prompt_holds_on():
@@ -72,7 +72,7 @@ def test_the_last_prompt_holds_on():
 
 
 @pytest.mark.parametrize("control", quick([True], [False, True]))
-def test_a_controlled_window_keeps_the_frames_that_it_is_given(controlled, control):
+def test_a_controlled_window_keeps_its_fixed_frames(controlled, control):
     """Its part of a control clip follows them."""
     clip = RANDOM.integers(0, 256, (total_frames(9, 2, 5), 32, 32, 3), dtype=np.uint8)
     shape = SMALL | {"frames": 9}
@@ -80,8 +80,8 @@ def test_a_controlled_window_keeps_the_frames_that_it_is_given(controlled, contr
     video = controlled("a cat", windows=2, overlap=5, seed=3, **options, **shape)
     first = controlled("a cat", seed=3, **({"video": clip[:9]} if control else {}), **shape).frames
     rest = clip[9:] if control else np.full((4, 32, 32, 3), 127, np.uint8)
-    known = np.repeat(np.array([0, 255], np.uint8), [5, 4])
-    mask = np.broadcast_to(known[:, None, None, None], (9, 32, 32, 3)).copy()
+    mask_values = np.repeat(np.array([0, 255], np.uint8), [5, 4])
+    mask = np.broadcast_to(mask_values[:, None, None, None], (9, 32, 32, 3)).copy()
     second = controlled("a cat", seed=4, video=np.concatenate([first[4:], rest]), mask=mask, **shape).frames
     np.testing.assert_array_equal(video.frames, np.concatenate([first, fade_seam(first, second[5:])]))
 
@@ -100,8 +100,8 @@ def test_a_small_jump_fades_and_motion_stays():
 
 
 def test_a_plan_counts_every_window(pipe):
-    one, three = (pipe.settings(**SMALL, windows=windows) for windows in (1, 3))
-    assert run_counts(pipe, three) == {name: 3 * count for name, count in run_counts(pipe, one).items()}
+    one_window, three = (pipe.settings(**SMALL, windows=windows) for windows in (1, 3))
+    assert run_counts(pipe, three) == {name: 3 * count for name, count in run_counts(pipe, one_window).items()}
 
 
 MAKERS = {
@@ -112,12 +112,12 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_models_that_cannot_go_on_refuse_windows(kind, tmp_path):
+def test_models_that_cannot_continue_a_video_refuse_windows(kind, tmp_path):
     with pytest.raises(WanjaxError, match=line_with_words("windows first picture")):
         wanjax.load(MAKERS[kind](tmp_path)).settings(windows=2)
 
 
-def test_hunyuanvideo_goes_on_from_its_picture(tmp_path):
+def test_hunyuanvideo_continues_from_its_picture(tmp_path):
     settings = wanjax.load(tiny_hunyuan_checkpoint(tmp_path, pictured=True)).settings(windows=2)
     assert settings.length == 2 * settings.frames - 1
 
@@ -136,7 +136,7 @@ def test_hunyuanvideo_goes_on_from_its_picture(tmp_path):
         ({"match": "colour", "windows": 1}, line_with_words("match windows 2")),
     ],
 )
-def test_what_makes_no_windows_is_refused(pipe, options, message):
+def test_invalid_windows_are_refused(pipe, options, message):
     with pytest.raises(WanjaxError, match=message):
         pipe.settings(**options)
 
@@ -158,7 +158,7 @@ SHORT_CLIP = {"video": np.zeros((12, 32, 32, 3), np.uint8), "windows": 2, "overl
     ],
     ids=["encode", "denoise", "noise", "a control clip of fewer frames"],
 )
-def test_what_is_not_for_several_windows_is_refused(request, of, call, words):
+def test_inputs_that_windows_cannot_use_are_refused(request, of, call, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         call(request.getfixturevalue(of))
 
@@ -173,7 +173,7 @@ def frames_of(folder: Path) -> np.ndarray:
     return np.stack([np.asarray(Image.open(file)) for file in sorted(folder.iterdir())])
 
 
-def test_a_command_goes_on_from_the_windows_that_are_kept(pictured, tmp_path, monkeypatch):
+def test_a_command_resumes_from_the_saved_windows(pictured, tmp_path, monkeypatch):
     """A video of two windows becomes one of three; the first two are not denoised again."""
     monkeypatch.chdir(tmp_path)
     Image.fromarray(PICTURE).save("in.png")
@@ -208,7 +208,7 @@ READ = {"moving right": "right", "moving left": "left", "growing": "grows", "shr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("thing", SCENES)
-def test_four_windows_of_nano_show_what_each_is_asked_for_without_a_seam(thing):
+def test_four_windows_of_nano_follow_their_prompts_without_a_seam(thing):
     first, *later = (f"a {thing} {motion}" for motion in SCENES[thing])
     frames = wanjax.load("nano")(first, then=later, seed=3).frames
     assert len(frames) == 65
