@@ -140,8 +140,8 @@ MUTATIONS = (
         'weights={"heads": ("sp", "tp"), "vocab": ("sp", "tp")}',
         "a model that fits on eight chips does not, since each holds all weights of the MLPs",
         (
-            "test_sharding.py::test_where_weights_lie",
-            "test_sharding.py::test_what_the_14b_keeps_on_each_of_eight_chips",
+            "test_sharding.py::test_shardings_of_weights",
+            "test_sharding.py::test_bytes_of_the_14b_on_each_of_eight_chips",
         ),
     ),
     # schedulers
@@ -192,7 +192,7 @@ MUTATIONS = (
         "return negative + values * (prompt - negative), moving_average",
         "return prompt + values * (negative - prompt), moving_average",
         "guidance leads to the negative prompt",
-        ("parity/test_guidance_rules.py::test_apg_that_keeps_all_is_classifier_free_guidance",),
+        ("parity/test_guidance_rules.py::test_apg_without_reduction_is_classifier_free_guidance",),
     ),
     Mutation(
         "cache-counter",
@@ -402,7 +402,7 @@ MUTATIONS = (
         "a + b / jnp.asarray(parts, b.dtype)",
         "a + b",
         "gradients of accumulated batches are added in place of averaged",
-        ("training/test_loop.py::test_the_gradients_of_parts_make_the_step_of_the_whole_batch",),
+        ("training/test_loop.py::test_accumulated_gradients_make_the_step_of_the_full_batch",),
     ),
     Mutation(
         "caption-dropout",

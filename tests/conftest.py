@@ -12,7 +12,9 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp()  # tables that `wanjax calibrate` measured here are not the models' own
+os.environ["XDG_DATA_HOME"] = (
+    tempfile.mkdtemp()
+)  # tables that `wanjax calibrate` measured here are not those of the models
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's: each of the processes that run tests has a core
 # Most of the suite is compiling. Small programs that run once need no optimised machine code; the graphs are the same.
 # XLA's older emitters compile them in half of the time; jaxlib 0.11 has none, and ends the process at their flag.
@@ -66,8 +68,8 @@ def _few_memory_maps() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep compiled programs in a folder, so that a module that loads a model again does not compile again."""
+def cached_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Cache compiled programs in a folder, so that a module that reloads a model does not recompile."""
     from tests.support.tiny import compile_cache
 
     with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
@@ -76,7 +78,7 @@ def kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Any]:
-    """A PostgreSQL, whose tests are skipped where there is none."""
+    """A PostgreSQL; tests that use it are skipped if none is installed."""
     from tests.support.postgres import running
 
     with running() as server:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks can be imported and asked for help; what of them is quick does its work."""
+"""The benchmarks can be imported and print help; their quick parts work."""
 
 import json
 import subprocess
@@ -31,31 +31,31 @@ def test_help(name, monkeypatch, capsys):
     assert f"usage: {name}" in capsys.readouterr().out.lower()
 
 
-def test_the_benchmarks_are_found():
+def test_the_benchmarks_are_listed():
     assert {"against_diffusers", "attention", "convert", "memory", "quality"} <= set(COMMANDS)
 
 
 def test_likeness_of_frames():
-    """PSNR and SSIM of known pictures; the reference of SSIM is its definition on one window."""
+    """PSNR and SSIM of random pictures; the reference of SSIM is its definition on one window."""
     from benchmarks.quality import psnr, ssim
 
     rng = np.random.default_rng(0)
-    one = rng.integers(0, 255, (1, 11, 11, 3), np.uint8)
-    other = np.clip(one.astype(int) + rng.integers(-30, 30, one.shape), 0, 255).astype(np.uint8)
-    assert psnr(one, one) == 100
-    assert ssim(one, one) == pytest.approx(1)
-    assert psnr(one, one ^ 1) == pytest.approx(48.1308, abs=1e-3)
+    first = rng.integers(0, 255, (1, 11, 11, 3), np.uint8)
+    second = np.clip(first.astype(int) + rng.integers(-30, 30, first.shape), 0, 255).astype(np.uint8)
+    assert psnr(first, first) == 100
+    assert ssim(first, first) == pytest.approx(1)
+    assert psnr(first, first ^ 1) == pytest.approx(48.1308, abs=1e-3)
     line = np.exp(-((np.arange(11) - 5) ** 2) / 4.5)
     window = (np.outer(line, line) / np.outer(line, line).sum())[:, :, None]
-    x, y = one[0].astype(float), other[0].astype(float)
+    x, y = first[0].astype(float), second[0].astype(float)
     (a, b), c1, c2 = ((window * x).sum((0, 1)), (window * y).sum((0, 1))), 6.5025, 58.5225
     va, vb, ab = ((window * p).sum((0, 1)) - q for p, q in ((x * x, a * a), (y * y, b * b), (x * y, a * b)))
     expected = (2 * a * b + c1) * (2 * ab + c2) / ((a * a + b * b + c1) * (va + vb + c2))
-    assert ssim(one, other) == pytest.approx(expected.mean(), abs=1e-9)
+    assert ssim(first, second) == pytest.approx(expected.mean(), abs=1e-9)
 
 
 def test_lpips_agrees_with_torch(tmp_path):
-    """On random weights, beside the same network in torch."""
+    """On random weights, against the same network in torch."""
     torch = pytest.importorskip("torch")
     from benchmarks.lpips import LAYERS, POOLED, SCALE, SHIFT, lpips
 
@@ -68,7 +68,7 @@ def test_lpips_agrees_with_torch(tmp_path):
         weights[f"features.{layer}.bias"] = rng.normal(0, 0.1, shape[0]).astype(np.float32)
         weights[f"lin{number}.model.1.weight"] = rng.random((1, shape[0], 1, 1), np.float32)
     save_safetensors(tmp_path / "lpips.safetensors", weights)
-    one, other = (rng.integers(0, 255, (2, 64, 64, 3), np.uint8) for _ in range(2))
+    first, second = (rng.integers(0, 255, (2, 64, 64, 3), np.uint8) for _ in range(2))
 
     def features(frames):
         x, result = torch.tensor((frames.astype(np.float32) / 127.5 - 1 - SHIFT) / SCALE).permute(0, 3, 1, 2), []
@@ -81,10 +81,10 @@ def test_lpips_agrees_with_torch(tmp_path):
         return result
 
     heads = [torch.tensor(weights[f"lin{i}.model.1.weight"]) for i in range(5)]
-    pairs = zip(features(one), features(other), heads, strict=True)
+    pairs = zip(features(first), features(second), heads, strict=True)
     expected = sum(float(torch.nn.functional.conv2d((x - y) ** 2, head).mean()) for x, y, head in pairs)
-    assert lpips(one, other, tmp_path / "lpips.safetensors") == pytest.approx(expected, rel=1e-5)
-    assert lpips(one, one, tmp_path / "lpips.safetensors") == 0
+    assert lpips(first, second, tmp_path / "lpips.safetensors") == pytest.approx(expected, rel=1e-5)
+    assert lpips(first, first, tmp_path / "lpips.safetensors") == 0
 
 
 CHECKPOINTS = [tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint]
@@ -173,7 +173,7 @@ def test_a_card_times_attention_in_each_implementation():
     assert "wrong: none" in table
 
 
-def test_a_part_that_fails_or_has_no_time_says_so(monkeypatch):
+def test_a_part_that_fails_or_times_out_says_so(monkeypatch):
     assert [figure.note for figure in card.run_part("attention", True, 1.0)] == ["left out: no time was left"]
     monkeypatch.setattr(card, "LEAST", 0.0)
     [stopped] = card.run_part("attention", True, 0.1)
@@ -183,7 +183,7 @@ def test_a_part_that_fails_or_has_no_time_says_so(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_card_tells_all(tmp_path):
+def test_a_card_reports_all_parts(tmp_path):
     command = [sys.executable, "-m", "benchmarks.card", "--small", "--out", str(tmp_path)]
     table = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, check=True).stdout
     assert table.count("| torch |") == 5

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipes in deploy/: each is read by its own tool, its commands by the command line, and an image's steps run."""
+"""The recipes in deploy/: each is read by its tool, its commands by the command line, and an image's steps run."""
 
 import os
 import re
@@ -72,8 +72,8 @@ def test_every_call_of_wanjax_is_one(name, tmp_path, monkeypatch):
 
 
 def test_every_recipe_is_tested():
-    others = {"README.md", "Dockerfile", "Dockerfile.dockerignore"}
-    assert {file.name for file in DEPLOY.iterdir()} == others | COMMANDS.keys()
+    other_files = {"README.md", "Dockerfile", "Dockerfile.dockerignore"}
+    assert {file.name for file in DEPLOY.iterdir()} == other_files | COMMANDS.keys()
 
 
 def test_fronts_and_workers_share_a_database_and_a_place():
@@ -82,7 +82,12 @@ def test_fronts_and_workers_share_a_database_and_a_place():
     named = [services[name]["environment"]["WANJAX_DATABASE"] for name in ("front", "worker")]
     assert named[0] == named[1]
     assert "${POSTGRES_PASSWORD}@database/" in named[0]
-    secrets = [x["valueFrom"]["secretKeyRef"]["key"] for one in containers() for x in one["env"] if "valueFrom" in x]
+    secrets = [
+        x["valueFrom"]["secretKeyRef"]["key"]
+        for container in containers()
+        for x in container["env"]
+        if "valueFrom" in x
+    ]
     assert secrets == ["password", "database", "token", "database"]
     for name in ("compose.yaml", "kubernetes.yaml"):
         front, worker = ({word: words[i + 1] for i, word in enumerate(words[:-1])} for words in calls_of(name))
@@ -93,7 +98,7 @@ def test_fronts_and_workers_share_a_database_and_a_place():
 @pytest.mark.parametrize(
     "name", ["Dockerfile", "compose.yaml", "kubernetes.yaml", "ray.yaml", "sky.yaml", "sky-serve.yaml"]
 )
-def test_the_extras_that_are_installed_are_there(name):
+def test_the_installed_extras_exist(name):
     text = (DEPLOY / name).read_text(encoding="utf-8")
     named = re.findall(r"EXTRAS=([a-z0-9,]+)", text) + re.findall(r"(?:\.|wanjax)\[([a-z0-9,]+)\]", text)
     extras = {extra for group in named for extra in group.split(",")}
@@ -101,28 +106,28 @@ def test_the_extras_that_are_installed_are_there(name):
     assert not extras - EXTRAS.keys()
 
 
-def holds(whole: Any, part: Any) -> bool:
+def holds(parent: Any, part: Any) -> bool:
     """Return whether all that `part` says is in `whole`, which may say more."""
     if isinstance(part, dict):
-        return isinstance(whole, dict) and all(name in whole and holds(whole[name], x) for name, x in part.items())
+        return isinstance(parent, dict) and all(name in parent and holds(parent[name], x) for name, x in part.items())
     if isinstance(part, list):
-        return isinstance(whole, list) and len(whole) == len(part) and all(map(holds, whole, part))
-    return whole == part
+        return isinstance(parent, list) and len(parent) == len(part) and all(map(holds, parent, part))
+    return parent == part
 
 
 def test_the_jobset_is_one_of_the_api():
     """The API's models drop fields that they do not know, and refuse values of other types."""
     api = pytest.importorskip("kubeflow_trainer_api.models.jobset_v1alpha2_job_set").JobsetV1alpha2JobSet
-    own = read("jobset.yaml")
-    assert holds(api.from_dict(own).to_dict(), own)
-    wrong = deepcopy(own)
+    jobset = read("jobset.yaml")
+    assert holds(api.from_dict(jobset).to_dict(), jobset)
+    wrong = deepcopy(jobset)
     wrong["spec"]["replicatedJobs"][0]["template"]["spec"]["paralelism"] = 4
     assert not holds(api.from_dict(wrong).to_dict(), wrong)
 
 
-def test_a_jobset_tells_each_process_its_place(monkeypatch):
-    own = read("jobset.yaml")
-    (job,) = own["spec"]["replicatedJobs"]
+def test_a_jobset_gives_each_process_its_index(monkeypatch):
+    jobset = read("jobset.yaml")
+    (job,) = jobset["spec"]["replicatedJobs"]
     template = job["template"]["spec"]
     (size,) = {template["parallelism"], template["completions"]}
     joined = []
@@ -130,10 +135,10 @@ def test_a_jobset_tells_each_process_its_place(monkeypatch):
     for index in range(size):
         annotations = {"batch.kubernetes.io/job-completion-index": str(index)}
         multihost.join_processes(None, {x["name"]: value_of(x, annotations) for x in container()["env"]})
-    name = own["metadata"]["name"]
+    name = jobset["metadata"]["name"]
     (port,) = (port["containerPort"] for port in container()["ports"])
     first = f"{name}-{job['name']}-0-0.{name}:{port}"  # as JobSet names a pod, with enableDNSHostnames
-    assert own["spec"]["network"]["enableDNSHostnames"] is True
+    assert jobset["spec"]["network"]["enableDNSHostnames"] is True
     assert template["completionMode"] == "Indexed"
     assert joined == [(first, size, index) for index in range(size)]
     topology = selector()["cloud.google.com/gke-tpu-topology"]
@@ -159,7 +164,7 @@ def test_the_machines_of_a_slice_hold_its_chips():
     assert re.search(r"--tpu-topology (\S+)", pool)[1] == selector()["cloud.google.com/gke-tpu-topology"]
 
 
-def test_the_api_that_google_left_is_told_of_once():
+def test_the_retired_api_of_google_is_reported_once():
     files = [*PAGES, *DEPLOY.iterdir()]
     file_names = [file.name for file in files for _ in re.findall(r"compute tpus\b", file.read_text(encoding="utf-8"))]
     assert file_names == ["tpu.md"]
@@ -178,15 +183,15 @@ def value_of(variable: dict[str, Any], annotations: dict[str, str]) -> str:
 
 def test_the_ray_cluster_is_one():
     util = pytest.importorskip("ray.autoscaler._private.util")
-    own = read("ray.yaml")
-    util.validate_config(util.prepare_config(deepcopy(own)))
-    slices = own["available_node_types"]["slice"]
+    cluster = read("ray.yaml")
+    util.validate_config(util.prepare_config(deepcopy(cluster)))
+    slices = cluster["available_node_types"]["slice"]
     place = SLICES[slices["node_config"]["acceleratorType"]]
     assert slices["resources"]["TPU"] == place.devices
     (words,) = calls_of("ray.yaml")
     assert int(words[words.index("--workers") + 1]) <= slices["max_workers"] * place.devices
     with pytest.raises(Exception, match="max_worker"):
-        util.validate_config(util.prepare_config(own | {"max_worker": 8}))
+        util.validate_config(util.prepare_config(cluster | {"max_worker": 8}))
 
 
 @pytest.mark.skipif(shutil.which("hadolint", path=Path(sys.executable).parent) is None, reason="hadolint is missing")
@@ -201,7 +206,7 @@ def steps() -> list[tuple[str, str]]:
     return [(name, rest) for name, _, rest in result]
 
 
-def test_what_is_copied_into_the_image_is_not_ignored():
+def test_files_copied_into_the_image_are_not_ignored():
     lines = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").split()
     copied = {word for name, rest in steps() if name == "COPY" for word in shlex.split(rest)[:-1]}
     assert lines[0] == "*"
@@ -211,16 +216,16 @@ def test_what_is_copied_into_the_image_is_not_ignored():
 def environment(folder: Path, python: str = sys.executable) -> dict[str, str]:
     """Make a virtual environment, and return variables with which it is used, and nothing of the user's."""
     subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "JAX", "XLA"))}
-    return kept | {"PATH": f"{folder / 'venv/bin'}:{os.environ['PATH']}", "HOME": str(folder)}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "JAX", "XLA"))}
+    return variables | {"PATH": f"{folder / 'venv/bin'}:{os.environ['PATH']}", "HOME": str(folder)}
 
 
 @pytest.mark.slow
 def test_the_steps_of_the_image_make_a_video(tmp_path):
     """All but those of the system: files are copied, packages installed, and the entry point makes a video."""
-    own, work = environment(tmp_path), tmp_path / "image"
+    variables, work = environment(tmp_path), tmp_path / "image"
     work.mkdir()
-    own |= {name: value for kind, rest in steps() if kind == "ARG" for name, _, value in [rest.partition("=")]}
+    variables |= {name: value for kind, rest in steps() if kind == "ARG" for name, _, value in [rest.partition("=")]}
     for name, rest in steps():
         if name == "COPY":
             *sources, target = shlex.split(rest)
@@ -231,22 +236,22 @@ def test_the_steps_of_the_image_make_a_video(tmp_path):
                 else:
                     shutil.copy(ROOT / source, into)
         elif name == "RUN" and rest.startswith("pip "):
-            subprocess.run(["bash", "-ec", rest], cwd=work, env=own, check=True)
+            subprocess.run(["bash", "-ec", rest], cwd=work, env=variables, check=True)
     (entry,) = (yaml.safe_load(rest) for name, rest in steps() if name == "ENTRYPOINT")
     call = [*entry, "a red circle moving right", "--steps", "2", "--out", "a.mp4"]
-    subprocess.run(call, cwd=tmp_path, env=own | {"XDG_CACHE_HOME": str(tmp_path)}, check=True)
+    subprocess.run(call, cwd=tmp_path, env=variables | {"XDG_CACHE_HOME": str(tmp_path)}, check=True)
     assert (tmp_path / "a.mp4").stat().st_size > 1000
-    subprocess.run([*entry, "serve", "--help"], cwd=tmp_path, env=own, check=True)
+    subprocess.run([*entry, "serve", "--help"], cwd=tmp_path, env=variables, check=True)
 
 
 @pytest.mark.slow
 def test_skypilot_reads_its_tasks(tmp_path):
-    own = environment(tmp_path) | {"WANJAX_TOKEN": "0123456789abcdef"}
-    subprocess.run(["pip", "install", "-q", "skypilot"], env=own, check=True)
+    variables = environment(tmp_path) | {"WANJAX_TOKEN": "0123456789abcdef"}
+    subprocess.run(["pip", "install", "-q", "skypilot"], env=variables, check=True)
     for name in ("sky.yaml", "sky-serve.yaml"):
         read_it = f"import sky; task = sky.Task.from_yaml({str(DEPLOY / name)!r}); print(task.resources, task.service)"
         messages = subprocess.run(
-            ["python", "-c", read_it], cwd=ROOT, env=own, check=True, capture_output=True, text=True
+            ["python", "-c", read_it], cwd=ROOT, env=variables, check=True, capture_output=True, text=True
         )
         assert "tpu-v6e-8" in messages.stdout
         assert ("GET /" in messages.stdout) is (name == "sky-serve.yaml")
@@ -254,11 +259,11 @@ def test_skypilot_reads_its_tasks(tmp_path):
 
 @pytest.mark.slow
 def test_xpk_would_start_the_slice(tmp_path):
-    own = environment(tmp_path)
-    subprocess.run(["pip", "install", "-q", "xpk"], env=own, check=True)
+    variables = environment(tmp_path)
+    subprocess.run(["pip", "install", "-q", "xpk"], env=variables, check=True)
     options = ["my-cluster", "registry/wanjax:tpu", "--dry-run", "--project", "my-project", "--zone", "us-east5-b"]
     call = ["bash", DEPLOY / "xpk.sh", *options]
-    messages = subprocess.run(call, cwd=tmp_path, env=own, check=True, capture_output=True, text=True).stdout
+    messages = subprocess.run(call, cwd=tmp_path, env=variables, check=True, capture_output=True, text=True).stdout
     assert "cloud.google.com/gke-tpu-topology: 4x4" in messages
     assert re.search(r"wanjax batch .*--processes auto", messages)
     assert "HF_HOME" in messages
@@ -269,10 +274,10 @@ def test_the_compose_file_is_one_of_the_specification():
     read_compose = pytest.importorskip("compose_spec").PyCompose.from_yaml
     text = (DEPLOY / "compose.yaml").read_text(encoding="utf-8")
     assert sorted(read_compose(text).service_names()) == ["database", "front", "worker"]
-    for right, wrong in (("ports:", "portz:"), ("service_healthy", "service_helthy"), ("count: 1", "count: [a]")):
-        assert right in text
+    for valid, wrong in (("ports:", "portz:"), ("service_healthy", "service_helthy"), ("count: 1", "count: [a]")):
+        assert valid in text
         with pytest.raises(ValueError):  # noqa: PT011  # its own sentence
-            read_compose(text.replace(right, wrong))
+            read_compose(text.replace(valid, wrong))
 
 
 def test_the_pods_and_services_are_those_of_kubernetes():
@@ -282,11 +287,11 @@ def test_the_pods_and_services_are_those_of_kubernetes():
     services = [each for each in documents if each["kind"] == "Service"]
     templates = [each["spec"]["template"] for each in documents if each["kind"] in ("Deployment", "StatefulSet")]
     assert (len(services), len(templates)) == (2, 3)
-    for kind, own in (
+    for kind, manifest in (
         *((models.IoK8sApiCoreV1Service, each) for each in services),
         *((models.IoK8sApiCoreV1PodTemplateSpec, each) for each in templates),
     ):
-        assert holds(kind.from_dict(own).to_dict(), own)
+        assert holds(kind.from_dict(manifest).to_dict(), manifest)
     wrong = deepcopy(templates[0])
     wrong["spec"]["containers"][0]["imagePullPolcy"] = "Always"
     assert not holds(models.IoK8sApiCoreV1PodTemplateSpec.from_dict(wrong).to_dict(), wrong)

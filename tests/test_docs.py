@@ -51,7 +51,7 @@ WORKFLOWS = {name: "video_wan2_2_14B_t2v" for name in ("workflow.json", "video_w
 """Workflows of ComfyUI that pages name."""
 
 
-def test_blocks_are_found():
+def test_code_blocks_are_parsed():
     assert len(RUN) >= 5
     assert len([block for block in BLOCKS if block[2].run == "run"]) >= 15
     languages = {block.language for _, _, block in BLOCKS}
@@ -61,7 +61,7 @@ def test_blocks_are_found():
 @pytest.mark.parametrize(
     "page", [pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name in LONG)) for page in RUN]
 )
-def test_what_can_run_here_runs(page: Path, tmp_path, monkeypatch):
+def test_runnable_blocks_run(page: Path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for block in blocks(page):
@@ -86,14 +86,14 @@ def test_the_family_that_a_page_shows_is_the_toy_s():
         return re.sub(r"\n{3,}", "\n\n", text)
 
     code = lines((ROOT / "tests/support/toy/__init__.py").read_text(encoding="utf-8"))
-    shown = [lines(block.text) for block in blocks(ROOT / "docs/families.md") if block.language == "python"]
-    assert len(shown) == 6
-    for text in shown:
+    shown_blocks = [lines(block.text) for block in blocks(ROOT / "docs/families.md") if block.language == "python"]
+    assert len(shown_blocks) == 6
+    for text in shown_blocks:
         assert text in code or indent(text, "    ") in code, text
 
 
 @pytest.mark.parametrize("block", PARSED)
-def test_what_cannot_run_here_is_parsed(block: Block, tmp_path, monkeypatch):
+def test_other_blocks_are_parsed(block: Block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, workflow in WORKFLOWS.items():
         Path(name).write_text(template_text(workflow), encoding="utf-8")
@@ -120,30 +120,32 @@ def check_names(tree: ast.Module) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "wanjax":
             for name in node.names:
-                found_in(import_module(node.module), name.name)
+                attribute_of(import_module(node.module), name.name)
         elif isinstance(node, ast.Attribute):
-            found(node)
-        elif isinstance(node, ast.Call) and callable(called := found(node.func)):
-            known = inspect.signature(Pipeline.__call__ if called is Pipeline else called).parameters
+            resolve(node)
+        elif isinstance(node, ast.Call) and callable(called := resolve(node.func)):
+            parameters = inspect.signature(Pipeline.__call__ if called is Pipeline else called).parameters
             options = {keyword.arg for keyword in node.keywords if keyword.arg}
-            assert options <= known.keys() or any(p.kind is p.VAR_KEYWORD for p in known.values()), (ast.unparse(node),)
+            assert options <= parameters.keys() or any(p.kind is p.VAR_KEYWORD for p in parameters.values()), (
+                ast.unparse(node),
+            )
 
 
-def found(node: ast.expr) -> Any:
+def resolve(node: ast.expr) -> Any:
     """Return what a name or an attribute is, if it is one of `wanjax` or of the pipeline `pipe`, else None."""
     if isinstance(node, ast.Name):
         return {"wanjax": library, "pipe": Pipeline}.get(node.id)
     if not isinstance(node, ast.Attribute):
         return None
-    owner = found(node.value)
+    owner = resolve(node.value)
     if not (isinstance(owner, ModuleType) or owner is Pipeline):
         return None
     if owner is Pipeline and node.attr in ATTRIBUTES:
         return None
-    return found_in(owner, node.attr)
+    return attribute_of(owner, node.attr)
 
 
-def found_in(owner: Any, name: str) -> Any:
+def attribute_of(owner: Any, name: str) -> Any:
     """Return an attribute, or a module of a package."""
     if isinstance(owner, ModuleType) and not hasattr(owner, name):
         return import_module(f"{owner.__name__}.{name}")
@@ -189,7 +191,7 @@ def names(name: str, file: Path) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_and_functions_that_a_text_names_are_there(page: Path):
+def test_files_and_functions_that_a_text_names_exist(page: Path):
     """`store.py` and `jobs/store.py`, by the end of a path, `jobs/store.JobStore` and `JobStore.add`."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for path, name in re.findall(r"`((?:\w+/)*\w+)\.py(?:::(\w+))?`", text) + re.findall(
@@ -213,8 +215,8 @@ def test_the_page_of_models_has_each_with_its_settings():
         shift = getattr(chosen, "flow_shift", None)
         size, frames = f"{chosen.width}×{chosen.height}", f"{chosen.frames} at {chosen.fps}"
         guidance = " and ".join(f"{scale:g}" for scale in chosen.guidance_scales)
-        shown = [size, frames, str(chosen.steps), guidance, "" if shift is None else f"{shift:g}"]
-        assert rows[name][3:8] == shown, name
+        cells = [size, frames, str(chosen.steps), guidance, "" if shift is None else f"{shift:g}"]
+        assert rows[name][3:8] == cells, name
         assert preset.licence.removesuffix(" licence") == rows[name][8], name
 
 

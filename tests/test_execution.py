@@ -23,7 +23,7 @@ from wanjax.pricing.lowering import retry_without_rejected_options
 from wanjax.sharding import one_device_partitioner
 
 BOGUS = {"xla_no_such_option": "true"}
-KEPT = {"xla_cpu_enable_fast_math": False}
+VALID = {"xla_cpu_enable_fast_math": False}
 NEEDED = {"xla_disable_hlo_passes": "topk-decomposer"}  # XLA then cannot compile top_k, and does not say why
 OUT_OF_MEMORY = 2**50  # numbers
 
@@ -52,7 +52,7 @@ def huge(_: None, x: jax.Array) -> jax.Array:
     return jnp.zeros(OUT_OF_MEMORY) + x[0]
 
 
-def made(function, options) -> Program:
+def program_of(function, options) -> Program:
     return program(lambda on: options)(function)
 
 
@@ -66,8 +66,8 @@ def execute() -> Execute:
     return Execute()
 
 
-def test_an_unknown_option_is_left_out_and_told_once(execute, compile_context):
-    adds = Program(sums, lambda on: {**BOGUS, **KEPT}, donated=("total",))
+def test_an_unknown_option_is_dropped_and_reported_once(execute, compile_context):
+    adds = Program(sums, lambda on: {**BOGUS, **VALID}, donated=("total",))
     x, total = jnp.arange(3.0), jnp.ones(3)
     message = (
         r"^compiled without xla_no_such_option, which the compiler rejected: INVALID_ARGUMENT: No such compile option: "
@@ -77,18 +77,19 @@ def test_an_unknown_option_is_left_out_and_told_once(execute, compile_context):
     assert len(warned) == 1
     total = execute.call(adds, compile_context, None, x, total)  # warnings are errors here
     np.testing.assert_array_equal(total, [1, 3, 5])
-    assert execute.compiler_options(adds, compile_context) == KEPT
+    assert execute.compiler_options(adds, compile_context) == VALID
     assert compiled(adds, execute) == 1
 
 
 def test_an_option_whose_value_is_refused_is_left_out(execute, compile_context):
     x = jnp.ones(3)
     with pytest.warns(WanjaxWarning, match=line_with_words("xla_cpu_enable_fast_math")):
-        execute.call(made(sums, {"xla_cpu_enable_fast_math": "perhaps"}), compile_context, None, x, x)
+        execute.call(program_of(sums, {"xla_cpu_enable_fast_math": "perhaps"}), compile_context, None, x, x)
 
 
-def test_each_refused_option_is_told(execute, compile_context):
-    several = made(sums, {"xla_bogus": "1", **KEPT, "xla_bogus_too": "1"})  # one name is the beginning of another
+def test_each_refused_option_is_reported(execute, compile_context):
+    # one name is the beginning of another
+    several = program_of(sums, {"xla_bogus": "1", **VALID, "xla_bogus_too": "1"})
     x = jnp.ones(3)
     with pytest.warns(WanjaxWarning) as warned:
         execute.call(several, compile_context, None, x, x)
@@ -96,11 +97,11 @@ def test_each_refused_option_is_told(execute, compile_context):
         "compiled without xla_bogus",
         "compiled without xla_bogus_too",
     ]
-    assert execute.compiler_options(several, compile_context) == KEPT
+    assert execute.compiler_options(several, compile_context) == VALID
 
 
 def test_a_refusal_that_names_no_option_leaves_all_out(execute, compile_context):
-    top = made(largest, {**NEEDED, **KEPT})
+    top = program_of(largest, {**NEEDED, **VALID})
     with pytest.warns(
         WanjaxWarning, match="without xla_disable_hlo_passes and xla_cpu_enable_fast_math.*UNIMPLEMENTED"
     ):
@@ -109,10 +110,10 @@ def test_a_refusal_that_names_no_option_leaves_all_out(execute, compile_context)
 
 
 def test_a_program_that_fails_without_options_too_says_why(execute, compile_context):
-    calls = made(impossible, KEPT)
+    calls = program_of(impossible, VALID)
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_kernel"):
         execute.call(calls, compile_context, None, jnp.ones(3))
-    assert execute.compiler_options(calls, compile_context) == KEPT
+    assert execute.compiler_options(calls, compile_context) == VALID
 
 
 def test_a_lack_of_memory_is_no_refusal():
@@ -123,19 +124,19 @@ def test_a_lack_of_memory_is_no_refusal():
         return jax.jit(huge, static_argnums=0, compiler_options=options)(None, jnp.ones(1))
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        retry_without_rejected_options(dict(KEPT), attempt, warnings.warn)
+        retry_without_rejected_options(dict(VALID), attempt, warnings.warn)
     assert len(attempts) == 1
 
 
 def test_sets_with_equal_options_share_an_executable(execute, compile_context):
     """On a CPU both sets are the same, so that nothing is compiled twice."""
-    both, fast = Program(sums, lambda on: KEPT, fast_options=lambda on: {}), compile_context._replace(compiler="fast")
+    both, fast = Program(sums, lambda on: VALID, fast_options=lambda on: {}), compile_context._replace(compiler="fast")
     for where in (fast, compile_context):
         execute.call(both, where, None, jnp.ones(3), jnp.ones(3))
     assert compiled(both, execute) == 1
-    more = Program(sums, lambda on: KEPT, fast_options=lambda on: BOGUS)
-    assert more.compiler_options(fast) == {**KEPT, **BOGUS}
-    assert more.compiler_options(compile_context) == KEPT
+    more = Program(sums, lambda on: VALID, fast_options=lambda on: BOGUS)
+    assert more.compiler_options(fast) == {**VALID, **BOGUS}
+    assert more.compiler_options(compile_context) == VALID
 
 
 @pytest.mark.parametrize(("compiler", "count"), [("safe", 0), ("fast", 2)])
@@ -147,26 +148,26 @@ def test_a_single_chip_gets_the_options_of_its_kind(monkeypatch, compile_context
 
 
 class Slow(Execute):
-    """Compiles when it is told to, and counts."""
+    """Compiles after `go` is set, and records the programs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.go, self.made = Event(), []
+        self.go, self.compiled = Event(), []
 
     def _compile(self, traced_program: TracedProgram, cache: Any) -> Any:
         assert self.go.wait(60)
-        self.made.append(traced_program.program.name)
+        self.compiled.append(traced_program.program.name)
         return super()._compile(traced_program, cache)
 
 
 def test_threads_that_call_a_program_compile_it_once(compile_context):
     slow, x = Slow(), jnp.ones(3)
-    adds = made(sums, {})
+    adds = program_of(sums, {})
     with ThreadPoolExecutor(4) as pool:
         results = [pool.submit(slow.call, adds, compile_context, None, x, x) for _ in range(4)]
         slow.go.set()
         assert [np.asarray(x.result()).tolist() for x in results] == 4 * [[2.0, 2.0, 2.0]]
-    assert slow.made == ["sums"]
+    assert slow.compiled == ["sums"]
 
 
 def test_a_program_that_failed_is_tried_again(compile_context):
@@ -178,15 +179,15 @@ def test_a_program_that_failed_is_tried_again(compile_context):
                 raise RuntimeError("no compiler")
             return super()._compile(traced_program, cache)
 
-    execute, adds, x = Failing(), made(sums, {}), jnp.ones(3)
+    execute, adds, x = Failing(), program_of(sums, {}), jnp.ones(3)
     with pytest.raises(RuntimeError, match="no compiler"):
         execute.call(adds, compile_context, None, x, x)
     execute.fails = False
     np.testing.assert_array_equal(execute.call(adds, compile_context, None, x, x), [2, 2, 2])
 
 
-def test_a_run_s_programs_are_compiled_beside_it_once_one_is_missing(compile_context):
-    execute, adds, tops = Execute(), made(sums, {}), made(largest, {})
+def test_programs_of_a_run_are_compiled_in_parallel_once_one_is_missing(compile_context):
+    execute, adds, tops = Execute(), program_of(sums, {}), program_of(largest, {})
     x, requested = jnp.ones(3), []
 
     def recorded() -> list[TracedProgram]:
@@ -206,7 +207,7 @@ def test_a_run_s_programs_are_compiled_beside_it_once_one_is_missing(compile_con
     assert requested == [1]
 
 
-def test_what_begins_each_compilation_may_end_all(compile_context):
+def test_a_callback_before_each_compilation_may_end_all(compile_context):
     execute, x, on_start = Execute(), jnp.ones(3), []
 
     def begin(number: int, total: int) -> None:
@@ -215,7 +216,7 @@ def test_what_begins_each_compilation_may_end_all(compile_context):
             raise KeyboardInterrupt
 
     instances = [
-        TracedProgram(made(function, {}), compile_context, None, (x,)) for function in (largest, doubled, tripled)
+        TracedProgram(program_of(function, {}), compile_context, None, (x,)) for function in (largest, doubled, tripled)
     ]
     with pytest.raises(KeyboardInterrupt):
         execute.compile(*instances, on_start=begin)

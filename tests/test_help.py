@@ -70,7 +70,7 @@ def test_help_of_a_transformer_shows_how_it_is_called(network, context):
     assert "transformer(latents, t, text" in text
 
 
-def test_help_of_what_is_returned_shows_shapes():
+def test_help_of_returned_values_shows_shapes():
     assert 'Video(frames: UInt8[ndarray, "T H W 3"], fps: int | float, settings: Mapping[str, Any])' in printed(
         wanjax.Video
     )
@@ -91,7 +91,7 @@ def test_an_annotation_prints_as_it_is_written(hint, text):
     assert repr(ReadableHint(hint)) == text
 
 
-def test_annotations_stay_for_what_checks_them():
+def test_annotations_stay_for_type_checkers():
     def scale(latents: Latents, by: float | None = None) -> Latents: ...
 
     assert get_type_hints(readable_signature(readable_signature(scale))) == {

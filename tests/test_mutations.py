@@ -39,13 +39,13 @@ def test_a_mutation_fits_the_code_and_names_its_tests(mutation):
 
 
 @pytest.mark.parametrize("old", ["no such text", "import"])
-def test_a_text_that_is_not_there_once_is_refused(old):
+def test_a_text_that_does_not_occur_once_is_refused(old):
     with pytest.raises(ValueError, match=HARMLESS.name):
         HARMLESS._replace(old=old).applied((ROOT / HARMLESS.file).read_text(encoding="utf-8"))
 
 
 @pytest.mark.slow
-def test_what_is_caught_and_what_survives_is_told(monkeypatch, capsys):
+def test_caught_and_surviving_mutations_are_reported(monkeypatch, capsys):
     (caught,) = (mutation for mutation in MUTATIONS if mutation.name == "path-escape")
     before = (ROOT / caught.file).read_text(encoding="utf-8")
     monkeypatch.setattr(mutations, "MUTATIONS", (caught, HARMLESS))

@@ -33,7 +33,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_is_what_the_recipe_makes(name):
+def test_nano_matches_its_recipe(name):
     assert json.loads((NANO / name).read_text()) == CONFIGS[name]
 
 
@@ -54,7 +54,7 @@ def test_its_words_are_those_of_its_captions():
         (["a red circle", "--frames", "33", "--size", "64x128"], ["64x128 and 33 frames may show only"]),
     ],
 )
-def test_what_it_never_learnt_gives_a_note(options, notes, monkeypatch, tmp_path):
+def test_untrained_words_give_a_note(options, notes, monkeypatch, tmp_path):
     def interrupted(*_):
         raise KeyboardInterrupt
 
@@ -82,7 +82,7 @@ def test_fits_in_the_package():
 @pytest.mark.parametrize(
     ("prompt", "colour"), [("a red circle moving right", "red"), ("a blue square growing", "blue")]
 )
-def test_makes_what_it_is_asked_for(prompt, colour):
+def test_nano_follows_its_prompts(prompt, colour):
     video = wanjax.load()(prompt, seed=0)
     assert video.frames.shape == (17, 64, 64, 3)
     assert video.frames.dtype == np.uint8
@@ -90,7 +90,7 @@ def test_makes_what_it_is_asked_for(prompt, colour):
 
 
 @pytest.mark.slow
-def test_the_examples_of_a_picture_and_of_windows_make_what_they_say(tmp_path, monkeypatch):
+def test_the_examples_of_a_picture_and_of_windows_follow_their_prompts(tmp_path, monkeypatch):
     """Those of the guides, by their commands."""
     monkeypatch.chdir(tmp_path)
     pages = (ROOT / f"docs/guides/{name}.md" for name in ("picture", "long"))
@@ -104,23 +104,23 @@ def test_the_examples_of_a_picture_and_of_windows_make_what_they_say(tmp_path, m
     first, up, both = (read_clip(name, 400, 8) for name in ("circle.mp4", "up.mp4", "there-and-back.mp4"))
     assert np.abs(up[0].astype(int) - first[0]).mean() < 8  # it begins from the picture
     seen = [read(clip) for clip in (first, up, both[:17], both[16:])]
-    assert [(one.colour, one.shape, one.motion) for one in seen] == [
+    assert [(content.colour, content.shape, content.motion) for content in seen] == [
         ("red", "circle", motion) for motion in ("right", "up", "right", "left")
     ]
 
 
-def test_the_same_seed_gives_the_same_video_and_another_another():
+def test_equal_seeds_give_equal_videos_and_different_seeds_different_ones():
     pipe = wanjax.load()
-    first, again, other = (pipe("a green circle", seed=seed, steps=4).frames for seed in (1, 1, 2))
+    first, again, another = (pipe("a green circle", seed=seed, steps=4).frames for seed in (1, 1, 2))
     assert (first == again).all()
-    assert (first != other).any()
+    assert (first != another).any()
 
 
 def test_batched_guidance_gives_the_same_latents():
     pipe = wanjax.load()
     embeddings = pipe.encode("a yellow square moving up")
-    one, both = (pipe.denoise(embeddings, steps=2, seed=5, batch_guidance=batched) for batched in (False, True))
-    assert np.linalg.norm(one - both) <= 1e-5 * np.linalg.norm(one)
+    separate, both = (pipe.denoise(embeddings, steps=2, seed=5, batch_guidance=batched) for batched in (False, True))
+    assert np.linalg.norm(separate - both) <= 1e-5 * np.linalg.norm(separate)
 
 
 def test_a_callback_sees_each_step_and_stops():

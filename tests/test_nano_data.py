@@ -45,7 +45,7 @@ def pixels(video: np.ndarray) -> np.ndarray:
     return (np.clip(video + 1.0, 0.0, 2.0) * 127.5).round().astype(np.uint8)
 
 
-def one(spec: Spec, seed: int = 0, frames: int = 17, size: int = 64) -> np.ndarray:
+def clip_of(spec: Spec, seed: int = 0, frames: int = 17, size: int = 64) -> np.ndarray:
     return draw([spec], frames, size, np.random.default_rng(seed))[0]
 
 
@@ -91,7 +91,7 @@ def test_a_clip_looks_alike_at_any_resolution():
     """Compare a frame drawn large and averaged down with the frame drawn small; only antialiased edges differ."""
     for seed, (shape, motion) in enumerate(itertools.product(SHAPES, MOTIONS)):
         spec = Spec("red", shape, motion, "horizontal gradient")
-        small, large = one(spec, seed, 5, 32), one(spec, seed, 5, 128)
+        small, large = clip_of(spec, seed, 5, 32), clip_of(spec, seed, 5, 128)
         averaged = large.reshape(5, 32, 4, 32, 4, 3).mean(axis=(2, 4))
         assert np.abs(averaged - small).mean() < 0.01
 
@@ -100,7 +100,7 @@ def test_a_clip_looks_alike_at_any_resolution():
 @pytest.mark.parametrize("motion", MOTIONS)
 def test_the_shape_stays_in_the_frame(shape, motion):
     for seed in range(8):
-        video = one(Spec("yellow", shape, motion, "dark"), seed)
+        video = clip_of(Spec("yellow", shape, motion, "dark"), seed)
         rim = np.concatenate([video[:, 0], video[:, -1], video[:, :, 0], video[:, :, -1]], axis=1)
         assert np.ptp(rim[..., 0]) == 0.0
 
@@ -112,7 +112,7 @@ def test_plain_captions():
     assert len({captions.plain_caption(*combination) for combination in COMBINATIONS}) == 224
 
 
-def test_captions_say_what_the_clip_shows_in_many_wordings():
+def test_captions_describe_the_clip_in_many_wordings():
     rng = np.random.default_rng(0)
     spec = Spec("orange", "circle", "left", "dark")
     result = [captions.caption(spec, rng) for _ in range(500)]
@@ -187,7 +187,7 @@ DEGRADED = [_blurred, _noisy, _tinted]
 
 
 @pytest.mark.parametrize("degrade", quick([_noisy], DEGRADED), ids=["blur", "noise at 32 dB", "tint"])
-def test_the_reading_survives_what_an_autoencoder_does(degrade):
+def test_reading_survives_the_errors_of_an_autoencoder(degrade):
     rng = np.random.default_rng(1)
     specs = sample_specs(rng, 100)
     result = accuracy(specs, degrade(draw(specs, 17, 64, rng), rng))
@@ -205,7 +205,7 @@ def test_a_bar_is_wider_than_high(width, height, shape):
     assert (reading.colour, reading.shape, reading.motion) == (colour, shape, "stays")
 
 
-def test_what_is_taught_is_read():
+def test_trained_content_is_recognised():
     rng, [colour] = np.random.default_rng(2), TAUGHT_COLOUR
     for motion, background in itertools.product(MOTIONS, BACKGROUNDS):
         video = draw([Spec(colour, TAUGHT_SHAPE, motion, background)], 17, 64, rng)[0]
@@ -226,17 +226,17 @@ def _clouds(rng):
 
 
 def _background_only(rng):
-    return np.broadcast_to(pixels(one(Spec("red", "circle", "stays", "light"), 3))[:, :1, :1], (17, 64, 64, 3))
+    return np.broadcast_to(pixels(clip_of(Spec("red", "circle", "stays", "light"), 3))[:, :1, :1], (17, 64, 64, 3))
 
 
 @pytest.mark.parametrize("make", [_noise, _grey, _clouds, _background_only])
-def test_nothing_is_read_where_nothing_is(make):
+def test_an_empty_clip_has_no_content(make):
     for seed in range(5):
         assert read(make(np.random.default_rng(seed))) == Reading()
 
 
 def test_two_shapes_are_not_one():
-    left = one(Spec("red", "circle", "stays", "dark"))
+    left = clip_of(Spec("red", "circle", "stays", "dark"))
     left[:, :, 32:] = left[:, :1, :1]
     both = np.concatenate([left[:, :, :32], left[:, :, :32]], axis=2)
     red = both[..., 0] > 0
@@ -245,7 +245,7 @@ def test_two_shapes_are_not_one():
 
 
 def _spliced(first: Spec, second: Spec) -> Reading:
-    return read(pixels(np.concatenate([one(first, 7)[:9], one(second, 7)[9:]])))
+    return read(pixels(np.concatenate([clip_of(first, 7)[:9], clip_of(second, 7)[9:]])))
 
 
 def test_a_clip_that_changes_half_way_is_not_named():
@@ -255,7 +255,7 @@ def test_a_clip_that_changes_half_way_is_not_named():
 
 
 def test_an_unknown_colour_and_an_unknown_shape_are_not_named():
-    video = one(Spec("red", "circle", "right", "dark"))
+    video = clip_of(Spec("red", "circle", "right", "dark"))
     brown = np.where(video[..., :1] > video[0, 0, 0, 0] + 0.1, np.array([0.0, -0.4, -0.7], np.float32), video)
     reading = read(pixels(brown))
     assert (reading.colour, reading.motion) == (None, "right")
@@ -266,7 +266,7 @@ def test_an_unknown_colour_and_an_unknown_shape_are_not_named():
 
 
 @pytest.mark.parametrize("motion", ["diagonal", "jump", "slow", "to and fro"])
-def test_a_motion_that_is_none_of_the_seven_is_not_named(motion):
+def test_another_motion_is_not_named(motion):
     time = np.linspace(0.0, 1.0, 17)
     paths = {
         "diagonal": (24 * time, 24 * time),
@@ -294,10 +294,10 @@ class DrawingPipeline:
     def __call__(self, prompt: str, *, seed: int) -> SimpleNamespace:
         colour, shape, motion = PROMPTS[prompt]
         colour = "blue" if colour == self.unlearnt else colour
-        return SimpleNamespace(frames=pixels(one(Spec(colour, shape, motion, "grey"), seed)))
+        return SimpleNamespace(frames=pixels(clip_of(Spec(colour, shape, motion, "grey"), seed)))
 
 
-def test_the_evaluation_finds_what_is_wrong():
+def test_the_evaluation_detects_mistakes():
     pipe = DrawingPipeline("red")
     outcomes = evaluate.evaluate(lambda prompt, seed: pipe(prompt, seed=seed).frames, HELD_OUT[:8], seeds=2)
     reds = sum(colour == "red" for colour, _, _ in HELD_OUT[:8])

@@ -263,8 +263,10 @@ def test_invalid_numbers_are_refused(name, change, words):
 
 
 @pytest.mark.parametrize("name", [preset.name for preset in FAMILY.presets])
-def test_a_preset_has_the_right_number_of_parameters(name):
-    base = next(known for known in (*NETWORKS, "") if name == known or name.startswith(f"{known}-"))
+def test_a_preset_has_the_number_of_parameters_of_its_name(name):
+    base = next(
+        name_of_base for name_of_base in (*NETWORKS, "") if name == name_of_base or name.startswith(f"{name_of_base}-")
+    )
     assert presets()[name].transformer_parameters == NETWORKS[base].parameters
 
 

@@ -50,9 +50,9 @@ def test_a_folder_that_the_user_chose_stays(tmp_path):
     assert changed == []
 
 
-def test_importing_the_registry_loads_no_planner_and_wanjax_alone_no_jax():
+def test_importing_the_registry_loads_no_planner_and_importing_wanjax_no_jax():
     """Nor do the rows of a batch, which a process without devices hands out, and a name of another library."""
-    alone, registry = printed(MODULES)
-    assert not [name for name in alone if name.partition(".")[0] in ("jax", "flax")]
+    loaded_by_wanjax, registry = printed(MODULES)
+    assert not [name for name in loaded_by_wanjax if name.partition(".")[0] in ("jax", "flax")]
     assert not [name for name in registry if name.startswith("wanjax.plan")]
     assert not {"torch", "transformers", "diffusers"} & set(registry)

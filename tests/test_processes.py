@@ -29,7 +29,7 @@ SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2")
 RUNS = ("one", "two")
 CODE = "from wanjax.cli import main; main()"
 BOUND = 1e-5
-TOLD = """
+PEER_GROUP_SCRIPT = """
 import json, sys
 from wanjax.pipelines import seeds
 from wanjax.jobs.multihost import PeerGroup, join_processes
@@ -87,15 +87,15 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def kept(folder: Path) -> tuple[np.ndarray, ...]:
+def saved_latents(folder: Path) -> tuple[np.ndarray, ...]:
     settings = load_settings(folder)
     encoded = stage_files.load_conditioning(folder, settings)
     return (*map(np.asarray, encoded.values()), np.asarray(stage_files.load_latents(folder, settings)))
 
 
 def test_two_processes_make_the_video_of_one(folder):
-    for two, one in zip(kept(folder / "two"), kept(folder / "one"), strict=True):
-        assert error(two, one) <= BOUND
+    for two, single in zip(saved_latents(folder / "two"), saved_latents(folder / "one"), strict=True):
+        assert error(two, single) <= BOUND
     frames = [
         [np.asarray(Image.open(path), int) for path in sorted((folder / run / "frames").iterdir())] for run in RUNS
     ]
@@ -142,7 +142,7 @@ def test_all_hear_the_first_process_and_draw_the_same_seed():
     address = f"localhost:{free_port()}"
     runs = [
         subprocess.Popen(
-            [sys.executable, "-c", TOLD, f"{address},2,{index}"],
+            [sys.executable, "-c", PEER_GROUP_SCRIPT, f"{address},2,{index}"],
             env=os.environ | {"JAX_PLATFORMS": "cpu"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -181,9 +181,9 @@ def write_requests(folder: Path, count: int, **more: int) -> None:
 def test_a_batch_of_several_processes_is_that_of_one(tmp_path, count):
     write_requests(tmp_path, 2)
     devices = 2 * count
-    alone = batch(tmp_path, "alone", devices, 1)
-    message = ended(alone) + ended(together := batch(tmp_path, "together", devices, count))
-    assert [run.returncode for run in (*alone, *together)] == [0] * (count + 1), message
+    single = batch(tmp_path, "alone", devices, 1)
+    message = ended(single) + ended(together := batch(tmp_path, "together", devices, count))
+    assert [run.returncode for run in (*single, *together)] == [0] * (count + 1), message
     result = {path.name: path.read_bytes() for path in (tmp_path / "alone").glob("*.mp4")}
     assert len(result) == 2
     assert {path.name: path.read_bytes() for path in (tmp_path / "together").glob("*.mp4")} == result
@@ -192,7 +192,7 @@ def test_a_batch_of_several_processes_is_that_of_one(tmp_path, count):
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal of POSIX")
 @pytest.mark.parametrize("killed", [0, 1])
-def test_where_one_is_killed_all_end_and_the_same_command_goes_on(tmp_path, killed):
+def test_if_one_process_is_killed_all_end_and_the_same_command_resumes(tmp_path, killed):
     write_requests(tmp_path, 4, steps=30)
     runs, end = batch(tmp_path, "videos", 4, 2), time.monotonic() + 300
     while not list(tmp_path.glob("videos/[!.]*.mp4")) and time.monotonic() < end:
@@ -226,7 +226,7 @@ def test_several_processes_show_previews_of_many_videos(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_mistake_lets_the_other_processes_go(tmp_path):
+def test_a_mistake_ends_the_other_processes(tmp_path):
     write_requests(tmp_path, 1, frames=4)
     message = ended(runs := batch(tmp_path, "videos", 4, 2), 120)
     assert [run.returncode for run in runs] == [2, 0], message

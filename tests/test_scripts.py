@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's two commands: there are two, CI runs both, and what they cannot do is told in a sentence."""
+"""The README's two commands: CI runs both, and a message says what they cannot do."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def test_the_readme_has_two_commands_and_ci_runs_both():
     assert ".ci/first-video" in run
 
 
-def test_the_tests_are_those_of_the_whole_suite():
+def test_the_script_runs_the_full_suite():
     """A command that ran a part would leave the rest to nobody."""
     text = (ROOT / "scripts/test").read_text(encoding="utf-8")
     for part in (
@@ -73,12 +73,12 @@ def started(script: str, tmp_path: Path, **variables: str) -> subprocess.Complet
     for tool in ("bash", "dirname", "basename"):
         result = subprocess.run(["which", tool], check=True, capture_output=True, text=True).stdout.strip()
         (tmp_path / "bin" / tool).symlink_to(result)
-    own = {"PATH": str(tmp_path / "bin"), "VENV": str(tmp_path / "venv"), **variables}
-    return subprocess.run([ROOT / script], cwd=tmp_path, env=own, capture_output=True, text=True)
+    environment = {"PATH": str(tmp_path / "bin"), "VENV": str(tmp_path / "venv"), **variables}
+    return subprocess.run([ROOT / script], cwd=tmp_path, env=environment, capture_output=True, text=True)
 
 
 OLD, NO_VENV = {"old": True, "venv": True}, {"old": False, "venv": False}
-MACHINES = {  # the Pythons there, the variables of the call, and what is told
+MACHINES = {  # the installed Pythons, the variables of the call, and the message
     "an old Python": ({"python3": OLD}, {}, "3.11 3.10.12 PYTHON="),
     "no venv": ({"python3": NO_VENV}, {}, "venv python3-venv apt-get"),
     "another beside an old one": ({"python3": OLD, "python3.12": NO_VENV}, {}, "python3.12-venv"),
@@ -92,7 +92,7 @@ MACHINES = {  # the Pythons there, the variables of the call, and what is told
 
 @pytest.mark.parametrize("script", ["scripts/first-video", "scripts/test"])
 @pytest.mark.parametrize("machine", MACHINES)
-def test_what_a_machine_lacks_is_told(script, machine, tmp_path):
+def test_missing_tools_are_reported(script, machine, tmp_path):
     pythons, variables, words = MACHINES[machine]
     for name, kind in pythons.items():
         python(tmp_path / "bin", name, **kind)
@@ -125,20 +125,20 @@ def house(tmp_path: Path) -> dict[str, str]:
 
 
 def test_the_tests_stop_at_the_first_failure_with_its_status(tmp_path):
-    own = house(tmp_path)
+    variables = house(tmp_path)
     stub(tmp_path / ".venv/bin/pyright", "exit 3")
-    assert subprocess.run([tmp_path / "scripts/test"], env=own).returncode == 3
+    assert subprocess.run([tmp_path / "scripts/test"], env=variables).returncode == 3
     parts = [line.split()[0] for line in (tmp_path / "calls").read_text().splitlines()]
     assert [part for part in parts if part != "python"] == ["ruff", "ruff"]
     stub(tmp_path / ".venv/bin/pyright", "exit 0")
-    assert subprocess.run([tmp_path / "scripts/test"], env=own).returncode == 0
+    assert subprocess.run([tmp_path / "scripts/test"], env=variables).returncode == 0
 
 
 @pytest.mark.parametrize("failing", [".venv/bin/pytest", ".ci/first-video", ".ci/newest", ""])
-def test_ci_fails_where_one_of_its_parts_does(failing, tmp_path):
-    own = house(tmp_path)
+def test_ci_fails_if_one_of_its_parts_does(failing, tmp_path):
+    variables = house(tmp_path)
     if failing:
         stub(tmp_path / failing, "exit 3")
-    assert subprocess.run([tmp_path / ".ci/run"], env=own).returncode == (3 if failing else 0)
+    assert subprocess.run([tmp_path / ".ci/run"], env=variables).returncode == (3 if failing else 0)
     parts = {line.split()[0] for line in (tmp_path / "calls").read_text().splitlines()}
     assert failing or {"ruff", "mkdocs", "pytest", "first-video", "release", "newest"} < parts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A family unlike all in the package, by the shared code alone: sound, a reference that is kept, a second pass."""
+"""A family unlike all in the package, with only shared code: sound, a cached reference, a second pass."""
 
 import json
 from copy import copy
@@ -68,28 +68,28 @@ def latents(pipe, encoded):
 
 
 class Sounds(Observer):
-    """Keeps what is decoded beside frames."""
+    """Collects the decoded sound."""
 
     def __init__(self) -> None:
-        self.found: list[np.ndarray] = []
+        self.collected: list[np.ndarray] = []
 
     def decoded(self, extras: Any) -> None:
-        self.found.append(np.asarray(extras["audio"]))
+        self.collected.append(np.asarray(extras["audio"]))
 
 
-def made(pipe: Any, seeds: list[int], *prompts: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def frames_and_sound(pipe: Any, seeds: list[int], *prompts: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return the frames and the sound of a video for each prompt and seed."""
     pictures, settings = pipe.prepare(image=PAGE)
     expected = [settings.updated({"prompt": prompt, "seed": seed}) for prompt in prompts for seed in seeds]
-    run = Run(pipe, [PreparedRequest(one) for one in expected], pictures, observers=[sounds := Sounds()])
-    return [np.concatenate([np.asarray(chunk) for chunk in frames]) for _, frames in run], sounds.found
+    run = Run(pipe, [PreparedRequest(fields) for fields in expected], pictures, observers=[sounds := Sounds()])
+    return [np.concatenate([np.asarray(chunk) for chunk in frames]) for _, frames in run], sounds.collected
 
 
-def differ(one: Any, other: Any) -> list[str]:
-    return [name for name in one if not np.array_equal(np.asarray(one[name]), np.asarray(other[name]))]
+def differ(first: Any, second: Any) -> list[str]:
+    return [name for name in first if not np.array_equal(np.asarray(first[name]), np.asarray(second[name]))]
 
 
-def test_a_call_makes_what_the_stages_make(pipe, latents):
+def test_a_call_equals_the_stages(pipe, latents):
     assert {name: x.shape for name, x in latents.items()} == {"video": (1, 3, 3, 16, 16), "audio": (1, 5, 8)}
     video = pipe("a red circle", image=PAGE, seed=3)
     assert video.frames.shape == (5, 64, 64, 3)
@@ -98,15 +98,15 @@ def test_a_call_makes_what_the_stages_make(pipe, latents):
     assert (pipe.decode(latents, seed=4) != video.frames).any()  # the decoder's noise
 
 
-def test_frames_come_as_of_any_model_and_sound_beside_them(pipe):
-    [frames], [sound] = made(pipe, [3], "a red circle")
+def test_frames_are_as_of_any_model_with_sound(pipe):
+    [frames], [sound] = frames_and_sound(pipe, [3], "a red circle")
     np.testing.assert_array_equal(frames, pipe("a red circle", image=PAGE, seed=3).frames)
     assert sound.shape == (32,)
     assert np.isfinite(sound).all()
 
 
-def test_both_streams_and_both_passes_have_noise_of_their_own(pipe, encoded, latents):
-    """All of it follows from the seed, or is given by name."""
+def test_both_streams_and_both_passes_have_different_noise(pipe, encoded, latents):
+    """All of it follows from the seed, or is passed by name."""
     shapes = pipe.draws(pipe.settings(seed=3))
     assert {name: shape[2:] for name, shape in shapes.items()} == {
         "noise": (3, 8, 8), "audio_noise": (8,), "noise_2": (3, 16, 16), "audio_noise_2": (8,)
@@ -114,8 +114,8 @@ def test_both_streams_and_both_passes_have_noise_of_their_own(pipe, encoded, lat
     same = pipe.denoise(encoded, seed=3, noise={"noise": pipe.noise(pipe.settings(seed=3))})
     assert not differ(latents, same)
     for name, shape in shapes.items():
-        other = pipe.denoise(encoded, seed=3, noise={name: np.ones(shape, np.float32)})
-        assert differ(latents, other) == ["video", "audio"] or differ(latents, other) == ["audio", "video"], name
+        changed = pipe.denoise(encoded, seed=3, noise={name: np.ones(shape, np.float32)})
+        assert differ(latents, changed) == ["video", "audio"] or differ(latents, changed) == ["audio", "video"], name
 
 
 def test_the_second_pass_begins_from_the_first_ones_latents(pipe, encoded):
@@ -126,25 +126,25 @@ def test_the_second_pass_begins_from_the_first_ones_latents(pipe, encoded):
 
 
 def test_a_preview_shows_the_video(pipe, encoded):
-    shown = []
-    pipe.denoise(encoded, seed=3, callback=lambda step: shown.append(step.preview().shape))
-    assert shown == [(1, 3, 8, 8, 3)] * 3 + [(1, 3, 16, 16, 3)] * 2
+    shapes = []
+    pipe.denoise(encoded, seed=3, callback=lambda step: shapes.append(step.preview().shape))
+    assert shapes == [(1, 3, 8, 8, 3)] * 3 + [(1, 3, 16, 16, 3)] * 2
 
 
-def test_the_reference_is_seen(pipe, latents):
-    other = pipe.denoise(pipe.encode("a red circle", image=255 - PAGE), seed=3)
-    assert len(differ(latents, other)) == 2
+def test_the_reference_changes_the_latents(pipe, latents):
+    changed = pipe.denoise(pipe.encode("a red circle", image=255 - PAGE), seed=3)
+    assert len(differ(latents, changed)) == 2
 
 
-def test_a_driving_clip_is_seen(pipe, latents):
-    other = pipe.denoise(pipe.encode("a red circle", image=PAGE, driving=CLIP), seed=3)
-    assert len(differ(latents, other)) == 2
+def test_a_driving_clip_changes_the_latents(pipe, latents):
+    changed = pipe.denoise(pipe.encode("a red circle", image=PAGE, driving=CLIP), seed=3)
+    assert len(differ(latents, changed)) == 2
 
 
-def test_an_input_of_the_family_alone_has_an_option_a_column_and_an_entry(folder, pipe, tmp_path):
-    """The command, a row of a table and a video that is made again are given it as any other."""
-    own = pipe("a red circle", image=PAGE, driving=CLIP, seed=3)
-    own.save(tmp_path / "own.mp4")
+def test_an_input_of_one_family_has_an_option_a_column_and_an_entry(folder, pipe, tmp_path):
+    """The command, a row of a table and a reproduced video take it like any other."""
+    expected = pipe("a red circle", image=PAGE, driving=CLIP, seed=3)
+    expected.save(tmp_path / "own.mp4")
     Image.fromarray(PAGE).save(tmp_path / "x.png")
     (tmp_path / "clip").mkdir()
     for number, frame in enumerate(CLIP):
@@ -173,7 +173,7 @@ def raised(call, *arguments, **more):
     return str(caught.value)
 
 
-REFUSED = {  # what is asked, and what the sentence names
+REFUSED = {  # the request, and what the message names
     "a clip, by the library": (
         lambda pipe, folder: raised(wanjax.load("nano").prepare, prompt="a", driving=CLIP),
         "nano driving",
@@ -191,14 +191,14 @@ REFUSED = {  # what is asked, and what the sentence names
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_only_one_of_two_families_has_is_refused_by_the_other(folder, pipe, tmp_path, monkeypatch, name):
+def test_settings_of_one_family_are_refused_by_the_other(folder, pipe, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     write_clips(tmp_path / "clips", 1)
     ask, words = REFUSED[name]
     assert has_line_with(ask(pipe, folder), words)
 
 
-def test_an_input_of_the_family_alone_is_in_the_help():
+def test_an_input_of_one_family_is_in_the_help():
     assert "--driving" in _run("generate", "--help-all").stdout
 
 
@@ -217,17 +217,17 @@ def test_eight_devices_agree_with_one(folder, pipe, encoded, latents):
     there = spread.denoise(spread.encode("a red circle", image=PAGE), seed=3)
     for name, x in there.items():
         assert error(np.asarray(x), np.asarray(latents[name], np.float64)) <= 1e-5, name
-    frames = [one.decode(jax.tree.map(np.asarray, latents), seed=3).astype(int) for one in (pipe, spread)]
+    frames = [decoder.decode(jax.tree.map(np.asarray, latents), seed=3).astype(int) for decoder in (pipe, spread)]
     assert np.abs(frames[0] - frames[1]).max() <= 1
 
 
 @pytest.mark.parametrize("mesh", quick([None], [None, "dp=4,sp=1,tp=2"]))
-def test_videos_made_together_equal_those_made_alone(folder, pipe, mesh):
+def test_videos_of_a_batch_equal_those_made_one_by_one(folder, pipe, mesh):
     there = pipe if mesh is None else wanjax.load(folder, mesh=mesh)
-    frames, sounds = made(there, [3, 4], "a red circle", "a dog")
+    frames, sounds = frames_and_sound(there, [3, 4], "a red circle", "a dog")
     for number, (prompt, seed) in enumerate([(p, s) for p in ("a red circle", "a dog") for s in (3, 4)]):
-        [alone], [sound] = made(pipe, [seed], prompt)
-        assert np.abs(frames[number].astype(int) - alone).max() <= (mesh is not None)
+        [separate], [sound] = frames_and_sound(pipe, [seed], prompt)
+        assert np.abs(frames[number].astype(int) - separate).max() <= (mesh is not None)
         assert error(sounds[number], sound.astype(np.float64)) <= (0 if mesh is None else 1e-5)
 
 
@@ -236,27 +236,27 @@ def test_a_batch_equals_its_videos(pipe, encoded, seeds):
     together = jax.tree.map(lambda x: None if x is None else np.concatenate([np.asarray(x)] * 2), encoded)
     both = pipe.denoise(together._replace(video_shape=encoded.video_shape), seeds=seeds)
     for number, seed in enumerate(seeds):
-        alone = pipe.denoise(encoded, seed=seed)
+        separate = pipe.denoise(encoded, seed=seed)
         for name, x in both.items():
-            assert error(np.asarray(x[number]), np.asarray(alone[name][0], np.float64)) <= 1e-5
+            assert error(np.asarray(x[number]), np.asarray(separate[name][0], np.float64)) <= 1e-5
 
 
 @pytest.mark.parametrize("rule", quick(["none"], ["none", "apg"]))
 @pytest.mark.parametrize("last", quick([0, 2, 3], range(STEPS - 1)))
 def test_a_stopped_run_continues_to_the_same_bits(pipe, encoded, tmp_path, last, rule):
-    whole = pipe.denoise(encoded, seed=3, guidance_rule=rule)
+    uninterrupted = pipe.denoise(encoded, seed=3, guidance_rule=rule)
     messages = []
     with pytest.raises(Cancelled):
         pipe.denoise(encoded, seed=3, guidance_rule=rule, keep=tmp_path / "x", callback=lambda step: step.index < last)
     again = pipe.denoise(
         encoded, seed=3, guidance_rule=rule, keep=tmp_path / "x", continued=lambda *steps: messages.append(steps)
     )
-    assert not differ(whole, again)
+    assert not differ(uninterrupted, again)
     assert messages[-1] == (last + 1, STEPS)
 
 
 @pytest.mark.parametrize("mesh", quick([None], [None, "dp=2,sp=2,tp=2"]))
-def test_a_plan_records_what_is_executed(folder, mesh):
+def test_a_plan_traces_the_executed_programs(folder, mesh):
     pipe, counting = wanjax.load(folder, mesh=mesh), Counting()
     pipe.with_strategy(counting)("a red circle", image=PAGE)
     planned = loading.abstract_pipeline(registry.model_description(str(folder)), pipe.partitioner)
@@ -271,7 +271,7 @@ def test_a_plan_records_what_is_executed(folder, mesh):
 )
 def test_step_caches_hold_both_streams(pipe, encoded, tmp_path, cache):
     """A run that reuses makes other latents of both, and one that was stopped has what was kept of both."""
-    whole, reused, file = pipe.denoise(encoded, seed=3, steps=6), [], tmp_path / "x"
+    uncached, reused, file = pipe.denoise(encoded, seed=3, steps=6), [], tmp_path / "x"
     pipe = copy(pipe)
     pipe.model = replace(pipe.model, tables=TABLES)
     cached = pipe.denoise(encoded, seed=3, steps=6, cache=cache, callback=lambda step: reused.append(step.reuses))
@@ -280,15 +280,15 @@ def test_step_caches_hold_both_streams(pipe, encoded, tmp_path, cache):
     assert not differ(cached, pipe.denoise(encoded, seed=3, steps=6, cache=cache, keep=file))
     assert any(reused)
     assert not any(reused[6:])  # the second pass
-    assert len(differ(whole, cached)) == 2
+    assert len(differ(uncached, cached)) == 2
     assert all(np.isfinite(x).all() for x in cached.values())
 
 
-def test_the_command_makes_it_in_one_go_and_in_stages(folder, tmp_path):
+def test_the_command_makes_a_video_at_once_and_in_stages(folder, tmp_path):
     Image.fromarray(PAGE).save(tmp_path / "x.png")
     how = ("a red circle", "--model", folder, "--image", tmp_path / "x.png")
-    one, three = tmp_path / "one", tmp_path / "three"
-    _run(*how, "--seed", 3, "--dir", one, "--out", tmp_path / "frames")
+    at_once, three = tmp_path / "one", tmp_path / "three"
+    _run(*how, "--seed", 3, "--dir", at_once, "--out", tmp_path / "frames")
     _run("encode", *how, "--dir", three)
     _run("denoise", "--seed", 3, "--dir", three)
     _run("decode", "--dir", three, "--out", tmp_path / "again")
@@ -300,7 +300,7 @@ def test_the_command_makes_it_in_one_go_and_in_stages(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_plan_prices_both_passes_and_what_is_given(folder, tmp_path):
+def test_a_plan_prices_both_passes_and_the_inputs(folder, tmp_path):
     (tmp_path / "clip").mkdir()
     for number, frame in enumerate(CLIP):
         Image.fromarray(frame).save(tmp_path / f"clip/{number}.png")

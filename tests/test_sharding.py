@@ -79,15 +79,15 @@ def test_tokens_at_two_timesteps():
 def test_vae():
     """Frames are split by height and width where these divide evenly; the final bytes or floats are replicated."""
     z = np.random.default_rng(2).normal(size=(1, 4, 2, 6, 4)).astype(np.float32)
-    alone, together = pipeline(4, None), pipeline(4, partitioner((2, 2, 2)))
+    one_device, together = pipeline(4, None), pipeline(4, partitioner((2, 2, 2)))
     graphdef, weights = nnx.split(together.vae)
     static = DecodeStatic(graphdef, jnp.dtype(jnp.float32), 1)
-    first, kept = together.call(decode_chunk, static, np.moveaxis(z, 1, -1)[:, :1], None, weights)
+    first, conv_cache = together.call(decode_chunk, static, np.moveaxis(z, 1, -1)[:, :1], None, weights)
     assert first.sharding.is_fully_replicated
-    assert all(len({str(shard.index) for shard in x.addressable_shards}) == 8 for x in jax.tree.leaves(kept))
-    frames = alone.decode(z, jnp.float32)
+    assert all(len({str(shard.index) for shard in x.addressable_shards}) == 8 for x in jax.tree.leaves(conv_cache))
+    frames = one_device.decode(z, jnp.float32)
     assert error(together.decode(z, jnp.float32), frames.astype(np.float64)) <= BOUND
-    latents = alone.encode_video(frames)
+    latents = one_device.encode_video(frames)
     assert error(together.encode_video(frames), np.asarray(latents, np.float64)) <= BOUND
     assert all(weight.sharding.is_fully_replicated for weight in jax.tree.leaves(nnx.state(together.vae)))
 
@@ -109,8 +109,8 @@ def test_attention_gathers_the_weights_of_the_next_block(layers, axes):
         executable = jax.jit(call).lower(weights).compile()
         return np.asarray(executable(weights), np.float64), executable.as_text()
 
-    found, text_of_program = run(partitioner(axes))
-    assert error(found, run(None)[0]) <= BOUND
+    gathered, text_of_program = run(partitioner(axes))
+    assert error(gathered, run(None)[0]) <= BOUND
     module = parse(text_of_program)
     loops = [each for part in module.computations.values() for each in part.instructions if each.opcode == "while"]
     bodies = [module.computations[loop.computation_name("body")] for loop in loops]
@@ -165,7 +165,7 @@ def test_a_checkpoint_from_prompt_to_video(checkpoint):
         ("tp", (None, None, "conv_in", "conv_out"), (3, 3, 8, 8), Spec(None, None, None, None)),
     ],
 )
-def test_where_weights_lie(rules, axes, shape, spec):
+def test_shardings_of_weights(rules, axes, shape, spec):
     assert partitioner((2, 2, 2), rules).weight_sharding(axes, shape).spec == spec
 
 
@@ -194,11 +194,11 @@ def test_where_weights_lie(rules, axes, shape, spec):
         ("fsdp", ("batch", "frames", "height", "width", None), (2, 5, 6, 6, 4), Spec("dp", None, "tp", "sp", None)),
     ],
 )
-def test_where_activations_lie(rules, axes, shape, spec):
+def test_shardings_of_activations(rules, axes, shape, spec):
     assert partitioner((2, 2, 2), rules).activation_spec(axes, shape) == spec
 
 
-def test_what_the_14b_keeps_on_each_of_eight_chips():
+def test_bytes_of_the_14b_on_each_of_eight_chips():
     """The 28.6 GB are split over `sp` and `tp`, and replicated over `dp`."""
 
     def bytes_a_device(axes, rules):
@@ -214,7 +214,7 @@ def test_what_the_14b_keeps_on_each_of_eight_chips():
     assert 28.5e9 < bytes_a_device((2, 1, 4), "replicated") < 28.7e9
 
 
-def test_a_chosen_mesh_with_a_given_sp():
+def test_an_automatic_mesh_with_a_requested_sp():
     pipe = wanjax.load("nano", mesh="auto,sp=2")
     assert pipe.partitioner.mesh.shape["sp"] == 2
 
@@ -242,16 +242,16 @@ def test_meshes_and_rules_that_cannot_be(options, words):
         wanjax.load("nano", **options)
 
 
-def test_a_mesh_is_read_and_found():
+def test_a_mesh_is_parsed_and_created():
     assert parse_mesh("tp=4, dp=2") == (2, 1, 4)
     pipe = wanjax.load("nano", mesh="auto", rules="tp")
     assert pipe.partitioner.mesh.size == 4  # four of the eight devices, because 80 tokens are few
 
 
-def test_accelerators_are_all_used_unless_told(monkeypatch):
+def test_all_accelerators_are_used_by_default(monkeypatch):
     assert wanjax.load("nano").partitioner.is_single_device  # even where the CPU simulates several devices
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert wanjax.load("nano").partitioner == wanjax.load("nano", mesh="auto").partitioner
-    [one, *_] = jax.devices()
-    monkeypatch.setattr(jax, "devices", lambda: [one])
+    [device, *_] = jax.devices()
+    monkeypatch.setattr(jax, "devices", lambda: [device])
     assert wanjax.load("nano").partitioner.is_single_device

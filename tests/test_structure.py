@@ -79,12 +79,12 @@ STRANGERS = {"torch", "transformers", "diffusers", "tensorflow"}
 
 def modules() -> dict[str, Path]:
     """Return the library's modules by their dotted names."""
-    found = {}
+    paths = {}
     for package, folder in PACKAGES.items():
         for path in sorted(folder.rglob("*.py")):
             parts = path.relative_to(folder).with_suffix("").parts
-            found[".".join((package, *(parts[:-1] if parts[-1] == "__init__" else parts)))] = path
-    return found
+            paths[".".join((package, *(parts[:-1] if parts[-1] == "__init__" else parts)))] = path
+    return paths
 
 
 MODULES = modules()
@@ -121,10 +121,10 @@ def imports(path: Path) -> frozenset[str]:
 def layer(module: str) -> int:
     """Return the height of a module: that of its own layer if it has one, else of its package's."""
     name = module
-    while not (found := [height for height, layer in enumerate(reversed(LAYERS)) if name in layer]):
+    while not (heights := [height for height, layer in enumerate(reversed(LAYERS)) if name in layer]):
         name = name.rpartition(".")[0]
         assert name != "wanjax", f"{module} stands in no layer"
-    return found[0]
+    return heights[0]
 
 
 def parts(module: str, below: str) -> str:
@@ -166,16 +166,16 @@ def test_no_folders_import_each_other():
         )
 
     def reached(name: str) -> set[str]:
-        found, left = set(), [name]
+        visited, left = set(), [name]
         while left:
-            new = graph[left.pop()] - found
-            found |= new
+            new = graph[left.pop()] - visited
+            visited |= new
             left += new
-        return found
+        return visited
 
     for name in graph:
-        for other in graph[name] - {name}:
-            assert name not in reached(other), f"{name} and {other} import each other"
+        for imported in graph[name] - {name}:
+            assert name not in reached(imported), f"{name} and {imported} import each other"
 
 
 def family(module: str) -> str | None:
@@ -185,11 +185,11 @@ def family(module: str) -> str | None:
     )
 
 
-def test_only_the_registry_knows_a_family():
+def test_only_the_registry_imports_a_family():
     for module, path in MODULES.items():
-        found = {family(name) for name in imports(path)} - {None, family(module)}
-        is_registry = module == "wanjax.registry" and found == set(FAMILIES)
-        assert not found or is_registry or module == READERS, f"{module} imports {found}"
+        families = {family(name) for name in imports(path)} - {None, family(module)}
+        is_registry = module == "wanjax.registry" and families == set(FAMILIES)
+        assert not families or is_registry or module == READERS, f"{module} imports {families}"
 
 
 def test_shared_files_name_no_family():
@@ -204,36 +204,39 @@ def test_shared_files_name_no_family():
         assert len(lines) - len(examples) <= allowed.get(module, 0), (module, lines)
 
 
-def test_programs_are_priced_by_code_that_knows_nothing_of_videos():
+def test_pricing_does_not_depend_on_videos():
     for name, path in MODULES.items():
         if name.startswith("wanjax.pricing"):
-            ours = {other for other in imports(path) if other.startswith("wanjax")}
-            assert all(other == "wanjax.errors" or other.startswith("wanjax.pricing") for other in ours), name
+            ours = {name_of_import for name_of_import in imports(path) if name_of_import.startswith("wanjax")}
+            assert all(
+                name_of_import == "wanjax.errors" or name_of_import.startswith("wanjax.pricing")
+                for name_of_import in ours
+            ), name
 
 
 def test_few_modules_stand_at_the_top():
     assert len([path for path in PACKAGES["wanjax"].glob("*.py")]) <= 10
 
 
-def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
+def test_imported_and_declared_distributions_agree():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = {re.split(r"[\[<>=]", text)[0] for text in project["dependencies"]}
     extra = set(project["optional-dependencies"]["serve"])
     cluster = {re.split(r"[\[<>=]", text)[0] for text in project["optional-dependencies"]["cluster"]}
-    own = {module: distributions(path) for module, path in MODULES.items()}
-    own["wanjax.training.step_metrics"].remove("tensorboard")  # which is used where it is installed
-    own["wanjax.jobs.rows"].remove("pyarrow")
+    imported = {module: distributions(path) for module, path in MODULES.items()}
+    imported["wanjax.training.step_metrics"].remove("tensorboard")  # which is used where it is installed
+    imported["wanjax.jobs.rows"].remove("pyarrow")
     assert project["optional-dependencies"]["parquet"] == ["pyarrow"]
     assert project["optional-dependencies"]["cluster"][0] == "wanjax[parquet,serve]"
     clustered = ("jobs.ray_cluster", "jobs.ray_workers", "jobs.ray_placement")
-    asked = set().union(*(own.pop(f"wanjax.{name}") for name in clustered))
-    assert asked - declared == cluster - {"wanjax"}  # with the extras `parquet` and `serve`
-    own["wanjax.jobs.databases"].remove("psycopg")
+    imported_by_cluster = set().union(*(imported.pop(f"wanjax.{name}") for name in clustered))
+    assert imported_by_cluster - declared == cluster - {"wanjax"}  # with the extras `parquet` and `serve`
+    imported["wanjax.jobs.databases"].remove("psycopg")
     assert project["optional-dependencies"]["postgres"] == ["psycopg[binary]"]
-    own["wanjax.checkpoints.gguf_file"].remove("gguf")
+    imported["wanjax.checkpoints.gguf_file"].remove("gguf")
     assert project["optional-dependencies"]["gguf"] == ["gguf"]
-    assert set().union(*(own[module] for module in own.keys() - SERVERS)) | INDIRECT == declared
-    assert set().union(*(own[module] for module in SERVERS)) - declared == extra - {"python-multipart"}
+    assert set().union(*(imported[module] for module in imported.keys() - SERVERS)) | INDIRECT == declared
+    assert set().union(*(imported[module] for module in SERVERS)) - declared == extra - {"python-multipart"}
 
 
 def test_messages_name_extras_that_exist_and_only_as_one_function_writes_them():
@@ -253,8 +256,8 @@ def test_an_installed_package_has_every_module():
 
 def distributions(path: Path) -> set[str]:
     """Return the distributions outside the standard library that a file imports from."""
-    found = {name.partition(".")[0] for name in imports(path)} - {"wanjax"}
-    return {DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in found if name not in sys.stdlib_module_names}
+    names = {name.partition(".")[0] for name in imports(path)} - {"wanjax"}
+    return {DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in names if name not in sys.stdlib_module_names}
 
 
 def test_only_its_command_imports_the_server():
@@ -269,12 +272,12 @@ def test_tests_import_no_test():
 
 def below(package: str) -> dict[str, Path]:
     """Return the modules of a package by their names."""
-    found = {module: path for module, path in MODULES.items() if module.startswith(package)}
-    assert found
-    return found
+    below_package = {module: path for module, path in MODULES.items() if module.startswith(package)}
+    assert below_package
+    return below_package
 
 
-def test_families_do_not_know_each_other_nor_what_runs_them():
+def test_families_import_neither_each_other_nor_schedulers():
     for module, path in below("wanjax.models.").items():
         for name in imports(path):
             family = parts(name, "wanjax.models")
@@ -283,7 +286,7 @@ def test_families_do_not_know_each_other_nor_what_runs_them():
         assert "PartitionSpec" not in text_of(path), f"{module}: models name logical axes, sharding.py maps them"
 
 
-def test_schedulers_know_no_model():
+def test_schedulers_import_no_model():
     for module, path in below("wanjax.schedulers").items():
         assert not [name for name in imports(path) if name.startswith(("wanjax.models", "flax"))], module
 
@@ -331,7 +334,7 @@ def test_shapes_are_spelled_with_one_alphabet():
                 assert set(letters) <= set(ALPHABET), f"{module}: {shape}"
 
 
-def test_shapes_are_found():
+def test_shapes_are_parsed():
     shapes = [shape for path in MODULES.values() for shape in spellings(path)]
     assert {"B L N D", "B N L S B S N D B L N D"} <= set(shapes)
 
@@ -425,10 +428,10 @@ def test_docstrings_of_public_names_name_every_argument():
     page = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
     homes = {path.rpartition(".")[::2] for path in re.findall(r"^::: (wanjax[\w.]+)$", page, re.MULTILINE)}
     assert {name for _, name in homes} >= set(wanjax.__all__) - {"__version__"}
-    for module, wanted in homes:
+    for module, home in homes:
         for name, node in public(MODULES[module]):
             owner, _, short = name.partition(".")
-            if owner == wanted and not short.startswith("_") and name != "Settings":
+            if owner == home and not short.startswith("_") and name != "Settings":
                 missing = arguments(node) - documented(node)
                 assert not missing, f"{module}.{name} does not say what {sorted(missing)} are"
 

@@ -58,13 +58,13 @@ def video(toy):
 def test_generate_and_the_stages_make_the_same_video_as_the_library(toy, video, tmp_path):
     assert video.frames.shape == (5, 32, 32, 3)
     assert video.frames.std() > 1
-    one, three = tmp_path / "one", tmp_path / "three"
-    run("a red circle", "--model", toy, "--seed", 3, "--dir", one, "--out", tmp_path / "frames")
+    at_once, three = tmp_path / "one", tmp_path / "three"
+    run("a red circle", "--model", toy, "--seed", 3, "--dir", at_once, "--out", tmp_path / "frames")
     run("encode", "a red circle", "--model", toy, "--dir", three)
     run("denoise", "--seed", 3, "--dir", three)
     run("decode", "--dir", three, "--out", tmp_path / "again")
-    assert load_safetensors(one / EMBEDDINGS_FILE)["prompt_mask"].dtype == bool
-    assert load_safetensors(one / LATENTS_FILE)["latents"].shape == (1, 3, 3, 8, 8)
+    assert load_safetensors(at_once / EMBEDDINGS_FILE)["prompt_mask"].dtype == bool
+    assert load_safetensors(at_once / LATENTS_FILE)["latents"].shape == (1, 3, 3, 8, 8)
     for folder in (tmp_path / "frames", tmp_path / "again"):
         pngs = [np.asarray(Image.open(path)) for path in sorted(folder.iterdir())]
         np.testing.assert_array_equal(np.stack(pngs), video.frames)
@@ -74,9 +74,9 @@ def test_generate_and_the_stages_make_the_same_video_as_the_library(toy, video, 
 def test_the_seed_decides_each_step_s_noise_too(toy, video):
     pipe = wanjax.load(toy)
     noise = pipe.noise(pipe.settings(seed=3))
-    again, other = (pipe("a red circle", seed=seed, noise=noise).frames for seed in (3, 4))
+    again, another = (pipe("a red circle", seed=seed, noise=noise).frames for seed in (3, 4))
     np.testing.assert_array_equal(again, video.frames)
-    assert (other != video.frames).any()
+    assert (another != video.frames).any()
 
 
 def test_masked_tokens_change_nothing(toy):
@@ -95,10 +95,10 @@ def test_a_truncated_prompt_is_reported(toy, tmp_path):
 
 
 def test_eight_devices_agree_with_one(toy):
-    alone, together = wanjax.load(toy), wanjax.load(toy, mesh="dp=2,sp=2,tp=2")
-    latents, spread = (np.asarray(pipe.denoise(pipe.encode("a red circle"), seed=3)) for pipe in (alone, together))
+    one_device, together = wanjax.load(toy), wanjax.load(toy, mesh="dp=2,sp=2,tp=2")
+    latents, spread = (np.asarray(pipe.denoise(pipe.encode("a red circle"), seed=3)) for pipe in (one_device, together))
     assert error(spread, latents.astype(np.float64)) <= 1e-5
-    assert np.abs(together.decode(latents).astype(int) - alone.decode(latents)).max() <= 1
+    assert np.abs(together.decode(latents).astype(int) - one_device.decode(latents)).max() <= 1
 
 
 def test_convert_and_back(toy, video, tmp_path):
@@ -160,7 +160,7 @@ def test_models_plan_and_warmup(toy, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,sp=2,tp=2"])
-def test_a_plan_records_what_is_executed_though_nothing_is_written_for_it(toy, mesh):
+def test_a_plan_traces_the_executed_programs_without_code_of_the_family(toy, mesh):
     """The length of its prompts is all that a family tells plans."""
     pipe, counting = wanjax.load(toy, mesh=mesh), Counting()
     pipe.with_strategy(counting)("a red circle")
@@ -182,7 +182,7 @@ def test_the_outlook_of_a_toy(cache):
     assert result.total_seconds > result.step_seconds > 0
 
 
-REFUSED = {  # what is asked of a model of this family, and what the sentence names
+REFUSED = {  # the request to a model of this family, and what the message names
     "an image": (lambda toy: run("a", "--model", toy, "--image", "x.png", status=2).stderr, "image prompt alone"),
     "an option": (lambda toy: run("a", "--model", toy, "--flow-shift", 3, status=2).stderr, "flow_shift"),
     "a keyword": (lambda toy: raised(lambda: wanjax.load(toy)("a", flow_shift=3.0)), "flow_shift"),
@@ -191,7 +191,7 @@ REFUSED = {  # what is asked of a model of this family, and what the sentence na
 
 
 def test_a_model_s_name_is_no_family():
-    """In a process of its own, where annotations are not checked."""
+    """In a new process, where annotations are not checked."""
     code = "import wanjax; wanjax.register('nano')"
     message = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
     assert has_line_with(message.splitlines()[-1], "WanjaxError Family 'nano' wanjax.load")
@@ -204,7 +204,7 @@ def raised(call):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_of_other_families_is_refused(toy, tmp_path, monkeypatch, name):
+def test_settings_of_other_families_are_refused(toy, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (32, 32)).save("x.png")
     ask, words = REFUSED[name]
@@ -218,21 +218,21 @@ def test_every_step_cache_is_taken(toy, cache):
     tables = Tables(Magnitudes(ratios, ratios, 0.1, 2, 0.2), Changes((0.0,), 0.3, 1, 2))
     pipe.model = replace(pipe.model, tables=tables)
     encoded, kinds = pipe.encode("a red circle"), []
-    whole = pipe.denoise(encoded, seed=0, steps=6)
+    uncached = pipe.denoise(encoded, seed=0, steps=6)
     cached = pipe.denoise(encoded, seed=0, steps=6, cache=cache, callback=lambda step: kinds.append(step.reuses))
     assert kinds[0] is False
     assert any(kinds)
     assert np.isfinite(cached).all()
-    assert error(np.asarray(cached), np.asarray(whole, np.float64)) > 0
+    assert error(np.asarray(cached), np.asarray(uncached, np.float64)) > 0
 
 
 def test_a_step_cache_needs_one_more_program(toy):
     """A step that reuses what another kept is a program of its own, and the whole step another than without a cache."""
     pipe = wanjax.load(toy)
     encoded = pipe.encode("a red circle")
-    whole = pipe.denoise(encoded, seed=0, steps=4)
+    uncached = pipe.denoise(encoded, seed=0, steps=4)
     before = compiled(take_step)
     cached = pipe.denoise(encoded, seed=0, steps=4, cache="deepcache:0,4,2")
     assert compiled(take_step) == before + 2
     assert np.isfinite(cached).all()
-    assert error(np.asarray(cached), np.asarray(whole, np.float64)) > 0
+    assert error(np.asarray(cached), np.asarray(uncached, np.float64)) > 0

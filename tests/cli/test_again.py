@@ -24,7 +24,7 @@ from wanjax.media.metadata import load_settings
 from wanjax.media.pictures import read_clip
 from wanjax.media.video import read_metadata, write_video
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
 ONE_FRAME = ("--size", "32x16", "--frames", "1", "--steps", "2", "--dtype", "float32")

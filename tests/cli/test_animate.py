@@ -16,7 +16,7 @@ from wanjax.checkpoints.files import save_safetensors
 from wanjax.media.pictures import read_clip
 from wanjax.media.video import Video
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 
 @pytest.fixture(scope="module")

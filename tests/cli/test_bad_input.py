@@ -36,7 +36,7 @@ from wanjax.media import stage_files
 from wanjax.media.metadata import load_settings
 from wanjax.pricing.libtpu import TPUS
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 SHORT = ("--frames", "5", "--steps", "2", "--dtype", "float32")
 SMALL = ("--size", "32x16", *SHORT)

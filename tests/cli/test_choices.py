@@ -24,7 +24,7 @@ from wanjax.pipelines.caching.rules import cache_rule
 from wanjax.pipelines.guidance import guidance_rule
 from wanjax.pipelines.mesh_sizes import AutoMesh
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
 

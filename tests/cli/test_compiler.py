@@ -16,7 +16,7 @@ from wanjax.media import stage_files
 from wanjax.media.metadata import load_settings
 from wanjax.pipelines import denoiser, frames, sampling
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 SMALL = ("--size", "32x16", "--frames", "1", "--steps", "2", "--dtype", "float32")
 FAST = ("--compiler", "fast")

@@ -16,7 +16,7 @@ from wanjax.checkpoints.convert import ToWanjax
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="limits the size of files"),
-    pytest.mark.usefixtures("kept_programs"),
+    pytest.mark.usefixtures("cached_programs"),
 ]
 SMALL = ("--size", "32x32", "--frames", "5")
 PROMPT = ("a red circle", *SMALL, "--steps", "1")

@@ -20,7 +20,7 @@ from wanjax.errors import WanjaxError, is_failure
 from wanjax.media.video import read_metadata
 from wanjax.pipelines.text import prompt_extension
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 SECRET = "sk-0123456789abcdef"
 SMALL = ("--frames", "1", "--size", "16x16", "--steps", "1")

@@ -30,7 +30,7 @@ from wanjax.media.video import read_metadata
 from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.settings import read_seeds
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 PROMPTS = "a red circle moving right\n\n  a blue square moving left  \n"
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2")

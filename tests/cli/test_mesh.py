@@ -10,7 +10,7 @@ from tests.support.tiny import tiny_checkpoint
 from wanjax.cli import main
 from wanjax.media.video import read_metadata
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 
 def test_without_guidance_no_devices_repeat_work():

@@ -33,7 +33,7 @@ from wanjax.media.video import Video, read_metadata
 from wanjax.stores import user_folders
 from wanjax.stores.locks import FileLock
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
 NAME = r"a-red-circle-moving-right-7-\d{8}-\d{6}(-\d)?"

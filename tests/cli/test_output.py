@@ -23,7 +23,7 @@ from wanjax.media import stage_files
 from wanjax.media.metadata import load_settings
 from wanjax.media.video import read_metadata
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
 

@@ -11,7 +11,7 @@ from tests.support.commands import succeeded, wanjax
 from tests.support.tiny import tiny_checkpoint
 from wanjax.figures import pluralize
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 ONE = ("--size", "32x16", "--frames", "1", "--steps", "1")
 DRAWN = re.compile(r"[\x1b\r\u2500-\u259f]")  # escapes, and what draws boxes and bars

@@ -16,7 +16,7 @@ from tests.support.words import has_line_with
 from wanjax.media.pictures import read_clip
 from wanjax.media.video import Video
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 CLIPS = {"pose": (48, 64), "face": (20, 20), "background": (48, 64), "mask": (48, 64)}
 
 

@@ -16,7 +16,7 @@ from wanjax.checkpoints.files import load_safetensors
 from wanjax.media import stage_files
 from wanjax.media.video import read_metadata
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 SMALL = ("--size", "32x16", "--frames", "5", "--dtype", "float32")
 STEPS = ("--steps", "2")

@@ -18,7 +18,7 @@ from wanjax.media import stage_files
 from wanjax.media.metadata import load_settings
 from wanjax.media.video import read_metadata
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 SMALL = ("--size", "32x32", "--frames", "1", "--steps", "1")
 KIND = jax.devices()[0].device_kind

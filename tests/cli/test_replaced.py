@@ -18,7 +18,7 @@ from wanjax.media.video import read_metadata
 from wanjax.pipelines.caching.cache_tables import measured_file
 from wanjax.registry import tables_key
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 ONE_FRAME = ("--size", "32x16", "--frames", "1", "--steps", "2", "--dtype", "float32")
 MODULE = "transformer.blocks.0.attn1.to_q"

@@ -18,7 +18,7 @@ from tests.support.words import has_line_with
 from wanjax.media.pictures import read_clip
 from wanjax.stores.paths import local_copy, parse_path
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2", "-q")
 

@@ -18,7 +18,7 @@ from wanjax.cli import main
 from wanjax.media.stage_files import LATENTS_FILE
 from wanjax.media.video import write_video
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 OPTIONS = ("--seed", "3", "--frames", "21")
 

@@ -25,7 +25,7 @@ from wanjax.jobs.store import NewJob, Signal
 from wanjax.jobs.worker import Lease
 from wanjax.pipelines.request import VideoRequest
 
-pytestmark = pytest.mark.usefixtures("kept_programs", "nothing_is_computed")
+pytestmark = pytest.mark.usefixtures("cached_programs", "nothing_is_computed")
 
 SMALL = {"size": (32, 32), "frames": 5, "steps": 2}
 PATIENCE = 60  # seconds until threads that wait for each other in vain end

@@ -16,7 +16,7 @@ from wanjax.media.pictures import read_clip
 from wanjax.media.video import read_metadata
 from wanjax.pipelines.request import VideoRequest
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 SMALL = {"size": (32, 32), "frames": 5, "steps": 2}
 

@@ -181,5 +181,5 @@ def save_glyphs(folder: Path, ours: Mapping[str, np.ndarray]) -> None:
     write_json(folder / "assets/color_idx.json", COLOURS)
     write_json(folder / "assets/multilingual_10-lang_idx.json", FONTS)
     (folder / "checkpoints").mkdir()
-    others = {"module.logit_scale": torch.ones(())}
-    torch.save({"epoch": 7, "state_dict": state | others}, folder / "checkpoints/byt5_model.pt")
+    other_entries = {"module.logit_scale": torch.ones(())}
+    torch.save({"epoch": 7, "state_dict": state | other_entries}, folder / "checkpoints/byt5_model.pt")

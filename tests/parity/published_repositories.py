@@ -132,7 +132,7 @@ def _wan(
     dtype: str = "F32",
     **entries: Any,
 ) -> None:
-    """Write a repository of Wan in the layout of diffusers; `entries` are those of its index beside the components.
+    """Write a repository of Wan in the layout of diffusers; `entries` are those of its index besides the components.
 
     `embedded` files hold the text encoder's tied embedding twice.
     """
@@ -237,7 +237,7 @@ def hunyuan_authors_transformer(name: str) -> TensorShapes:
     return {key: x.shape for key, x in hunyuan_authors.authors_transformer(tensors).items()}
 
 
-def _lora(config: wan.TransformerConfig, *, whole: bool, rank: int = 64) -> tuple[TensorShapes, dict[str, str]]:
+def _lora(config: wan.TransformerConfig, *, complete: bool, rank: int = 64) -> tuple[TensorShapes, dict[str, str]]:
     """Return the tensors of LightX2V's LoRA, and their dtypes.
 
     A `whole` one changes every tensor: by its difference where it is no matrix. Others hold alphas.
@@ -246,18 +246,18 @@ def _lora(config: wan.TransformerConfig, *, whole: bool, rank: int = 64) -> tupl
     for name, shape in authors(transformer_keys(config)).items():
         module, _, leaf = name.rpartition(".")
         module = f"diffusion_model.{module}"
-        if LORA_PAIRS.fullmatch(name) or (whole and leaf == "weight" and len(shape) == 2):
+        if LORA_PAIRS.fullmatch(name) or (complete and leaf == "weight" and len(shape) == 2):
             keys |= {f"{module}.lora_down.weight": (rank, shape[1]), f"{module}.lora_up.weight": (shape[0], rank)}
-            if not whole:
+            if not complete:
                 keys[f"{module}.alpha"] = ()
                 dtypes[f"{module}.alpha"] = "I64"
-        elif whole:
+        elif complete:
             keys[module + {"bias": ".diff_b", "modulation": ".diff_m"}.get(leaf, ".diff")] = shape
     return keys, dtypes
 
 
 def _lightning(file: Path, config: wan.TransformerConfig) -> None:
-    keys, dtypes = _lora(config, whole=False)
+    keys, dtypes = _lora(config, complete=False)
     for noise in ("high", "low"):
         hollow_file(file / f"{noise}_noise_model.safetensors", keys, dtypes=dtypes)
 
@@ -337,13 +337,13 @@ def hunyuan_authors_folder(root: Path, name: str) -> Path:
 def qwen_file() -> TensorShapes:
     """Return the names of Qwen2.5-VL's published file, which newer releases of transformers have changed."""
     text = {key: shape for key, shape in written_by("Qwen2_5_VLTextModel", configs.QWEN2_5_VL_TEXT).items()}
-    whole = {f"model.{key}": shape for key, shape in text.items()} | {"lm_head.weight": (152064, 3584)}
+    tensors = {f"model.{key}": shape for key, shape in text.items()} | {"lm_head.weight": (152064, 3584)}
     vision = configs.QWEN2_5_VL["vision_config"]
     written = written_by(
         "Qwen2_5_VLForConditionalGeneration", {"vision_config": vision, "text_config": {"num_hidden_layers": 1}}
     )
     visual = {key.removeprefix("model."): shape for key, shape in written.items() if key.startswith("model.visual.")}
-    return whole | visual
+    return tensors | visual
 
 
 _I2V, _T2V = "WanImageToVideoPipeline", "WanPipeline"
@@ -353,13 +353,13 @@ _NONE = [None, None]
 
 def _lightx2v(files: Path) -> None:
     for name, config in (("t2v_14b", wan.T2V_14B), ("i2v", wan.I2V_14B)):
-        hollow_file(files / f"wan2.1_{name}_lora_rank64_lightx2v_4step.safetensors", _lora(config, whole=True)[0])
+        hollow_file(files / f"wan2.1_{name}_lora_rank64_lightx2v_4step.safetensors", _lora(config, complete=True)[0])
 
 
 def _lightx2v_experts(files: Path) -> None:
     for noise in ("high", "low"):
         name = f"wan2.2_t2v_A14b_{noise}_noise_lora_rank64_lightx2v_4step_1217"
-        hollow_file(files / f"{name}.safetensors", _lora(wan.T2V_14B, whole=True)[0])
+        hollow_file(files / f"{name}.safetensors", _lora(wan.T2V_14B, complete=True)[0])
 
 
 def _lightx2v_models(files: Path) -> None:
@@ -370,7 +370,7 @@ def _lightx2v_models(files: Path) -> None:
 
 def _kijai(files: Path) -> None:
     file = files / "Wan21_CausVid_14B_T2V_lora_rank32.safetensors"
-    hollow_file(file, _lora(wan.T2V_14B, whole=True, rank=32)[0])
+    hollow_file(file, _lora(wan.T2V_14B, complete=True, rank=32)[0])
 
 
 PLUGS = {  # repository: the file, its network, prefix, rank and dtype

@@ -194,9 +194,9 @@ def hooked(reference: torch.nn.Module, ends: str, hook: Led) -> torch.nn.Module:
     return reference
 
 
-def led_apart(result: Any, expected: np.ndarray, plain: np.ndarray) -> None:
+def led_apart(result: Any, expected: np.ndarray, unguided: np.ndarray) -> None:
     """Compare with the first half of a led reference's batch, which is far from what it makes without being led."""
     first, second = np.split(expected, 2)
     assert relative_l2(second, first) <= 1e-6
     assert relative_l2(result, first) <= 1e-5  # the bar of the networks themselves
-    assert relative_l2(plain, first) > 1e-2
+    assert relative_l2(unguided, first) > 1e-2

@@ -16,7 +16,7 @@ from tests.parity.animate_references import animate_networks, on_a_cpu, save_che
 from tests.parity.references import BAR, NEGATIVE_PROMPT, PROMPT, relative_l2
 
 pytestmark = [
-    pytest.mark.usefixtures("kept_programs"),
+    pytest.mark.usefixtures("cached_programs"),
     pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning"),
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]

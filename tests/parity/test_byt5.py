@@ -51,10 +51,10 @@ TEXTS = [
 @cache
 def references() -> dict[str, Reference]:
     """Return tokenizers without added tokens, with those of Glyph-SDXL-v2, and with ones that take whitespace."""
-    plain, glyphs, spaced, bare = Reference(), Reference(), Reference(), Reference(extra_ids=0)
+    default, glyphs, spaced, bare = Reference(), Reference(), Reference(), Reference(extra_ids=0)
     glyphs.add_tokens(NAMES, special_tokens=True)
     spaced.add_tokens([AddedToken("<left>", lstrip=True), AddedToken("<right>", rstrip=True), "<left><right>", "çé"])
-    return {"plain": plain, "glyphs": glyphs, "spaced": spaced, "bare": bare}
+    return {"plain": default, "glyphs": glyphs, "spaced": spaced, "bare": bare}
 
 
 @pytest.fixture(scope="module", params=["plain", "glyphs", "spaced", "bare"])
@@ -105,7 +105,7 @@ ADDED = {name: id for id, name in enumerate([*(f"<extra_id_{i}>" for i in range(
 
 
 @pytest.mark.parametrize(
-    "beside",
+    "extra_files",
     [
         {"added_tokens.json": ADDED},
         {"special_tokens_map.json": {"additional_special_tokens": list(ADDED)}},
@@ -114,10 +114,10 @@ ADDED = {name: id for id, name in enumerate([*(f"<extra_id_{i}>" for i in range(
         {"special_tokens_map.json": {"additional_special_tokens": []}},
     ],
 )
-def test_files_of_older_releases(beside, tmp_path):
-    """Older releases name added tokens in a file of their own, or only as further special tokens."""
+def test_files_of_older_releases(extra_files, tmp_path):
+    """Older releases name added tokens in another file, or only as further special tokens."""
     config = {"tokenizer_class": "ByT5Tokenizer", "extra_ids": 125, **SPECIALS}
-    for name, entries in ({"tokenizer_config.json": config} | beside).items():
+    for name, entries in ({"tokenizer_config.json": config} | extra_files).items():
         (tmp_path / name).write_text(json.dumps(entries))
     check(Reference.from_pretrained(tmp_path), ByT5Tokenizer.load(tmp_path, length=LENGTH), TEXTS)
 

@@ -18,7 +18,7 @@ from tests.parity.cogvideox_references import CHANNELS, HEIGHT, LATENTS, WIDTH, 
 from tests.parity.references import BAR, largest_error, psnr
 from tests.support.quick import quick
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 PROMPT, NEGATIVE = "a red circle moving right", "a blue cat"
 STEPS, GUIDANCE = 6, 6.0
@@ -39,15 +39,15 @@ def noise_for(frames: int, padded: bool, pictures: str = "") -> dict[str, torch.
 
 @torch.no_grad()
 def expected(pipe: Any, noise: dict[str, torch.Tensor], monkeypatch, **options) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return diffusers' latents [1 C T H W] after every step, and its frames; all of its draws are the given noise."""
+    """Return diffusers' latents [1 C T H W] after every step, and its frames; all of its draws are the noise arrays."""
     latents: list[np.ndarray] = []
 
     def drawn(shape, **_):  # two draws a step from the second on, of which the last counts
         return noise["step_noise"][len(latents)].transpose(1, 2)
 
     def sample(posterior, generator=None):
-        (own,) = (noise[name] for name in ("image_noise", "video_noise") if name in noise)
-        return posterior.mean + posterior.std * own
+        (sample_noise,) = (noise[name] for name in ("image_noise", "video_noise") if name in noise)
+        return posterior.mean + posterior.std * sample_noise
 
     monkeypatch.setattr(scheduling_dpm_cogvideox, "randn_tensor", drawn)
     monkeypatch.setattr(DiagonalGaussianDistribution, "sample", sample)
@@ -73,9 +73,13 @@ def answer(folder: Path, noise: dict[str, torch.Tensor], **options) -> tuple[lis
     pictures = {name: settings.pop(name) for name in ("image", "video") if name in settings}
     encoded = pipe.encode(PROMPT, NEGATIVE, **pictures, **settings)
     latents: list[np.ndarray] = []
-    right = pipe.draws(pipe.settings(**settings))
-    kept = {n: jnp.asarray(x.numpy()) for n, x in noise.items() if n in right or n.startswith(("image", "video"))}
-    last = pipe.denoise(encoded, noise=kept, callback=lambda step: latents.append(np.asarray(step.latents)), **settings)
+    noise_shapes = pipe.draws(pipe.settings(**settings))
+    used_noise = {
+        n: jnp.asarray(x.numpy()) for n, x in noise.items() if n in noise_shapes or n.startswith(("image", "video"))
+    }
+    last = pipe.denoise(
+        encoded, noise=used_noise, callback=lambda step: latents.append(np.asarray(step.latents)), **settings
+    )
     assert last.shape[2] == (frames - 1) // 4 + 1
     np.testing.assert_array_equal(last, latents[-1][:, :, -last.shape[2] :])
     return latents, pipe.decode(last, jnp.float32)

@@ -162,7 +162,7 @@ def configured(of, **entries):
     return lambda: schedulers.from_config(complete | entries)
 
 
-def given_noise(steps):
+def with_noise(steps):
     x, keys = jnp.zeros((1, 2, 3)), jax.random.split(jax.random.key(0), 1)
     return DPM().init(DPM().schedule(5), x, keys, jnp.zeros((steps, 1, 2, 3)))
 
@@ -175,17 +175,17 @@ REFUSED = [  # calls, and what their sentences name
     *((configured(of, snr_shift_scale=0), "0") for _, of in CASES),
     (lambda: DDIM().schedule(1001), "1001 steps 1000 timesteps"),
     (lambda: DDIM().schedule(4, follow="other"), "other official diffusers"),
-    (lambda: given_noise(4), "[4, 1, 2, 3] [5, 1, 2, 3]"),
+    (lambda: with_noise(4), "[4, 1, 2, 3] [5, 1, 2, 3]"),
 ]
 
 
 @pytest.mark.parametrize(("call", "words"), REFUSED, ids=[words for _, words in REFUSED])
-def test_what_these_solvers_cannot_do_is_refused(call, words):
+def test_unsupported_settings_of_these_solvers_are_refused(call, words):
     with unchecked(), pytest.raises(WanjaxError, match=line_with_words(words)):
         call()
 
 
-def test_a_solver_given_by_name_keeps_the_levels():
+def test_a_solver_chosen_by_name_keeps_the_noise_levels():
     assert schedulers.resolve("dpm", DDIM(snr_shift=3.0, spacing="linspace")) == DPM(snr_shift=3.0, spacing="linspace")
     assert schedulers.name_of(DPM(snr_shift=3.0)) == "dpm"
     assert schedulers.resolve(DDIM(), DPM(snr_shift=3.0)) == DDIM()

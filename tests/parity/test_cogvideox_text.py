@@ -54,9 +54,9 @@ def folder(tmp_path_factory):
     folder = train(tmp_path_factory.mktemp("tokenizer"))
     more = [f"<extra_id_{i}>" for i in range(100)]
     last = processor_of(folder).get_piece_size() + 99
-    plain = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
-    added = {str(i): {**plain, "content": name} for i, name in enumerate(["<pad>", "</s>", "<unk>"])}
-    added |= {str(last - i): {**plain, "lstrip": True, "rstrip": True, "content": more[i]} for i in range(100)}
+    options = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+    added = {str(i): {**options, "content": name} for i, name in enumerate(["<pad>", "</s>", "<unk>"])}
+    added |= {str(last - i): {**options, "lstrip": True, "rstrip": True, "content": more[i]} for i in range(100)}
     config = {"extra_ids": 100, "additional_special_tokens": more, "legacy": True, "model_max_length": LENGTH}
     config |= {"added_tokens_decoder": added, "clean_up_tokenization_spaces": True, "sp_model_kwargs": {}}
     names = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>", "tokenizer_class": "T5Tokenizer"}
@@ -132,8 +132,8 @@ def test_a_model_that_spells_unknown_characters_in_bytes_is_refused(tmp_path):
 def test_embeddings_of_the_pipeline(folder, tokenizers, tmp_path):
     """Padding is attended to, and its features stay."""
     reference = t5_reference("t5", vocab_size=500)
-    others: Any = {"vae": None, "transformer": None, "scheduler": None}
-    pipeline = CogVideoXPipeline(tokenizer=tokenizers[1], text_encoder=reference, **others)
+    unused: Any = {"vae": None, "transformer": None, "scheduler": None}
+    pipeline = CogVideoXPipeline(tokenizer=tokenizers[1], text_encoder=reference, **unused)
     expected = pipeline._get_t5_prompt_embeds(
         PROMPTS, max_sequence_length=LENGTH, device=torch.device("cpu"), dtype=torch.float32
     ).numpy()

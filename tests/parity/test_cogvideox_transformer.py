@@ -176,8 +176,8 @@ def test_block_and_attention(models):
         block, rope = block_at(model.blocks, 1), model.positions(grid, TEXT).rope
         mod = split_by_token_kind(block.attn_mod(jax.nn.silu(time)))
         normed = modulate(block.norm1(x), mod.shift, mod.scale, is_text)
-        whole = block(x, jax.nn.silu(time), rope, is_text)
-        return normed, mod.gate, block.attn(x, rope, is_text, None), block.mlp(x), whole
+        output = block(x, jax.nn.silu(time), rope, is_text)
+        return normed, mod.gate, block.attn(x, rope, is_text, None), block.mlp(x), output
 
     *normed, gate, text_gate = theirs.norm1(video, text, time)
     expected = [
@@ -193,7 +193,7 @@ def test_block_and_attention(models):
 
 
 @pytest.mark.parametrize("name", quick(["1.5 i2v", "5b i2v"], VARIANTS))
-def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(name):
+def test_bfloat16_is_no_further_from_float32_than_in_the_reference(name):
     reference, _ = make(name)
     options = inputs(reference, *INPUTS[name][1])
     exact = predicted(reference, *options)
@@ -225,14 +225,14 @@ def test_the_weights_return_to_the_reference_s_names(models, tmp_path):
 def test_attention_led_away_from_a_negative_prompt(name):
     reference, model = make(name)
     latents, t, text = inputs(reference, *INPUTS[name][1])
-    plain = predicted(reference, latents, t, text)
-    other = torch.randn(text.shape, generator=torch.Generator().manual_seed(9))
+    unguided = predicted(reference, latents, t, text)
+    negative = torch.randn(text.shape, generator=torch.Generator().manual_seed(9))
     hooked(reference, "attn1.to_out.0", Led(NUMBERS, TEXT))
-    expected = predicted(reference, *map(torch.cat, ([latents] * 2, [t] * 2, [text, other])))
+    expected = predicted(reference, *map(torch.cat, ([latents] * 2, [t] * 2, [text, negative])))
 
     @nnx.jit
     def run(model, latents, t, both):
         return model(latents, t, model.context(both)._replace(nag=jnp.array(NUMBERS)))
 
-    result = run(model, channels_last(latents), ours(t), ours(torch.cat([text, other])))
-    led_apart(result, expected, plain)
+    result = run(model, channels_last(latents), ours(t), ours(torch.cat([text, negative])))
+    led_apart(result, expected, unguided)

@@ -36,7 +36,7 @@ SMALL = {
     "sample_height": 96, "sample_width": 80, "scaling_factor": 0.7,
 }  # fmt: skip
 SIZE = (16, 24)
-OWN_TILES = Tiling((48, 40), (40, 32))
+DEFAULT_TILES = Tiling((48, 40), (40, 32))
 SIZES_OF_TILES = {"row": (40, 72), "column": (64, 32), "both": (64, 72)}  # up to 2 × 3 tiles, smaller at the edges
 PUBLISHED = {
     "2B": (VAE_2B, {}),
@@ -185,7 +185,7 @@ def test_tiles(monkeypatch, size):
 
 
 def test_tiles_are_those_of_the_reference(vae):
-    assert vae.config.tiling == OWN_TILES
+    assert vae.config.tiling == DEFAULT_TILES
     assert {config.tiling for config, _ in PUBLISHED.values()} == {Tiling((240, 360), (200, 288))}
 
 

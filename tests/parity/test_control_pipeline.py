@@ -23,7 +23,7 @@ from tests.parity.references import (
     small_parts,
 )
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 HEIGHT, WIDTH, FRAMES, STEPS, GUIDANCE = 32, 48, 9, 3, 5.0
 RANDOM = np.random.default_rng(0)
@@ -72,9 +72,9 @@ def test_conditions(reference, folder):
     """Compare conditions of all inputs and of none; diffusers has references in the opposite order."""
     pipe = wanjax.load(folder)
     settings = {"size": (HEIGHT, WIDTH), "frames": FRAMES}
-    whole = {"video": CLIP, "mask": MASK, "references": REFERENCES}
+    inputs = {"video": CLIP, "mask": MASK, "references": REFERENCES}
     same = {"video": images(CLIP), "mask": images(MASK), "reference_images": images(REFERENCES[::-1])}
-    for ours, theirs in ((whole, same), ({}, {}), ({"video": CLIP}, {"video": images(CLIP)})):
+    for ours, theirs in ((inputs, same), ({}, {}), ({"video": CLIP}, {"video": images(CLIP)})):
         result = pipe.model.encode_inputs(pipe.runtime, *pipe.prepare(**ours, **settings))["condition"]
         assert relative_l2(result, condition(reference, **theirs)) <= 1e-5
 

@@ -99,9 +99,9 @@ def test_every_step_is_that_of_diffusers(steps, shift):
 
 
 def test_steps_are_left_out_and_too_many_refused():
-    whole, later = (FlowDPM().schedule(20, shift=5.0, skip=skip) for skip in (0, 12))
-    np.testing.assert_array_equal(later.sigmas, whole.sigmas[12:])
-    np.testing.assert_array_equal(later.coefficients[1:], whole.coefficients[13:])
+    full, later = (FlowDPM().schedule(20, shift=5.0, skip=skip) for skip in (0, 12))
+    np.testing.assert_array_equal(later.sigmas, full.sigmas[12:])
+    np.testing.assert_array_equal(later.coefficients[1:], full.coefficients[13:])
     assert later.coefficients[0, 2] == 0
     with pytest.raises(WanjaxError, match=line_with_words("1,000,000 steps 100")):
         FlowDPM().schedule(1_000_000, shift=100.0)

@@ -103,7 +103,7 @@ def write_transformer(folder, path, more=0.0):
     write_gguf(path, {original.TRANSFORMER.to_authors(key): x for key, x in numbers.items()})
 
 
-def test_umt5_beside_a_transformer(diffusers, spm, tmp_path):
+def test_umt5_in_the_folder_of_a_transformer(diffusers, spm, tmp_path):
     """Its weights value by value, its tokenizer token by token, and the digests of both files."""
     write_transformer(diffusers, tmp_path / "wan2.1-t2v-14b-Q4_K_M.gguf")
     numbers = write_umt5(tmp_path / "umt5-xxl-encoder-Q8_0.gguf", tokenizer_fields(spm))
@@ -159,7 +159,7 @@ def test_an_incomplete_tokenizer_comes_from_the_repository(missing, diffusers, s
         ({"precompiled_charsmap": b"abc"}, "umt5.gguf tokenizer"),
     ],
 )
-def test_a_damaged_tokenizer_is_one_sentence(change, words, diffusers, spm, tmp_path):
+def test_a_damaged_tokenizer_is_refused(change, words, diffusers, spm, tmp_path):
     write_transformer(diffusers, tmp_path / "wan.gguf")
     changed = {f"tokenizer.ggml.{name}": value for name, value in change.items()}
     write_umt5(tmp_path / "umt5.gguf", tokenizer_fields(spm) | changed)
@@ -169,7 +169,7 @@ def test_a_damaged_tokenizer_is_one_sentence(change, words, diffusers, spm, tmp_
     assert "\n" not in str(caught.value)
 
 
-def test_several_text_encoders_are_one_sentence(diffusers, tmp_path):
+def test_several_text_encoders_are_refused(diffusers, tmp_path):
     write_transformer(diffusers, tmp_path / "wan.gguf")
     for kind in ("Q4_K_M", "Q8_0"):
         write_umt5(tmp_path / f"umt5-xxl-encoder-{kind}.gguf")
@@ -190,7 +190,7 @@ def test_umt5_in_the_authors_folder(diffusers, spm, tmp_path):
     assert [file.name for file in source["tokenizer"].files()] == ["tokenizer.json", "tokenizer_config.json"]
 
 
-def test_a_text_encoder_alone_is_no_model(tmp_path):
+def test_only_a_text_encoder_is_no_model(tmp_path):
     write_umt5(tmp_path / "umt5-xxl-encoder-Q8_0.gguf")
     with pytest.raises(WanjaxError, match="holds only the text_encoder of Wan"):
         open_source(tmp_path / "umt5-xxl-encoder-Q8_0.gguf")
@@ -198,7 +198,7 @@ def test_a_text_encoder_alone_is_no_model(tmp_path):
 
 @pytest.mark.parametrize("opened", [HIGH, LOW])
 def test_experts_in_two_folders(opened, diffusers, tmp_path):
-    """As `QuantStack/Wan2.2-T2V-A14B-GGUF` has them, beside others of another type."""
+    """As in `QuantStack/Wan2.2-T2V-A14B-GGUF`, in a folder with others of another type."""
     for path, more in ((HIGH, 0), (LOW, 1), (LOW.replace("Q4_K_M", "Q8_0"), 2)):
         write_transformer(diffusers, tmp_path / path, more)
     source = open_source(tmp_path / opened)
@@ -298,13 +298,13 @@ def hunyuan(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def transformer(tmp_path_factory):
-    """Return the tensors of a transformer with heads of the published size, which a single file does not tell."""
+    """Return the tensors of a transformer with heads of the published size, which a single file does not contain."""
     sizes = {"num_attention_heads": 1, "attention_head_dim": 128, "rope_axes_dim": [16, 56, 56], "target_size": 640}
     folder = tiny.tiny_hunyuan_checkpoint(tmp_path_factory.mktemp("wide"), **sizes)
     return hunyuan_authors.tensors_of(folder / "transformer")
 
 
-def test_qwen_beside_a_transformer(hunyuan, transformer, tmp_path, monkeypatch):
+def test_qwen_in_the_folder_of_a_transformer(hunyuan, transformer, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_layout, "open_fallback", lambda *_: open_source(hunyuan[0]))
     path = tmp_path / "hunyuanvideo1.5_720p_t2v.safetensors"
     save_safetensors(path, transformer)
@@ -328,7 +328,7 @@ def test_qwen_in_the_authors_folder(hunyuan, tmp_path):
     ("arch", "missing", "words"),
     [("qwen2vl", "rope.freq_base", "qwen2vl.rope.freq_base"), ("llama", None, "'llama' 'qwen2vl'")],
 )
-def test_another_language_model_is_one_sentence(arch, missing, words, transformer, tmp_path):
+def test_another_language_model_is_refused(arch, missing, words, transformer, tmp_path):
     path = tmp_path / "hunyuanvideo1.5_720p_t2v.safetensors"
     save_safetensors(path, transformer)
     write_qwen(tmp_path / "qwen2.5-vl-7b.gguf", **({missing: None} if missing else {}))

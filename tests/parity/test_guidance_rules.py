@@ -77,8 +77,8 @@ def test_apg_is_that_of_its_paper_on_clean_latents(scheduler, options, eta, norm
         alpha, sigma = float(now.alphas[0]), float(now.sigmas[0])
         prompt, negative, x = (part.double() for part in predictions(step))
         share = alpha if scheduler.prediction == "v" else 1.0
-        clean, other = share * x - sigma * prompt, share * x - sigma * negative
-        expected, past = projected(eta, norm, momentum, clean, other, past)
+        clean, negative_clean = share * x - sigma * prompt, share * x - sigma * negative
+        expected, past = projected(eta, norm, momentum, clean, negative_clean, past)
         result, average = joined(rule, step, average, partial(scheduler.x0, now, 0))
         assert error(share * x.numpy() - sigma * np.float64(result), expected.numpy()) <= BAR
         assert average is None or error(average, past.numpy()) <= BAR
@@ -109,12 +109,12 @@ def test_without_a_negative_prompt_a_prediction_stays(text):
     np.testing.assert_array_equal(result, prompt)
 
 
-def test_apg_that_keeps_all_is_classifier_free_guidance():
+def test_apg_without_reduction_is_classifier_free_guidance():
     clean = partial(FlowEuler().x0, FlowEuler().schedule(4, **FLOW), 2)
-    result, plain = (
+    result, expected = (
         joined(rule, 2, None, clean)[0] for rule in (guidance_rule("apg:eta=1,momentum=0"), CLASSIFIER_FREE)
     )
-    assert error(result, np.asarray(plain)) <= BAR
+    assert error(result, np.asarray(expected)) <= BAR
 
 
 NUMBERS = [(11.0, 2.5, 0.25), (4.0, 2.5, 0.5), (1.5, 1.0, 1.0)]

@@ -78,7 +78,7 @@ def networks_of(source):
 
 
 def taken_as(source):
-    """Return what tells apart the published models that a checkpoint may be: its pipeline, sampling and size."""
+    """Return what distinguishes the published models that a checkpoint may be: pipeline, sampling and size."""
     pictured = source.index["_class_name"] == "HunyuanVideo15ImageToVideoPipeline"
     sampling = source["scheduler"].config()["shift"], source["guider"].config()["guidance_scale"]
     return pictured, *sampling, network(source, "transformer", NETWORKS).config.target_size
@@ -149,7 +149,7 @@ def test_the_tokenizer_of_glyphs_is_that_of_the_published_script(folder):
     check(loading.load(folder.parent / "wanjax").tokenizer_2)
     reference.save_pretrained(folder / "text_encoder/byt5-small")  # a tokenizer that has these tokens already
     [path] = open_source(folder)["tokenizer_2"].files()
-    assert not path.exists()  # the source is gone, and its file with it
+    assert not path.exists()  # the source and its file are deleted
     check(loading.load(folder).tokenizer_2)
 
 
@@ -208,9 +208,9 @@ def test_a_folder_of_another_name_is_the_model_of_its_config(folder, monkeypatch
     assert taken_as(open_source(mine)) == published("480p_i2v_step_distilled")
     authors.write_json(mine / "config.json", authors.config(ideal_task=None, ideal_resolution=None))
     assert has_line_with(refusal(mine), "mine 480p_t2v")
-    alone = shutil.move(mine, folder.parent / "alone")
-    authors.write_json(alone / "config.json", authors.config())
-    assert set(open_source(alone).missing_components) == {
+    renamed = shutil.move(mine, folder.parent / "alone")
+    authors.write_json(renamed / "config.json", authors.config())
+    assert set(open_source(renamed).missing_components) == {
         *MODELS["480p_t2v"].model.spec.networks,
         "tokenizer",
         "tokenizer_2",
@@ -218,7 +218,7 @@ def test_a_folder_of_another_name_is_the_model_of_its_config(folder, monkeypatch
 
 
 @pytest.mark.parametrize("part", ["text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"])
-def test_a_folder_of_a_transformer_alone_lacks_the_rest(folder, part):
+def test_a_folder_of_only_a_transformer_lacks_the_other_components(folder, part):
     shutil.rmtree(folder / GLYPHS)
     shutil.rmtree(folder / "text_encoder/llm")
     assert part in open_source(folder).missing_components
@@ -273,14 +273,14 @@ HARMS = {  # by what the sentence names: what is wrong in the authors' folder, a
 
 
 @pytest.mark.parametrize("words", HARMS)
-def test_what_contradicts_or_is_missing_is_told(folder, words):
+def test_contradictory_or_missing_files_are_reported(folder, words):
     harm, call = HARMS[words]
     harm(folder)
     assert has_line_with(refusal(folder, call), words)
 
 
 class Shapes:
-    """Tensors of which only names and shapes are known."""
+    """Tensors with only names and shapes."""
 
     paths = ()
 
@@ -291,7 +291,7 @@ class Shapes:
         raise AssertionError(f"{key} is read, where its shape is enough")
 
 
-def test_the_language_model_is_found_by_older_and_newer_names():
+def test_older_and_newer_names_of_the_language_model_are_read():
     flat = {"model_type": "qwen2_5_vl", "hidden_size": 24, "rope_scaling": {"type": "mrope"}, "vision_config": {}}
     old = ["model.layers.0.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"]
     new = [key.replace("model.", "model.language_model.") for key in old]
@@ -321,7 +321,7 @@ WIDE = {"num_attention_heads": 1, "attention_head_dim": 128, "rope_axes_dim": [1
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """Return the tensors of a transformer with the published size of a head, which a single file does not tell."""
+    """Return the tensors of a transformer with the published size of a head, which a single file does not contain."""
     folder = tiny_hunyuan_checkpoint(tmp_path_factory.mktemp("wide"), **WIDE)
     return open_source(folder)["transformer"].weights(), authors.tensors_of(folder / "transformer")
 
@@ -353,7 +353,7 @@ def test_a_single_file_of_a_transformer(prefix, named, wide, tmp_path):
         ("few steps.safetensors", "480p_i2v_step_distilled"),
     ],
 )
-def test_a_file_is_the_model_that_its_name_tells(name, model, wide, tmp_path):
+def test_a_file_is_the_model_of_its_name(name, model, wide, tmp_path):
     _, ours = wide
     theirs = authors.authors_transformer(ours)
     if model.endswith("step_distilled"):
@@ -363,13 +363,13 @@ def test_a_file_is_the_model_that_its_name_tells(name, model, wide, tmp_path):
     assert taken_as(open_source(tmp_path / name)) == published(model)
 
 
-def few_steps_beside(transformer, _):
+def few_steps_in_the_folder(transformer, _):
     return transformer | {k.replace("time_in.", "time_r_in."): x for k, x in transformer.items() if "time_in." in k}
 
 
 FILES = {  # by name: tensors, from those of a transformer and of an autoencoder; what the sentence names
     "mine": (lambda transformer, _: transformer, "mine.safetensors model"),
-    "720p_sr_distilled": (few_steps_beside, "720p_sr_distilled"),
+    "720p_sr_distilled": (few_steps_in_the_folder, "720p_sr_distilled"),
     "vae": (lambda _, autoencoder: autoencoder, "vae.safetensors transformer HunyuanVideo"),
     "480p_t2v": (  # of HunyuanVideo of 2024
         lambda *_: {"double_blocks.0.img_attn_qkv.weight": np.ones((6, 2), np.float32)},
@@ -379,7 +379,7 @@ FILES = {  # by name: tensors, from those of a transformer and of an autoencoder
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_files_that_are_no_model_are_told(wide, text_pair, tmp_path, name):
+def test_files_without_a_model_are_reported(wide, text_pair, tmp_path, name):
     tensors, words = FILES[name]
     of_vae = authors.tensors_of(text_pair[1] / "vae")
     save_safetensors(tmp_path / f"{name}.safetensors", tensors(authors.authors_transformer(wide[1]), of_vae))
@@ -410,8 +410,8 @@ def test_scaled_eight_bit_weights_are_multiplied_out(wide, tmp_path):
         open_source(tmp_path / "480p_t2v.safetensors")["transformer"].weights(),
         "transformer_blocks.1.attn.to_k",
     )
-    right = np.split(eight.astype(np.float32) * np.float32(0.01), 3)[1]
-    np.testing.assert_array_equal(weights.read(f"{key}.weight"), right)
+    expected = np.split(eight.astype(np.float32) * np.float32(0.01), 3)[1]
+    np.testing.assert_array_equal(weights.read(f"{key}.weight"), expected)
     assert weights.specs.keys() == wide[0].specs.keys()
 
 
@@ -422,10 +422,10 @@ def test_scaled_eight_bit_weights_are_multiplied_out(wide, tmp_path):
 def test_missing_components_are_those_of_the_published_model(model, config, monkeypatch, text_pair):
     with torch.device("meta"):
         ours = HunyuanVideo15Transformer3DModel(use_meanflow=config.meanflow).state_dict()
-    one = {key: torch.Size((3 * x.shape[0], *x.shape[1:])) for key, x in ours.items() if ".attn.to_q." in key}
+    query_weights = {key: torch.Size((3 * x.shape[0], *x.shape[1:])) for key, x in ours.items() if ".attn.to_q." in key}
     shapes = {key: x.shape for key, x in ours.items() if "refiner" not in key or ".attn.to_" not in key or "out" in key}
     theirs = {authors.transformer_name(key): shape for key, shape in shapes.items()}
-    refined = {key.replace(".attn.to_q.", ".self_attn_qkv."): x for key, x in one.items() if "refiner" in key}
+    refined = {key.replace(".attn.to_q.", ".self_attn_qkv."): x for key, x in query_weights.items() if "refiner" in key}
     theirs |= {authors.transformer_name(key): shape for key, shape in refined.items()}
     monkeypatch.setattr(hunyuan_layouts, "open_tensors", lambda path: Shapes(theirs))
     requested = []
@@ -441,7 +441,7 @@ def test_missing_components_are_those_of_the_published_model(model, config, monk
 
 
 def test_the_hub(folder, text_pair, tmp_path, monkeypatch):
-    """Small files tell the layout; the folders of components are downloaded when they are needed."""
+    """Small files determine the layout; the folders of components are downloaded when they are needed."""
     snapshot, requested = tmp_path / "snapshots/0123", []
     reference = open_source(text_pair[0])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA for HunyuanVideo, in every dialect: the merged weights are those into which diffusers merges its own dialect."""
+"""LoRA for HunyuanVideo, in every format: the merged weights equal those of diffusers."""
 
 import json
 
@@ -197,7 +197,7 @@ def opened(path):
 
 
 @pytest.mark.parametrize("write", DIALECTS, ids=lambda write: write.__name__)
-def test_every_dialect_is_merged_as_diffusers_merges_its_own(write, tmp_path):
+def test_every_format_is_merged_as_in_diffusers(write, tmp_path):
     names = blocks() if "kohya" in write.__name__ else modules()
     write(tmp_path / "lora.safetensors")
     diffusers_file(tmp_path / "diffusers.safetensors", names)

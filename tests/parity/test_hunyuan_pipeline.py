@@ -18,7 +18,7 @@ from tests.parity.references import BAR, largest_error, psnr, relative_l2
 from tests.support.quick import quick
 from wanjax.pipelines.hunyuanvideo.conditioning import LENGTHS, candidate_sizes, size_for_image
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 PROMPT, NEGATIVE, QUOTED = "a cat plays the piano", "a blue dog", 'a sign that says "hello" and “你好”'
 HEIGHT, WIDTH, FRAMES, STEPS = 48, 64, 5, 3
@@ -73,9 +73,9 @@ def compare(ours: Any, theirs: tuple[list[np.ndarray], np.ndarray]) -> None:
 def test_text_to_video(tmp_path, prompt):
     noise, size = noise_for(HEIGHT, WIDTH), {"height": HEIGHT, "width": WIDTH}
     pipe = text_to_video(tmp_path)
-    plain, quoted = (expected(pipe, noise, prompt=options, **size) for options in (PROMPT, QUOTED))
-    assert relative_l2(plain[0][-1], quoted[0][-1]) > 1e-2
-    compare(answer(tmp_path, noise, prompt, **size), plain if prompt == PROMPT else quoted)
+    unquoted, quoted = (expected(pipe, noise, prompt=options, **size) for options in (PROMPT, QUOTED))
+    assert relative_l2(unquoted[0][-1], quoted[0][-1]) > 1e-2
+    compare(answer(tmp_path, noise, prompt, **size), unquoted if prompt == PROMPT else quoted)
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_image_to_video(tmp_path):
 
 @pytest.mark.parametrize(("tall", "wide"), quick([LANDSCAPE], [LANDSCAPE, PORTRAIT]))
 def test_few_steps(tmp_path, tall, wide):
-    """A network that is told the next timestep, without guidance."""
+    """A network with the next timestep as input, without guidance."""
     image = picture(tall, wide)
     noise = noise_for(*size_for_image(image.shape, SIDE, 16))
     theirs = expected(image_to_video(tmp_path, 1.0, use_meanflow=True), noise, image=Image.fromarray(image))

@@ -40,7 +40,7 @@ def test_every_step(steps, shift):
 
 
 def test_the_next_timestep_is_the_next_noise_level():
-    """A network of few steps is told the timestep after a step; after the last it is 0."""
+    """A network of few steps gets the timestep after a step; after the last it is 0."""
     schedule, theirs = FlowEuler().schedule(8, shift=5.0), reference(8, 5.0)
     following = [one_step(schedule, index).sigmas[1] * np.float32(TRAIN_STEPS) for index in range(8)]
     np.testing.assert_array_equal(following, [*theirs.timesteps[1:].tolist(), 0.0])

@@ -98,16 +98,16 @@ def test_half_a_character_is_replaced(tokenizers):
 def test_the_truncation_of_a_chat_is_that_of_its_prompt(tokenizers):
     """The toy's template has more tokens than the true one, so that less of a prompt fits."""
     _, tokenizer = tokenizers
-    own = len(tokenizer.backend.encode(chat("a")).ids) - 1
+    num_template_tokens = len(tokenizer.backend.encode(chat("a")).ids) - 1
     closing = len(tokenizer.backend.encode(END).ids)
-    room = TEMPLATE_TOKENS + TEXT_LENGTH - own
+    room = TEMPLATE_TOKENS + TEXT_LENGTH - num_template_tokens
     digits = [("1" * count) for count in (room, room + 1, room + closing, room + closing + 1, room + closing + 7)]
-    *fit, one, seven = tokenize_chats(tokenizer, digits).truncated
+    *fit, one_token, seven = tokenize_chats(tokenizer, digits).truncated
     assert fit == [None, None, None]
-    assert (one.cut, seven.cut) == ("1", "1111111")
-    assert seven.tokens - one.tokens == 6
-    assert one.tokens == own - TEMPLATE_TOKENS + room + 1
-    assert one.length == TEXT_LENGTH
+    assert (one_token.cut, seven.cut) == ("1", "1111111")
+    assert seven.tokens - one_token.tokens == 6
+    assert one_token.tokens == num_template_tokens - TEMPLATE_TOKENS + room + 1
+    assert one_token.length == TEXT_LENGTH
     [cut] = tokenize_chats(tokenizer, LONG[:1]).truncated
     assert cut.cut.endswith("word the end")
     assert str(cut).startswith("the prompt has ")

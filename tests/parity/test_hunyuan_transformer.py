@@ -180,8 +180,8 @@ def test_the_next_timestep_of_a_network_of_few_steps():
     batch = inputs("picture") | {"timestep_r": torch.tensor([850.0, 0.0])}
     result = our_velocity(model, batch)
     close(result, velocity(reference, batch))
-    other = batch | {"timestep_r": torch.tensor([600.0, 90.0])}
-    assert relative_l2(our_velocity(model, other), result) > 1e-2
+    changed = batch | {"timestep_r": torch.tensor([600.0, 90.0])}
+    assert relative_l2(our_velocity(model, changed), result) > 1e-2
     with pytest.raises(AssertionError, match="needs t_next"):
         our_velocity(model, inputs("picture"))
 
@@ -231,12 +231,12 @@ def test_the_order_of_text_does_not_matter(models):
     batch = inputs("text")
     text, mask = batch["encoder_hidden_states"], batch["encoder_attention_mask"]
     order = np.random.default_rng(0).permutation(text.shape[1])
-    other = {**batch, "encoder_hidden_states": text[:, order], "encoder_attention_mask": mask[:, order]}
+    reordered = {**batch, "encoder_hidden_states": text[:, order], "encoder_attention_mask": mask[:, order]}
     assert not np.array_equal(mask, mask[:, order])
-    close(our_velocity(models[1], other), our_velocity(models[1], batch))
+    close(our_velocity(models[1], reordered), our_velocity(models[1], batch))
 
 
-def test_the_pieces_make_the_whole(models):
+def test_the_parts_equal_the_network(models):
     """A step cache may keep both streams before the last block."""
     _, model = models
     batch = inputs("text")
@@ -245,16 +245,16 @@ def test_the_pieces_make_the_whole(models):
     @nnx.jit
     def in_pieces(model, latents, t, text, mask):
         context, rope, before = model.context(text, mask), model.rope(VIDEO), LastBlockCache()
-        whole = model(latents, t, context, rope, cache=before)
-        return whole, model(latents, t, context, rope, cache=LastBlockCache(before.cached)), before.cached
+        output = model(latents, t, context, rope, cache=before)
+        return output, model(latents, t, context, rope, cache=LastBlockCache(before.cached)), before.cached
 
-    *answers, kept = in_pieces(model, channels_last(batch["hidden_states"]), ours(batch["timestep"]), text, mask)
-    assert [x.shape[2] for x in kept] == [WIDTH, WIDTH]
+    *answers, cached = in_pieces(model, channels_last(batch["hidden_states"]), ours(batch["timestep"]), text, mask)
+    assert [x.shape[2] for x in cached] == [WIDTH, WIDTH]
     for result in answers:
         close(result, our_velocity(model, batch))
 
 
-def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(models, tmp_path):
+def test_bfloat16_is_no_further_from_float32_than_in_the_reference(models, tmp_path):
     reference, _ = models
     reference.save_pretrained(tmp_path)
     half = HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
@@ -297,10 +297,10 @@ def test_the_published_transformers(name):
 
 def test_attention_led_away_from_a_negative_prompt():
     reference = built()
-    model, batch, other = loaded(reference), inputs("both"), inputs("picture")
-    other |= {"encoder_hidden_states": normal(9, 2, 11, 40), "encoder_attention_mask": masked(4, 9, of=11)}
-    plain = velocity(reference, batch)
-    texts = {name: torch.cat([batch[name], other[name]]) for name in batch if name.startswith(("enc", "image"))}
+    model, batch, negative = loaded(reference), inputs("both"), inputs("picture")
+    negative |= {"encoder_hidden_states": normal(9, 2, 11, 40), "encoder_attention_mask": masked(4, 9, of=11)}
+    unguided = velocity(reference, batch)
+    texts = {name: torch.cat([batch[name], negative[name]]) for name in batch if name.startswith(("enc", "image"))}
     videos = {name: torch.cat([batch[name]] * 2) for name in ("hidden_states", "timestep")}
     hooked(reference, "attn.to_out.0", Led(NUMBERS))
     expected = velocity(reference, texts | videos)
@@ -312,4 +312,4 @@ def test_attention_led_away_from_a_negative_prompt():
     names = "encoder_hidden_states", "encoder_attention_mask", "encoder_hidden_states_2", "encoder_attention_mask_2"
     text, mask, *glyphs = (ours(texts[name]) for name in names)
     latents, t = channels_last(batch["hidden_states"]), ours(batch["timestep"])
-    led_apart(led(model, latents, t, text, mask, tuple(glyphs), ours(texts["image_embeds"])), expected, plain)
+    led_apart(led(model, latents, t, text, mask, tuple(glyphs), ours(texts["image_embeds"])), expected, unguided)

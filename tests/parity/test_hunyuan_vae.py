@@ -134,10 +134,10 @@ def test_the_reference_s_tiling_is_ours():
 
 
 @pytest.mark.slow  # Wan's autoencoder, of the same convolutions, has a quick one
-def test_longer_chunks_make_the_whole(vae, streams, whole):
+def test_longer_chunks_equal_the_full_video(vae, streams, full_outputs):
     """The first chunk and the later ones may have several latent frames."""
-    x, z = whole[0], whole[1]
-    for stream, source, per_latent, expected in (("encode", x, 4, z), ("decode", z, 1, whole[2])):
+    x, z = full_outputs[0], full_outputs[1]
+    for stream, source, per_latent, expected in (("encode", x, 4, z), ("decode", z, 1, full_outputs[2])):
         cache, parts, start = None, [], 0
         for chunk in (2, 2):
             end = start + chunk * per_latent - (per_latent - 1 if cache is None else 0)
@@ -157,7 +157,7 @@ def streams():
 
 
 @pytest.fixture(scope="module")
-def whole(vae) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def full_outputs(vae) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Two videos of 13 frames, their latents and these decoded, each in one call."""
     x = np.random.default_rng(0).uniform(-1, 1, (2, 13, *SIZE, 3)).astype(np.float32)
     z = latents_of(vae, x)
@@ -169,9 +169,9 @@ def latents_of(vae, x):
     return vae.encode_chunk(x, None)[0]
 
 
-def test_whole_videos(reference, whole):
+def test_full_videos(reference, full_outputs):
     """The reference takes one video at a time: its mask has no axis for a batch."""
-    x, z, frames = whole
+    x, z, frames = full_outputs
     for index in range(2):
         pixels = torch.from_numpy(x[index : index + 1]).permute(0, 4, 1, 2, 3) / 2 + 0.5
         expected = reference_latents(reference, pixels)
@@ -207,9 +207,9 @@ def test_modules_chunk_by_chunk(reference, vae, path):
     close(np.concatenate(parts, axis=1), expected)
 
 
-def test_later_frames_do_not_matter(vae, whole):
+def test_later_frames_do_not_matter(vae, full_outputs):
     """A frame sees no later one."""
-    x, z, _ = whole
+    x, z, _ = full_outputs
     changed = np.asarray(latents_of(vae, np.concatenate([x[:, :9], -x[:, 9:]], axis=1)))
     assert relative_l2(changed[:, :3], z[:, :3]) <= 1e-6
     assert relative_l2(changed[:, 3:], z[:, 3:]) > 1e-2

@@ -26,7 +26,7 @@ from tests.parity.references import (
 )
 from tests.support.quick import quick
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 HEIGHT, WIDTH, FRAMES, STEPS, GUIDANCE = 32, 48, 9, 3, 5.0
 KINDS = {  # options of the transformer, by kind
@@ -77,11 +77,11 @@ SIZES = {  # (height, width) of the first and the last picture; the video's is 3
     "landscape": ((29, 83), (31, 67)),
     "portrait, then landscape": ((53, 31), (27, 101)),
 }
-Given = dict[str, np.ndarray]
+Inputs = dict[str, np.ndarray]
 
 
 @pytest.fixture(params=quick(["portrait, then landscape"], SIZES))
-def given(request, reference) -> Given:
+def inputs(request, reference) -> Inputs:
     """The pictures: also a last one, unless the transformer attends to a single picture."""
     config = reference.transformer.config
     count = 1 if config.image_dim and config.pos_embed_seq_len is None else 2
@@ -91,7 +91,7 @@ def given(request, reference) -> Given:
 
 
 @torch.no_grad()
-def expected(pipe: WanImageToVideoPipeline, options: Given) -> tuple[list[np.ndarray], np.ndarray]:
+def expected(pipe: WanImageToVideoPipeline, options: Inputs) -> tuple[list[np.ndarray], np.ndarray]:
     """Return diffusers' latents after every step, and its frames."""
     latents = []
     frames = pipe(
@@ -104,8 +104,8 @@ def expected(pipe: WanImageToVideoPipeline, options: Given) -> tuple[list[np.nda
 
 
 @torch.no_grad()
-def conditions(pipe: WanImageToVideoPipeline, options: Given) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return diffusers' condition beside the latents, and its features of the images."""
+def conditions(pipe: WanImageToVideoPipeline, options: Inputs) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return diffusers' condition that is concatenated with the latents, and its features of the images."""
     images = [Image.fromarray(picture) for picture in options.values()]
     pixels = [pipe.video_processor.preprocess(image, height=HEIGHT, width=WIDTH) for image in images]
     _, condition = pipe.prepare_latents(
@@ -115,12 +115,12 @@ def conditions(pipe: WanImageToVideoPipeline, options: Given) -> tuple[np.ndarra
     return condition.numpy(), pipe.encode_image(images).numpy().reshape(1, -1, 40) if seen else None
 
 
-def test_every_step_and_every_frame(reference, folder, given):
+def test_every_step_and_every_frame(reference, folder, inputs):
     """Pictures of other proportions are stretched for the autoencoder, and CLIP sees them as they came."""
     pipe = wanjax.load(folder)
     settings = {"size": (HEIGHT, WIDTH), "frames": FRAMES}
-    embeddings = pipe.encode(PROMPT, NEGATIVE_PROMPT, **given, resize="stretch", follow="diffusers", **settings)
-    condition, image_embeds = conditions(reference, given)
+    embeddings = pipe.encode(PROMPT, NEGATIVE_PROMPT, **inputs, resize="stretch", follow="diffusers", **settings)
+    condition, image_embeds = conditions(reference, inputs)
     np.testing.assert_array_equal(embeddings.condition[:, :4], condition[:, :4])  # the mask
     assert relative_l2(embeddings.condition[:, 4:], condition[:, 4:]) <= 1e-5
     assert (embeddings.image_embeds is None) == (image_embeds is None)
@@ -131,7 +131,7 @@ def test_every_step_and_every_frame(reference, folder, given):
         embeddings, steps=STEPS, guidance_scale=GUIDANCE, flow_shift=3.0, sigmas="diffusers",
         noise=jnp.asarray(NOISE.numpy()), callback=lambda step: latents.append(np.asarray(step.latents)), **settings,
     )  # fmt: skip
-    exact, frames = expected(reference, given)
+    exact, frames = expected(reference, inputs)
     assert len(latents) == STEPS
     assert largest_error(latents, exact) <= BAR
     assert psnr(pipe.decode(last, jnp.float32), frames) >= 60

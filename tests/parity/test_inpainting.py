@@ -22,7 +22,7 @@ from tests.support.quick import quick
 from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 HEIGHT, WIDTH, FRAMES, STEPS, SHIFT, GUIDANCE = 32, 64, 9, 3, 5.0, 6.0
 STATISTICS = {"z_dim": 4, "latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 0.7, 2.0, 1.0]}
@@ -69,9 +69,12 @@ def parts_of(kind: str) -> Parts:
 
 
 def save(parts: Parts, folder: Path) -> None:
-    others = small_parts(folder / "tokenizer_of_parts") | {"vae": parts.vae, "transformer": parts.transformer}
-    others["scheduler"] = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
-    pipe = WanImageToVideoPipeline(image_encoder=parts.vision, image_processor=parts.processor, **others)
+    parts_of_pipeline = small_parts(folder / "tokenizer_of_parts") | {
+        "vae": parts.vae,
+        "transformer": parts.transformer,
+    }
+    parts_of_pipeline["scheduler"] = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
+    pipe = WanImageToVideoPipeline(image_encoder=parts.vision, image_processor=parts.processor, **parts_of_pipeline)
     pipe.save_pretrained(folder)
     index = json.loads((folder / "model_index.json").read_text()) | {"_class_name": "WanFunInpaintPipeline"}
     (folder / "model_index.json").write_text(json.dumps(index))
@@ -95,22 +98,22 @@ def reference(parts: Parts, texts: list[torch.Tensor], noise: torch.Tensor, pict
     for frame, name in ((0, "image"), (FRAMES - 1, "last_image")):
         if name in pictures:
             mask[:, :, frame], clip[0, :, frame] = 1, pixels(pictures[name])
-    known = torch.cat([mask[:, :, :1].repeat(1, 1, 4, 1, 1), mask[:, :, 1:]], dim=2)
-    known = known.view(1, count, 4, height, width).transpose(1, 2)
+    mask_channels = torch.cat([mask[:, :, :1].repeat(1, 1, 4, 1, 1), mask[:, :, 1:]], dim=2)
+    mask_channels = mask_channels.view(1, count, 4, height, width).transpose(1, 2)
     masked = torch.zeros_like(noise)
     if pictures:
         mean, std = statistics(parts.vae)
         masked = (parts.vae.encode(clip).latent_dist.mode() - mean) / std
-    condition = torch.cat([known, masked], dim=1)
+    condition = torch.cat([mask_channels, masked], dim=1)
 
     seen = None
     if parts.vision is not None:
         seen = torch.zeros(1, 17, 40)
         if pictures:
-            shown = torch.nn.functional.interpolate(pixels(pictures["image"])[None], (28, 28), mode="bicubic")
+            resized = torch.nn.functional.interpolate(pixels(pictures["image"])[None], (28, 28), mode="bicubic")
             scale = [torch.tensor(x).view(1, 3, 1, 1) for x in (parts.processor.image_mean, parts.processor.image_std)]
-            shown = (shown / 2 + 0.5 - scale[0]) / scale[1]
-            seen = parts.vision(shown, output_hidden_states=True).hidden_states[-2]
+            resized = (resized / 2 + 0.5 - scale[0]) / scale[1]
+            seen = parts.vision(resized, output_hidden_states=True).hidden_states[-2]
 
     scheduler = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
     scheduler.set_timesteps(STEPS)
@@ -135,7 +138,7 @@ def reference(parts: Parts, texts: list[torch.Tensor], noise: torch.Tensor, pict
     return steps
 
 
-CASES = [(kind, given) for kind in KINDS for given in PICTURES]
+CASES = [(kind, pictures) for kind in KINDS for pictures in PICTURES]
 
 
 @pytest.mark.parametrize(
@@ -158,8 +161,8 @@ def test_every_step(kind, places, tmp_path):
         noise=jnp.asarray(noise.numpy()), callback=lambda step: latents.append(np.asarray(step.latents)), **settings,
     )  # fmt: skip
     assert len(latents) == STEPS
-    kept = int(parts.factor == 16 and bool(pictures))  # latent frames whose noise counts for nothing
-    assert largest_error([x[:, :, kept:] for x in latents], [x[:, :, kept:] for x in exact]) <= BAR
+    num_fixed = int(parts.factor == 16 and bool(pictures))  # latent frames whose noise counts for nothing
+    assert largest_error([x[:, :, num_fixed:] for x in latents], [x[:, :, num_fixed:] for x in exact]) <= BAR
     assert largest_error([np.asarray(last)], exact[-1:]) <= BAR
 
 

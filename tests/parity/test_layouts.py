@@ -50,8 +50,8 @@ ORIGINAL_CONFIG = {"_class_name": "WanModel", "model_type": "t2v", "num_heads": 
 
 
 @pytest.fixture(autouse=True)
-def known_statistics(monkeypatch):
-    """Make the tiny autoencoder's latent statistics known, as those of the published ones are."""
+def published_statistics(monkeypatch):
+    """Register the tiny autoencoder's latent statistics, like those of the published ones."""
     monkeypatch.setitem(original.STATISTICS, tiny.LATENT_CHANNELS, wan.vae_config(tiny.VAE))
 
 
@@ -68,7 +68,7 @@ def lent(diffusers, monkeypatch):
 
 @pytest.fixture
 def on_the_hub(monkeypatch):
-    """Put files on the hub, by name; returns what is asked of it: names, names beside them, and revisions."""
+    """Put files on the hub, by name; return its requests: names, other names and revisions."""
 
     def put(files):
         requested = []
@@ -124,15 +124,15 @@ def test_the_authors_folder_is_the_same_checkpoint(authors, diffusers):
     assert source["scheduler"].config()["flow_shift"] == 5.0
 
 
-def test_an_authors_folder_tells_what_it_lacks(authors):
-    """A text encoder that is not there is the published model's."""
+def test_missing_files_of_an_authors_folder_are_named(authors):
+    """A missing text encoder is that of the published model."""
     before = open_source(authors).missing_components
     next(authors.glob("models_t5_*")).unlink()
     assert set(open_source(authors).missing_components) == {*before, "text_encoder"}
     assert "text_encoder" not in before
 
 
-def test_it_makes_the_same_latents(authors, diffusers):
+def test_converted_layouts_make_the_same_latents(authors, diffusers):
     settings = {"size": (32, 32), "frames": 5, "steps": 2, "flow_shift": 3.0}
     answers = []
     for folder in (authors, diffusers):
@@ -190,10 +190,10 @@ def test_two_experts_are_two_transformers(authors, diffusers):
 @pytest.mark.parametrize("wrapper", ["", "_fsdp_wrapped_module."])
 @pytest.mark.usefixtures("lent")
 def test_a_distilled_causal_transformer(wrapper, diffusers, tmp_path):
-    """The averaged weights are read, and nothing else tells that they make a video block by block."""
+    """The averaged weights are read; only the name says that they make a video chunk by chunk."""
     tensors = {f"model.{wrapper}{key}": torch.tensor(x) for key, x in theirs(diffusers, "transformer").items()}
-    others = {key: torch.zeros_like(x) for key, x in tensors.items()}
-    torch.save({"generator": others, "critic": others, "generator_ema": tensors}, tmp_path / "distilled.pt")
+    zeros = {key: torch.zeros_like(x) for key, x in tensors.items()}
+    torch.save({"generator": zeros, "critic": zeros, "generator_ema": tensors}, tmp_path / "distilled.pt")
     source = open_source(tmp_path / "distilled.pt")
     assert_same_weights(source["transformer"].weights(), SafetensorsFolder(diffusers / "transformer"))
     config = network(source, "transformer", NETWORKS).config
@@ -221,7 +221,7 @@ def test_a_single_file_of_a_transformer(prefix, named, diffusers, tmp_path):
 
 @pytest.mark.parametrize("result", ["rcm", "causvid"])
 def test_the_file_of_a_distillation(result, diffusers, tmp_path):
-    """rCM's trainer prefixes `net.` and projects flat patches; CausVid's keeps the generator beside its critic."""
+    """rCM's trainer prefixes `net.` and projects flat patches; CausVid's file has the generator and its critic."""
     reference = SafetensorsFolder(diffusers / "transformer")
     tensors = {key: torch.from_numpy(np.array(value)) for key, value in theirs(diffusers, "transformer").items()}
     if result == "rcm":
@@ -246,11 +246,11 @@ def test_the_folder_of_a_model_distilled_with_sparse_attention(diffusers, tmp_pa
         f"blocks.{i}.to_gate_compress.{leaf}": np.ones(3, np.float32) for i in (0, 1) for leaf in ("weight", "bias")
     }
     save_safetensors(file, tensors | gates)
-    few, whole = loading.load(tmp_path / "few"), loading.load(diffusers)
-    jax.tree.map(np.testing.assert_array_equal, *(parameters(pipe.transformer) for pipe in (few, whole)))
+    few, expected = loading.load(tmp_path / "few"), loading.load(diffusers)
+    jax.tree.map(np.testing.assert_array_equal, *(parameters(pipe.transformer) for pipe in (few, expected)))
     assert few.scheduler == Consistency(timesteps=(1000.0, 757.0, 522.0))
     assert (few.defaults.steps, few.defaults.guidance_scale, few.defaults.flow_shift) == (3, 1.0, 8.0)
-    assert type(few.model) is type(whole.model)
+    assert type(few.model) is type(expected.model)
     save_safetensors(file, tensors | {"blocks.0.other": gates["blocks.0.to_gate_compress.bias"]})
     with pytest.raises(WanjaxError, match=r"blocks\.0\.other"):
         _ = loading.load(tmp_path / "few").transformer
@@ -267,16 +267,16 @@ def test_a_single_file_on_the_hub(diffusers, tmp_path, on_the_hub):
 
 
 @pytest.mark.usefixtures("lent")
-def test_a_conversion_of_a_file_among_several_is_known_as_its_preset(diffusers, tmp_path, on_the_hub):
+def test_a_conversion_of_a_file_among_several_is_recognised_as_its_preset(diffusers, tmp_path, on_the_hub):
     """The file lends components of the plain model, whose settings are others."""
     save_safetensors(tmp_path / "model.safetensors", theirs(diffusers, "transformer"))
     on_the_hub({"owner/name/part/model.safetensors": tmp_path / "model.safetensors"})
-    known = registry.presets()["wan2.1-t2v-1.3b-causvid"]
-    few = replace(known, name="few", source="owner/name/part/model.safetensors", model=None)
+    preset = registry.presets()["wan2.1-t2v-1.3b-causvid"]
+    few = replace(preset, name="few", source="owner/name/part/model.safetensors", model=None)
     with registered(presets=(few,)):
         succeeded(command("convert", "few", tmp_path / "converted"))
         pipe = loading.load(tmp_path / "converted")
-    assert (pipe.scheduler, pipe.defaults.steps) == (known.scheduler, 3)
+    assert (pipe.scheduler, pipe.defaults.steps) == (preset.scheduler, 3)
 
 
 EXPERTS = [
@@ -294,7 +294,7 @@ def save(path, tensors):
 @pytest.mark.parametrize("options", [0, 1])
 @pytest.mark.parametrize("names", EXPERTS)
 def test_two_files_are_two_experts(names, options, diffusers, tmp_path):
-    """Either of them is given, and that at high noise is the first."""
+    """Either file can be passed; the expert of high noise is the first."""
     tensors = theirs(diffusers, "transformer")
     for name, more in zip(names, (0, 1), strict=True):
         save(tmp_path / name, {key: x + np.float32(more) for key, x in tensors.items()})
@@ -308,8 +308,8 @@ def test_two_files_are_two_experts(names, options, diffusers, tmp_path):
 
 
 @pytest.mark.usefixtures("lent")
-def test_the_record_tells_both_files_by_digest(diffusers, tmp_path):
-    """And a video is not made again where either is another one."""
+def test_metadata_has_digests_of_both_files(diffusers, tmp_path):
+    """A video is not reproduced if either file differs."""
     names, tensors = EXPERTS[0], theirs(diffusers, "transformer")
     for name in names:
         save(tmp_path / name, tensors)
@@ -335,7 +335,7 @@ def test_two_files_are_converted(diffusers, tmp_path):
     np.testing.assert_array_equal(low, high + 1)
 
 
-def test_the_name_of_a_lone_file_says_nothing(diffusers, tmp_path):
+def test_the_name_of_a_single_file_is_ignored(diffusers, tmp_path):
     for name in ("wan-low-vram.safetensors", "highland.safetensors"):
         save_safetensors(tmp_path / name, theirs(diffusers, "transformer"))
         assert "transformer_2" not in open_source(tmp_path / name).index
@@ -343,12 +343,12 @@ def test_the_name_of_a_lone_file_says_nothing(diffusers, tmp_path):
     assert "transformer_2" not in open_source(tmp_path / "wan-low-vram.safetensors").index
 
 
-def test_the_other_file_of_the_hub_comes_too(diffusers, tmp_path, on_the_hub):
+def test_the_other_file_of_the_hub_is_downloaded_too(diffusers, tmp_path, on_the_hub):
     requested = on_the_hub({f"owner/name/{EXPERTS[0][0]}": tmp_path / EXPERTS[0][0]})
     for name in EXPERTS[0]:
         save(tmp_path / name, theirs(diffusers, "transformer"))
     assert "transformer_2" in open_source(f"owner/name/{EXPERTS[0][0]}").index
-    assert [beside for _, beside, _ in requested] == [[EXPERTS[0][1]]]
+    assert [files for _, files, _ in requested] == [[EXPERTS[0][1]]]
 
 
 def test_a_file_with_everything(diffusers, tmp_path):
@@ -478,8 +478,8 @@ def test_an_image_encoder_by_the_authors_is_that_of_transformers(tmp_path):
             tensors[f"visual.transformer.{i}.attn.to_qkv.{leaf}"] = np.concatenate(parts)
     tensors["visual.cls_embedding"] = tensors["visual.cls_embedding"][None, None]
     tensors["visual.pos_embedding"] = tensors["visual.pos_embedding"][None]
-    others = {"visual.head": np.ones((160, 8)), "textual.norm.weight": np.ones(4), "log_scale": np.ones(())}
-    save_pth(tmp_path / "clip.pth", tensors | others)
+    other_tensors = {"visual.head": np.ones((160, 8)), "textual.norm.weight": np.ones(4), "log_scale": np.ones(())}
+    save_pth(tmp_path / "clip.pth", tensors | other_tensors)
     result = recognise.component("image_encoder", open_tensors(tmp_path / "clip.pth"))
     assert {key: getattr(config, key) for key in result.json if key != "architectures"} == {
         key: value for key, value in result.json.items() if key != "architectures"

@@ -235,7 +235,7 @@ def checked(networks: Mapping[str, Any]) -> list[str]:
     return ["; ".join(cells[name] for name in names if name in cells) for names in columns]
 
 
-def test_the_page_of_models_says_what_each_was_checked_against():
+def test_the_page_of_models_names_each_reference():
     text = (ROOT / "docs/models.md").read_text(encoding="utf-8")
     section = text[text.index("## Names and shapes") : text.index("## Prices on v6e-8")]
     rows: dict[str, list[str]] = {}

@@ -236,20 +236,22 @@ def adapter(config, path):
     return module
 
 
-def other(how: dict[str, Any], **more: Any) -> dict[str, Any]:
+def peft_options(how: dict[str, Any], **more: Any) -> dict[str, Any]:
     return how | more
 
 
 MERGED = {
     "DoRA": lambda **how: peft.LoraConfig(**how, lora_alpha=9, use_dora=True),
-    "DoRA of a kernel": lambda **how: peft.LoraConfig(**other(how, target_modules=["patch_embedding"]), use_dora=True),
+    "DoRA of a kernel": lambda **how: peft.LoraConfig(
+        **peft_options(how, target_modules=["patch_embedding"]), use_dora=True
+    ),
     "biases of the modules": lambda **how: peft.LoraConfig(**how, bias="lora_only"),
     "all biases": lambda **how: peft.LoraConfig(**how, bias="all"),
     "a module": lambda **how: peft.LoraConfig(**how, modules_to_save=["proj_out"]),
     "LoHa": lambda **how: peft.LoHaConfig(**how, alpha=6, alpha_pattern={"to_q": 3}, rank_pattern={"to_v": 2}),
-    "LoKr": lambda **how: peft.LoKrConfig(**other(how, r=2), alpha=6, alpha_pattern={"to_q": 3}),
-    "LoKr of four factors": lambda **how: peft.LoKrConfig(**other(how, r=1), alpha=6, decompose_both=True),
-    "whole LoKr": lambda **how: peft.LoKrConfig(**other(how, r=16), alpha=6),
+    "LoKr": lambda **how: peft.LoKrConfig(**peft_options(how, r=2), alpha=6, alpha_pattern={"to_q": 3}),
+    "LoKr of four factors": lambda **how: peft.LoKrConfig(**peft_options(how, r=1), alpha=6, decompose_both=True),
+    "whole LoKr": lambda **how: peft.LoKrConfig(**peft_options(how, r=16), alpha=6),
     "AdaLoRA": lambda **how: peft.AdaLoraConfig(
         target_modules=how["target_modules"], init_r=RANK, target_r=2, lora_alpha=9, total_step=100
     ),

@@ -171,7 +171,7 @@ GIVING_SIZES = [
     (original.text_encoder_json, "token_embedding.weight"),
 ]
 LATENTS = {"encoder.conv1.weight": (8, 3, 3, 3, 3), "conv2.weight": (7, 7, 1, 1, 1)}
-REFUSED = [  # what reads tensors that tell no config, those tensors, and what the sentence names
+REFUSED = [  # a reader, tensors that determine no config, and what the message names
     *((read, {}, f"{key} size") for read, key in GIVING_SIZES),
     *((read, of_shapes(**{key: (3,)}), f"{key} [3]") for read, key in GIVING_SIZES),
     (original.vae_json, of_shapes(**LATENTS), "7 latent channels 16 48"),
@@ -180,7 +180,7 @@ REFUSED = [  # what reads tensors that tell no config, those tensors, and what t
 
 
 @pytest.mark.parametrize(("read", "options", "words"), REFUSED)
-def test_what_tells_no_config_is_named(read, options, words):
+def test_tensors_without_a_config_are_named(read, options, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         read(options)
 

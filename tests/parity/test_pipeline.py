@@ -33,7 +33,7 @@ from tests.support.toy_tokenizer import save_tokenizer
 from wanjax.checkpoints import network_kinds
 from wanjax.models.wan import transformer
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 HEIGHT, WIDTH, FRAMES, STEPS, GUIDANCE, SHIFT = 32, 48, 9, 8, 5.0, 3.0
 

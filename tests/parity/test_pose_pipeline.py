@@ -19,7 +19,7 @@ from tests.parity.pose_references import pose_transformer
 from tests.parity.references import BAR, NEGATIVE_PROMPT, PROMPT, relative_l2
 
 pytestmark = [
-    pytest.mark.usefixtures("kept_programs"),
+    pytest.mark.usefixtures("cached_programs"),
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]
 SIZE, FACE_SIZE = (48, 80), 32
@@ -148,7 +148,7 @@ def test_every_input_moves_the_latents(reference, folder):
     inputs, noise = inputs_of(case), noise_of(case)
     _, latents = ours(folder, case, inputs, noise)
     for name, pixels in inputs.items():
-        _, others = ours(folder, case, inputs | {name: 255 - pixels}, noise)
-        change = relative_l2(others[-1], latents[-1])
+        _, changed = ours(folder, case, inputs | {name: 255 - pixels}, noise)
+        change = relative_l2(changed[-1], latents[-1])
         print(f"{name}: {change:.1e}")
         assert change > 50 * BAR, name

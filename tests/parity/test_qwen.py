@@ -130,7 +130,7 @@ def test_whole(models, length):
 def test_padding_changes_no_real_token(models):
     _, model = models
     tokens, mask = prompt(64)
-    features, others, longer = (
+    features, padded, longer = (
         np.asarray(run(model, options))
         for options in (
             ours(tokens),
@@ -139,9 +139,9 @@ def test_padding_changes_no_real_token(models):
         )
     )
     longer, real = longer[:, :64], mask.numpy().astype(bool)
-    np.testing.assert_array_equal(features[real], others[real])
+    np.testing.assert_array_equal(features[real], padded[real])
     np.testing.assert_allclose(features[real], longer[real], atol=1e-5 * float(np.abs(features).max()))
-    assert not np.allclose(features[~real], others[~real])
+    assert not np.allclose(features[~real], padded[~real])
 
 
 def test_the_last_blocks_and_the_last_norm_are_left_out_on_purpose(models):
@@ -174,7 +174,7 @@ def test_half_precision_is_no_worse_than_torch_s(tmp_path):
     assert relative_l2(result, exact) <= 1.1 * theirs
 
 
-def test_rotation_keeps_lengths_and_depends_on_distances_alone():
+def test_rotation_keeps_lengths_and_depends_only_on_distances():
     config = qwen2_vl_config(Qwen2_5_VLTextConfig(**QWEN_SIZES).to_dict())
     angles = text_angles(40, config)
     random = np.random.default_rng(0)

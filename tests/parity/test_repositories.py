@@ -67,7 +67,7 @@ def matched_network(source: Source, family: Family, component: str) -> tuple[int
     return len(specs), len({name for each in assignments for name in each.sources})
 
 
-def test_every_published_model_has_a_repository_here():
+def test_every_published_model_has_a_test_repository():
     assert {name for model in MODELS for name in published.repositories_of(model)} == published.REPOSITORIES.keys()
 
 
@@ -115,7 +115,7 @@ def test_the_folder_of_its_authors_is_opened_and_matched(tmp_path, name):
 
 
 def test_the_folder_of_hunyuanvideos_authors_is_opened_and_matched(tmp_path):
-    """Beside the transformer: all of Qwen2.5-VL, Glyph-SDXL-v2's checkpoint, SigLIP."""
+    """With the transformer: all of Qwen2.5-VL, Glyph-SDXL-v2's checkpoint, SigLIP."""
     checkpoint = inspect_checkpoint(published.hunyuan_authors_folder(tmp_path, "480p_i2v"), reads_encoder_configs=True)
     assert checkpoint.source.missing_components == []
     assert matched(checkpoint.source, checkpoint.family) == {

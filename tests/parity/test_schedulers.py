@@ -76,7 +76,7 @@ def test_unipc_with_the_official_noise_levels(steps, shift):
 @pytest.mark.parametrize("skip", [1, 8, 18, 19])
 @pytest.mark.parametrize("kind", [unipc, flow_euler])
 def test_the_first_steps_are_left_out(kind, skip):
-    """Skip steps, as for a given video, which gets the noise of the first step taken."""
+    """Skip steps, as for an input video, which gets the noise of the first step taken."""
     scheduler, reference = kind(5.0, "diffusers"), (reference_unipc if kind is unipc else reference_euler)(5.0)
     reference.set_timesteps(20)
     x0, noise = (torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)) for seed in range(2))

@@ -73,9 +73,9 @@ def test_whole(models):
 @torch.no_grad()
 def test_another_gelu_exceeds_the_bound(models):
     reference, _ = models
-    other = SiglipVisionModel(SiglipVisionConfig(**SIGLIP_SIZES, hidden_act="gelu")).eval()
-    other.load_state_dict(reference.state_dict())
-    assert error(other(IMAGES).last_hidden_state, reference(IMAGES).last_hidden_state) > 1e-5
+    with_gelu = SiglipVisionModel(SiglipVisionConfig(**SIGLIP_SIZES, hidden_act="gelu")).eval()
+    with_gelu.load_state_dict(reference.state_dict())
+    assert error(with_gelu(IMAGES).last_hidden_state, reference(IMAGES).last_hidden_state) > 1e-5
 
 
 @torch.no_grad()
@@ -100,8 +100,8 @@ def test_present_and_former_file_formats(models):
     for reader in (now, Tensors(before)):
         assert any("head.probe" in key for key in reader.specs)
         again = modules.load(abstract, network.rules, reader, ignore=network.unused)
-        for one, same in zip(modules.parameters(model).values(), modules.parameters(again).values(), strict=True):
-            np.testing.assert_array_equal(one, same)
+        for tensor, same in zip(modules.parameters(model).values(), modules.parameters(again).values(), strict=True):
+            np.testing.assert_array_equal(tensor, same)
 
 
 @pytest.mark.parametrize(

@@ -66,25 +66,25 @@ def tensors() -> dict[str, torch.Tensor]:
 def in_eight_bits(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return 8-bit integers of a matrix, and the scale of each block of 128 × 128: its largest number is 127 too."""
     rows, columns = (math.ceil(size / 128) for size in x.shape)
-    whole, scale = torch.zeros(x.shape, dtype=torch.int8), torch.zeros(rows, columns)
+    rounded, scale = torch.zeros(x.shape, dtype=torch.int8), torch.zeros(rows, columns)
     for i in range(rows):
         for j in range(columns):
             block = np.s_[128 * i : 128 * i + 128, 128 * j : 128 * j + 128]
             largest = x[block].abs().max().clamp(min=1e-8)
-            whole[block] = (x[block] * (128 / largest)).round().clamp(-128, 127).to(torch.int8)
+            rounded[block] = (x[block] * (128 / largest)).round().clamp(-128, 127).to(torch.int8)
             scale[i, j] = largest / 128
-    return whole, scale
+    return rounded, scale
 
 
-def multiplied(whole: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def multiplied(rounded: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    return whole.float() * wide[: whole.shape[0], : whole.shape[1]]
+    return rounded.float() * wide[: rounded.shape[0], : rounded.shape[1]]
 
 
-def with_eight_bits(plain: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def with_eight_bits(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors of a quantised file: all projections of blocks but that of linear attention."""
     result = {}
-    for key, x in plain.items():
+    for key, x in tensors.items():
         module, _, leaf = key.rpartition(".")
         if key.startswith("blocks.") and leaf == "weight" and x.ndim == 2 and not module.endswith("proj_l"):
             result[f"{module}.int8_weight"], result[f"{module}.scale"] = in_eight_bits(x)
@@ -95,7 +95,7 @@ def with_eight_bits(plain: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Reference:
-    """The network in float32, of a file's tensors; `rounded` rounds what a quantised projection is given too."""
+    """The network in float32, of a file's tensors; `rounded` also rounds the inputs of a quantised projection."""
 
     tensors: dict[str, torch.Tensor]
     rounded: bool = True
@@ -135,16 +135,18 @@ class Reference:
         shift, scale, gate, shift_2, scale_2, gate_2 = (self.tensors[f"{name}.modulation"] + mod).chunk(6, 1)
         flat = partial(functional.layer_norm, normalized_shape=(WIDTH,), eps=1e-6)
         y = flat(x) * (1 + scale) + shift
-        own = f"{name}.self_attn"
-        q, k = (rotated(self.heads(self.norm(f"{own}.norm_{n}", self.linear(f"{own}.{n}", y)))) for n in "qk")
-        y = self.attend(f"{name}.{PROJECTION}", q, k, self.heads(self.linear(f"{own}.v", y)))
-        x = x + self.linear(f"{own}.o", y.transpose(1, 2).flatten(2)) * gate
-        other = f"{name}.cross_attn"
+        self_attn = f"{name}.self_attn"
+        q, k = (
+            rotated(self.heads(self.norm(f"{self_attn}.norm_{n}", self.linear(f"{self_attn}.{n}", y)))) for n in "qk"
+        )
+        y = self.attend(f"{name}.{PROJECTION}", q, k, self.heads(self.linear(f"{self_attn}.v", y)))
+        x = x + self.linear(f"{self_attn}.o", y.transpose(1, 2).flatten(2)) * gate
+        cross_attn = f"{name}.cross_attn"
         y = flat(x, weight=self.tensors[f"{name}.norm3.weight"], bias=self.tensors[f"{name}.norm3.bias"])
-        q = self.heads(self.norm(f"{other}.norm_q", self.linear(f"{other}.q", y)))
-        k = self.heads(self.norm(f"{other}.norm_k", self.linear(f"{other}.k", text)))
-        y = functional.scaled_dot_product_attention(q, k, self.heads(self.linear(f"{other}.v", text)))
-        x = x + self.linear(f"{other}.o", y.transpose(1, 2).flatten(2))
+        q = self.heads(self.norm(f"{cross_attn}.norm_q", self.linear(f"{cross_attn}.q", y)))
+        k = self.heads(self.norm(f"{cross_attn}.norm_k", self.linear(f"{cross_attn}.k", text)))
+        y = functional.scaled_dot_product_attention(q, k, self.heads(self.linear(f"{cross_attn}.v", text)))
+        x = x + self.linear(f"{cross_attn}.o", y.transpose(1, 2).flatten(2))
         y = self.linear(f"{name}.ffn.0", flat(x) * (1 + scale_2) + shift_2)
         return x + self.linear(f"{name}.ffn.2", functional.gelu(y, approximate="tanh")) * gate_2
 
@@ -180,7 +182,7 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def given():
+def operands():
     """Return latents [B C T H W] and encoded prompts [B S E]."""
     generator = torch.Generator().manual_seed(1)
     shape = (1, CHANNELS, FRAMES, 2 * ROWS, 2 * COLUMNS)
@@ -199,36 +201,38 @@ def ours(path, latents, text, param_dtype=jnp.float32):
     assert shapes.attention == AttentionConfig(sparse=SparseLinear(TOP))
     transformer = source["transformer"].load(shapes, read.rules)
     x = jnp.asarray(np.moveaxis(latents.numpy(), 1, -1))
-    forward = jax.jit(lambda network, *given: network(*given))
+    forward = jax.jit(lambda network, *arguments: network(*arguments))
     return np.moveaxis(np.asarray(forward(transformer, x, jnp.array([T]), jnp.asarray(text.numpy()))), -1, 1)
 
 
 @pytest.mark.parametrize("kind", ["exported", "trained"])
-def test_a_plain_file(kind, given, tmp_path):
-    """Before it is exported its tensors are in a table of their own, and their names have a prefix."""
-    plain, path = tensors(), tmp_path / "model.pth"
+def test_a_plain_file(kind, operands, tmp_path):
+    """Before the export its tensors are in a nested table, and their names have a prefix."""
+    weights, path = tensors(), tmp_path / "model.pth"
     with torch.inference_mode():
-        reference = Reference(plain)
-        expected = reference(given[0], T, given[1]).numpy()
+        reference = Reference(weights)
+        expected = reference(operands[0], T, operands[1]).numpy()
     assert reference.blocks == [2, 2]  # of 22
-    saved = plain if kind == "exported" else {"state_dict": {f"net.{key}": x for key, x in plain.items()}, "step": 7}
+    saved = (
+        weights if kind == "exported" else {"state_dict": {f"net.{key}": x for key, x in weights.items()}, "step": 7}
+    )
     torch.save(saved, path)
-    measured = error(ours(path, *given), expected)
+    measured = error(ours(path, *operands), expected)
     print(f"the velocity of a {kind} file: {measured:.1e}")
     assert measured <= PLAIN_BOUND
 
 
-def test_a_quantised_file(given, tmp_path):
+def test_a_quantised_file(operands, tmp_path):
     """Its weights are read in bfloat16; what they are multiplied by is not rounded to 8 bits, as there."""
     eight, path = with_eight_bits(tensors()), tmp_path / "model-quant.pth"
     torch.save(eight, path)
     with torch.inference_mode():
-        weights_alone, both = (Reference(eight, x)(given[0], T, given[1]).numpy() for x in (False, True))
-    result = ours(path, *given, param_dtype=jnp.bfloat16)
-    distance, whole = error(result, weights_alone), error(result, both)
-    print(f"the velocity of 8-bit weights: {distance:.1e}, and of 8-bit products {whole:.1e}")
+        weights_alone, both = (Reference(eight, x)(operands[0], T, operands[1]).numpy() for x in (False, True))
+    result = ours(path, *operands, param_dtype=jnp.bfloat16)
+    distance, total = error(result, weights_alone), error(result, both)
+    print(f"the velocity of 8-bit weights: {distance:.1e}, and of 8-bit products {total:.1e}")
     assert distance <= EIGHT_BIT_BOUND
-    assert whole <= 2 * EIGHT_BIT_BOUND
+    assert total <= 2 * EIGHT_BIT_BOUND
 
 
 def test_a_file_without_the_projection_of_a_block(tmp_path):

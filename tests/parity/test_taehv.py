@@ -108,7 +108,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(("stored", "patch", "growing"), quick([FILES[0], FILES[3]], FILES))
-def test_it_makes_the_reference_s_pictures(stored, patch, growing, tmp_path):
+def test_the_tiny_decoder_makes_the_reference_s_pictures(stored, patch, growing, tmp_path):
     tensors, file = layers(5, patch, growing), tmp_path / f"tae.{stored}"
     if stored == "pth":
         torch.save(OrderedDict(tensors), file)
@@ -133,7 +133,7 @@ def test_pictures_are_as_tall_as_they_may_be(height, tall, tmp_path):
     assert result.shape == (2, 1, tall, 4 * tall // height, 3)
 
 
-def test_previews_are_made_with_it(tmp_path, monkeypatch):
+def test_previews_use_the_tiny_decoder(tmp_path, monkeypatch):
     pipe = wanjax.load("nano")
     channels = pipe.model.spec.latent_shape(pipe.defaults)[1]
     tensors = layers(channels, 1, (1, 2, 2))
@@ -158,7 +158,7 @@ MODELS = {  # latent channels, pixels of a cell, frames: those of the decoders f
 
 @pytest.mark.parametrize("model", quick(["wan", "wan2.2 5b"], MODELS))
 def test_frames_are_the_reference_s(model, tmp_path):
-    """Chunk by chunk, whatever the model's own chunks are; the model's own decoder is not even read."""
+    """Chunk by chunk, independent of the model's chunks; the model's decoder is not read."""
     make, channels, patch, growing = MODELS[model]
     tensors = layers(channels, patch, growing)
     torch.save(OrderedDict(tensors), tmp_path / "tae.pth")
@@ -185,8 +185,8 @@ def test_frames_on_a_mesh_in_tiles_and_in_a_stream(tmp_path):
     causal = wanjax.load(tiny_causal_checkpoint(tmp_path / "causal"), decoder=file)
     clips = list(causal.stream("a", size=(32, 32), frames=13, seed=3))
     latents = np.concatenate(list(causal.denoise_chunks(causal.encode("a"), size=(32, 32), frames=13, seed=3)), axis=2)
-    whole = frames_of(tensors, torch.from_numpy(latents[0]).transpose(0, 1), 1, (1, 2, 2))
-    np.testing.assert_allclose(np.concatenate(clips), 255 * whole, atol=0.51)
+    all_frames = frames_of(tensors, torch.from_numpy(latents[0]).transpose(0, 1), 1, (1, 2, 2))
+    np.testing.assert_allclose(np.concatenate(clips), 255 * all_frames, atol=0.51)
     assert not causal.components.has("vae")
 
 
@@ -228,7 +228,7 @@ def test_an_autoencoder_of_other_frames_is_refused(tmp_path):
 
 
 def test_the_command_line_decodes_with_it(tmp_path, monkeypatch):
-    """In one go and in stages; the record tells it, and `--from` makes the same again, unless the file is another."""
+    """At once and in stages; the metadata names it, and `--from` reproduces the video, unless the file differs."""
     monkeypatch.chdir(tmp_path)
     torch.save(OrderedDict(layers(16, 1, (1, 2, 2))), "tae.pth")
     succeeded(command("a red circle", "--steps", "1", "--dir", "stages", "--out", "one", "--decoder", "tae.pth"))
@@ -243,13 +243,13 @@ def test_the_command_line_decodes_with_it(tmp_path, monkeypatch):
         assert read_metadata(again)["decoder"] == record["decoder"]
         assert read_metadata(again)["digests"] == record["digests"]
     plan = succeeded(command("plan", "nano", "--chip", "cpu", "--decoder", "tae.pth", "--json")).stdout
-    own = succeeded(command("plan", "nano", "--chip", "cpu", "--json")).stdout
-    with_it, without = (json.loads(message)["stages"]["decode"]["seconds"] for message in (plan, own))
+    default = succeeded(command("plan", "nano", "--chip", "cpu", "--json")).stdout
+    with_it, without = (json.loads(message)["stages"]["decode"]["seconds"] for message in (plan, default))
     assert with_it != without
-    other = layers(16, 1, (1, 2, 2))
-    torch.save(OrderedDict(other | {"decoder.22.bias": other["decoder.22.bias"] + 1}), "tae.pth")
+    tiny_weights = layers(16, 1, (1, 2, 2))
+    torch.save(OrderedDict(tiny_weights | {"decoder.22.bias": tiny_weights["decoder.22.bias"] + 1}), "tae.pth")
     assert has_line_with(refused("--from", "one", "--out", "four"), "decoder tae.pth contents changed --decoder")
-    torch.save(OrderedDict(other), "tae.safetensors")
+    torch.save(OrderedDict(tiny_weights), "tae.safetensors")
     assert has_line_with(refused("a red circle", "--decoder", "tae.safetensors"), "tae.safetensors")
 
 

@@ -50,12 +50,12 @@ def test_every_dtype_is_read_bit_for_bit(dtype, tmp_path):
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_state_dicts_views_parameters_and_empty_tensors(protocol, tmp_path):
-    whole = torch.randn(6, 8)
+    full = torch.randn(6, 8)
     tensors = dict(torch.nn.Linear(3, 2).state_dict()) | {
         "parameter": torch.nn.Parameter(torch.randn(4)),
-        "part": whole[2:4, 1:5],
-        "transposed": whole.T,
-        "shared": whole,
+        "part": full[2:4, 1:5],
+        "transposed": full.T,
+        "shared": full,
         "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "empty": torch.ones(0, 3),
     }
@@ -77,8 +77,8 @@ def test_the_state_dict_of_a_training_run_is_a_table(tmp_path):
 
 @pytest.mark.parametrize("name", ["generator", "generator_ema"])
 def test_the_generator_of_a_distillation_is_its_table(name, tmp_path):
-    tensors, others = (torch.nn.Linear(3, 2).state_dict() for _ in range(2))
-    both = {"generator": others, "critic": others} | {name: tensors}
+    tensors, other_tensors = (torch.nn.Linear(3, 2).state_dict() for _ in range(2))
+    both = {"generator": other_tensors, "critic": other_tensors} | {name: tensors}
     torch.save(both, tmp_path / "model.pt")
     assert_read_as_it_is(tmp_path / "model.pt", {f"{name}.{key}": x for key, x in tensors.items()})
 
@@ -105,9 +105,9 @@ class Evil:
 @pytest.mark.parametrize("place", ["value", "whole", "storage", "hooks", "state"])
 def test_a_pickle_that_would_run_code_does_not(place, tmp_path):
     evil = Evil(tmp_path / "ran")
-    hooked, kept = torch.ones(2), torch.nn.Linear(2, 2).state_dict()
-    kept._metadata = evil
-    table = {"value": {"x": evil}, "whole": evil, "hooks": {"x": hooked}, "state": kept}.get(place, {"x": hooked})
+    hooked, state = torch.ones(2), torch.nn.Linear(2, 2).state_dict()
+    state._metadata = evil
+    table = {"value": {"x": evil}, "whole": evil, "hooks": {"x": hooked}, "state": state}.get(place, {"x": hooked})
     torch.save(table, tmp_path / "evil.pth")
     if place in ("storage", "hooks"):
         rewrite_pickle(tmp_path / "evil.pth", _injected(tmp_path, place))
@@ -231,7 +231,7 @@ HARMS = {  # what makes a file wrong, and what the sentence about it names
 
 
 @pytest.mark.parametrize("name", HARMS)
-def test_a_file_that_is_wrong_is_named_with_what_is_wrong(name, saved):
+def test_a_wrong_file_is_named_with_its_fault(name, saved):
     harm, words = HARMS[name]
     harm(saved)
     assert has_line_with(refusal(saved), words)

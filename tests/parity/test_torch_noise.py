@@ -30,7 +30,7 @@ from tests.parity.references import BAR, emphasise_mlps, randomise, relative_l2,
 from wanjax.pipelines.torch_noise import TorchGenerator
 from wanjax.schedulers import name_of
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 PROMPT, NEGATIVE, SEED = "a red circle moving right", "a blue cat", 2**40 + 11
 RANDOM = np.random.default_rng(0)
@@ -103,8 +103,8 @@ def expected(pipe: Any, generator: Any, **arguments: Any) -> np.ndarray:
     return latents[-1].numpy()
 
 
-def reference_settings(size: tuple[int, int], steps: int, guidance_scale: float, **others: Any) -> dict[str, Any]:
-    frames = {"num_frames": others["frames"]} if "frames" in others else {}
+def reference_settings(size: tuple[int, int], steps: int, guidance_scale: float, **settings: Any) -> dict[str, Any]:
+    frames = {"num_frames": settings["frames"]} if "frames" in settings else {}
     height, width = size
     return {"height": height, "width": width, "num_inference_steps": steps, "guidance_scale": guidance_scale, **frames}
 

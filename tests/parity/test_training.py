@@ -39,7 +39,7 @@ from wanjax.training.objective import Batch, denoising_error
 from wanjax.training.optimizers import OptimizerConfig, make_optimizer
 from wanjax.training.saving import save_lora
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 FILE = "diffusion_pytorch_model.safetensors"
 STEPS, BATCH_SIZE, RATE = 3, 2, 1e-3
@@ -59,15 +59,15 @@ class Wan:
     fractions = np.array([0.31, 0.77], np.float32)
 
     def __init__(self, folder):
-        self.folder = self.made(folder)
+        self.folder = self.write_checkpoint(folder)
         self.pipe = wanjax.load(self.folder)
         self.reference = WanTransformer3DModel.from_pretrained(self.folder / self.component)
 
-    def made(self, folder):
+    def write_checkpoint(self, folder):
         return tiny_checkpoint(folder)
 
     @cached_property
-    def beside(self):
+    def inputs(self):
         return {}
 
     def loss(self, model, x0, noise):
@@ -86,20 +86,20 @@ class Wan:
 
 class WanImage(Wan):
     @cached_property
-    def beside(self):
+    def inputs(self):
         return {
             "condition": normal(5, BATCH_SIZE, LATENT_CHANNELS + 4, *LATENTS[2:]),
             "image_embeds": normal(6, BATCH_SIZE, 5, 16),
         }
 
-    def made(self, folder):
+    def write_checkpoint(self, folder):
         return tiny_image_checkpoint(folder)
 
     def joined(self, x):
-        return torch.cat([x, torch.tensor(self.beside["condition"])], 1)
+        return torch.cat([x, torch.tensor(self.inputs["condition"])], 1)
 
     def more(self):
-        return {"encoder_hidden_states_image": torch.tensor(self.beside["image_embeds"])}
+        return {"encoder_hidden_states_image": torch.tensor(self.inputs["image_embeds"])}
 
 
 class WanExpert(Wan):
@@ -107,7 +107,7 @@ class WanExpert(Wan):
 
     component, fractions = "transformer_2", np.array([0.12, 0.8], np.float32)
 
-    def made(self, folder):
+    def write_checkpoint(self, folder):
         folder = tiny_experts_checkpoint(folder)
         first, second = (folder / name / FILE for name in ("transformer", "transformer_2"))
         save_safetensors(second, {name: np.flip(x) * 0.9 for name, x in load_safetensors(first).items()})
@@ -125,7 +125,7 @@ class CogVideoX:
         self.pipe = wanjax.load(self.folder)
         self.reference = CogVideoXTransformer3DModel.from_pretrained(self.folder / "transformer")
         self.fractions = ((self.timesteps + 0.5) / 1000).astype(np.float32)
-        self.beside = {}
+        self.inputs = {}
 
     def loss(self, model, x0, noise):
         entries = {k: v for k, v in COGVIDEOX_SCHEDULER.items() if not k.startswith("_")}
@@ -166,7 +166,7 @@ def noise_of(case):
 def our_batch(case):
     text = normal(2, *case.text)
     texts = {"prompt_embeds": text, "negative_prompt_embeds": text}
-    encoded = case.pipe.model.conditioning_type(**{name: jnp.asarray(x) for name, x in (texts | case.beside).items()})
+    encoded = case.pipe.model.conditioning_type(**{name: jnp.asarray(x) for name, x in (texts | case.inputs).items()})
     return Batch(jnp.asarray(normal(0, *LATENTS)), encoded)
 
 
@@ -259,12 +259,12 @@ def test_a_lora_step_is_torch_s(case, tmp_path):
 
 def test_the_file_is_read_by_diffusers(case, tmp_path):
     """The adapted network, the file in diffusers, and the file merged here answer alike."""
-    known = network_of(case.pipe.model.spec.networks[case.component], case.pipe.components.kinds)
-    network, chosen = adapted(case, known.rules, size=1.0)
+    info = network_of(case.pipe.model.spec.networks[case.component], case.pipe.components.kinds)
+    network, chosen = adapted(case, info.rules, size=1.0)
     file = tmp_path / "lora.safetensors"
-    save_lora(file, export_factors(network, known.rules, chosen), LORA, known)
+    save_lora(file, export_factors(network, info.rules, chosen), LORA, info)
     model = type(case.reference).from_pretrained(case.folder / case.component)
-    plain = float(their_loss(case, model).detach())
+    unadapted = float(their_loss(case, model).detach())
     pipeline = CogVideoXPipeline if isinstance(case, CogVideoX) else WanPipeline
     state = pipeline.lora_state_dict(str(file), return_lora_metadata=True)
     assert not [key for key in state[0] if not key.startswith("transformer.")]
@@ -273,7 +273,7 @@ def test_the_file_is_read_by_diffusers(case, tmp_path):
         theirs = float(their_loss(case, model))
     value, _ = gradients_of(network, is_factor, our_loss(case), our_data(case))
     assert abs(value - theirs) <= 1e-6 * max(1, abs(theirs))
-    assert abs(plain - theirs) > 1e-4 * abs(theirs)
+    assert abs(unadapted - theirs) > 1e-4 * abs(theirs)
     expert = "low=" if case.component == "transformer_2" else ""
     merged = wanjax.load(case.folder, lora=f"{expert}{file}", note=lambda text: None)
     network = merged.components.get(case.component)
@@ -297,16 +297,16 @@ def _their_name(name):
 
 @pytest.mark.slow
 def test_a_full_step_is_torch_s(case, tmp_path):
-    known = network_of(case.pipe.model.spec.networks[case.component], case.pipe.components.kinds)
+    info = network_of(case.pipe.model.spec.networks[case.component], case.pipe.components.kinds)
     kind = type(case.reference)
     model = kind.from_pretrained(case.folder / case.component).requires_grad_(True)
     loss, gradients, weights = their_training(case, model)
     network = case.pipe.components.get(case.component)
     value, result = gradients_of(network, all_parameters, our_loss(case), our_data(case))
     assert abs(value - loss) <= 1e-6 * max(1, abs(loss))
-    assert_near(_exported(result, known.rules, gradients), gradients, 1e-5, f"gradients of {type(case).__name__}")
+    assert_near(_exported(result, info.rules, gradients), gradients, 1e-5, f"gradients of {type(case).__name__}")
     after = trained(case, network, all_parameters, tmp_path)
-    assert_near(_exported(after, known.rules, weights), weights, 1e-5, "weights")
+    assert_near(_exported(after, info.rules, weights), weights, 1e-5, "weights")
     case.pipe.free()
 
 

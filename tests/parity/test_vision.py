@@ -55,9 +55,9 @@ def test_features(reference):
 
 
 def test_another_gelu_exceeds_the_bound(reference):
-    other = CLIPVisionModel(CLIPVisionConfig(**SIZES, image_size=28, patch_size=7, hidden_act="quick_gelu")).eval()
-    other.load_state_dict(reference.state_dict())
-    assert relative_l2(features(other, IMAGES), features(reference, IMAGES)) > 1e-4
+    quick_gelu = CLIPVisionModel(CLIPVisionConfig(**SIZES, image_size=28, patch_size=7, hidden_act="quick_gelu")).eval()
+    quick_gelu.load_state_dict(reference.state_dict())
+    assert relative_l2(features(quick_gelu, IMAGES), features(reference, IMAGES)) > 1e-4
 
 
 def test_present_and_former_file_formats(reference, tmp_path):
@@ -85,7 +85,7 @@ def test_the_projection_after_the_tower_is_left(reference, tmp_path):
 
 
 @pytest.mark.parametrize("size", [(224, 224), (100, 300), (3, 5), (720, 1280)])
-def test_the_whole_of_a_picture(size):
+def test_all_features_of_a_picture(size):
     """As the authors' code has it: torch's bicubic, which does not smooth, on pixels in [-1, 1]."""
     picture = np.random.default_rng(size[0]).integers(0, 256, (*size, 3), dtype=np.uint8)
     ours = ImageProcessor(224, (224, 224), (0.48, 0.46, 0.41), (0.27, 0.26, 0.28))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole pipelines of two experts, of a clean first frame, and of a given video, against those of diffusers."""
+"""Pipelines of two experts, of a clean first frame, and of an input video, against those of diffusers."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from tests.support.toy_tokenizer import save_tokenizer
 from wanjax.pipelines.observers import Switch
 from wanjax.pipelines.pipeline import Pipeline as Ours
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 HEIGHT, WIDTH, FRAMES, STEPS, SHIFT = 32, 64, 5, 6, 5.0
 STATISTICS = {"z_dim": 4, "latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 0.7, 2.0, 1.0]}

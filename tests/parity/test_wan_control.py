@@ -27,7 +27,7 @@ def test_whole():
     t = torch.tensor([999, 137])
     with torch.no_grad():
         exact = channels_last(reference(latents, t, text, control_hidden_states=control).sample)
-        alone = channels_last(reference(latents, t, text, control_hidden_states=control * 0).sample)
+        uncontrolled = channels_last(reference(latents, t, text, control_hidden_states=control * 0).sample)
     graphdef, weights = nnx.split(model)
 
     @jax.jit
@@ -37,4 +37,4 @@ def test_whole():
 
     inputs = (channels_last(latents), t.float().numpy(), text.numpy(), channels_last(control))
     assert relative_l2(run(weights, *map(jnp.asarray, inputs)), exact) <= 1e-5
-    assert relative_l2(alone, exact) > 1e-2
+    assert relative_l2(uncontrolled, exact) > 1e-2

@@ -86,7 +86,7 @@ def test_clean_frames_are_at_timestep_0(models, clean_frames):
     assert relative_l2(result, velocity(reference, latents, tokens, text)) <= 1e-5
 
 
-def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(models, tmp_path):
+def test_bfloat16_is_no_further_from_float32_than_in_the_reference(models, tmp_path):
     reference, _ = models
     reference.save_pretrained(tmp_path)
     half = WanTransformer3DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)  # some weights stay in float32
@@ -130,31 +130,31 @@ def test_block_and_attention(models):
         self_attn = reference.blocks[1].attn1(x, None, None, rotary)
         cross_attn = reference.blocks[1].attn2(x, context, None, None)
         mlp = reference.blocks[1].ffn(x)
-        whole = reference.blocks[1](x, context, mod, rotary)
+        block_output = reference.blocks[1](x, context, mod, rotary)
 
     @nnx.jit
     def parts(model, x, context, mod):
         block, rope = block_at(model.blocks, 1), model.rope((2, 3, 4))
         seen = block.cross_attn.context(context)
-        (attended, _), (whole, _) = block.self_attn(x, rope), block(x, seen, mod[:, None], rope)
-        return attended, block.cross_attn(x, seen), block.mlp(x), whole
+        (attended, _), (block_output, _) = block.self_attn(x, rope), block(x, seen, mod[:, None], rope)
+        return attended, block.cross_attn(x, seen), block.mlp(x), block_output
 
     answers = parts(model, ours(x), ours(context), ours(mod))
-    for result, expected in zip(answers, (self_attn, cross_attn, mlp, whole), strict=True):
+    for result, expected in zip(answers, (self_attn, cross_attn, mlp, block_output), strict=True):
         assert relative_l2(result, expected) <= 1e-5
 
 
 def test_attention_led_away_from_a_negative_prompt():
     reference, model = make()
     latents, t, text = inputs(*SIZES[1])
-    plain = velocity(reference, latents, t, text)
-    other = torch.randn(text.shape, generator=torch.Generator().manual_seed(9))
+    unguided = velocity(reference, latents, t, text)
+    negative = torch.randn(text.shape, generator=torch.Generator().manual_seed(9))
     hooked(reference, "attn2.to_out.0", Led(NUMBERS))
-    expected = velocity(reference, *map(torch.cat, ([latents] * 2, [t] * 2, [text, other])))
+    expected = velocity(reference, *map(torch.cat, ([latents] * 2, [t] * 2, [text, negative])))
 
     @nnx.jit
-    def run(model, latents, t, text, other):
-        return model(latents, t, model.context(text).with_nag(model.context(other), jnp.array(NUMBERS)))
+    def run(model, latents, t, text, negative):
+        return model(latents, t, model.context(text).with_nag(model.context(negative), jnp.array(NUMBERS)))
 
-    result = run(model, channels_last(latents), ours(t.float()), ours(text), ours(other))
-    led_apart(result, expected, plain)
+    result = run(model, channels_last(latents), ours(t.float()), ours(text), ours(negative))
+    led_apart(result, expected, unguided)

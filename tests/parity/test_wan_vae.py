@@ -160,10 +160,10 @@ def test_frames_that_fit_in_a_tile_are_not_tiled(models, pipe):
 
 @pytest.mark.parametrize("chunks", quick(["2 2"], ["1 1 1 1", "1 2 1", "1 3", "2 2", "3 1", "4"]))
 @pytest.mark.parametrize("models", quick(["2.1"], KINDS), indirect=True)
-def test_any_chunks_make_the_whole(models, streams, whole, chunks):
+def test_any_chunks_equal_the_full_video(models, streams, full_outputs, chunks):
     """Latent frames may be encoded and decoded one or several at a time."""
-    x, z = whole[0], whole[2]
-    for stream, source, per_latent, expected in (("encode", x, 4, z), ("decode", z, 1, whole[1])):
+    x, z = full_outputs[0], full_outputs[2]
+    for stream, source, per_latent, expected in (("encode", x, 4, z), ("decode", z, 1, full_outputs[1])):
         y, cache = streams[stream](models.vae, source[:, :1], None)
         parts, start = [y], 1
         for chunk in map(int, chunks.split()):
@@ -194,7 +194,7 @@ def streams():
 
 
 @pytest.fixture(scope="module")
-def whole(models) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def full_outputs(models) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Two videos of 17 frames, their decoded latents, and their latents, from one executable."""
     size = models.vae.config.spatial_factor
     x = np.random.default_rng(0).uniform(-1, 1, (2, 17, size, 2 * size, 3)).astype(np.float32)
@@ -207,9 +207,9 @@ def whole(models) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return x, *map(np.asarray, round_trip(models.vae, x))
 
 
-def test_whole_videos(models, whole):
+def test_full_videos(models, full_outputs):
     """Compare a batch of two videos, with all frames in one executable."""
-    x, frames, z = whole
+    x, frames, z = full_outputs
     pixels = torch.from_numpy(x).permute(0, 4, 1, 2, 3) / 2 + 0.5
     expected = reference_latents(models.reference, pixels)
     assert relative_l2(np.moveaxis(z, -1, 1), expected) <= BAR
@@ -273,7 +273,7 @@ def test_attention_and_norm(models):
 
 
 @pytest.mark.parametrize("models", quick(["2.2"], KINDS), indirect=True)
-def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(models, streams):
+def test_bfloat16_is_no_further_from_float32_than_in_the_reference(models, streams):
     reference = models.reference
     half = copy.deepcopy(reference).to(torch.bfloat16)
     vae = wan_vae(half, jnp.bfloat16, jnp.bfloat16)

@@ -22,7 +22,7 @@ from wanjax.layers.offload import AUTO_OFFLOAD, OFFLOADS, STAGES, Offload
 from wanjax.layers.placement import bytes_by_device, host_bytes
 from wanjax.sharding import HOST_MEMORY_KIND
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 SMALL = {"size": (32, 32), "frames": 5, "steps": 4}
 PICTURE = np.full((32, 32, 3), 80, np.uint8)

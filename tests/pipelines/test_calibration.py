@@ -21,7 +21,7 @@ from wanjax.pipelines.caching.calibration import Measurements, measure, reused_s
 from wanjax.pipelines.caching.rules import TeaCache
 from wanjax.pipelines.phases import Phase
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 MODELS = {"wan": tiny_checkpoint, "cogvideox": tiny_cogvideox_checkpoint, "hunyuanvideo": tiny_hunyuan_checkpoint}
 SMALL = {"size": (32, 32), "frames": 9, "steps": 4, "seed": 3}

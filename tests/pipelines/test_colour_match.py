@@ -13,7 +13,7 @@ from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.windows import FADING, join_window
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 
 @pytest.mark.parametrize("contrast", [1.0, 0.5])

@@ -17,7 +17,7 @@ from wanjax.media.bounds import MEDIA_LIMITS
 from wanjax.media.metadata import load_settings
 from wanjax.media.video import write_video
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 RANDOM = np.random.default_rng(2)
 FIRST, LAST = RANDOM.integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)

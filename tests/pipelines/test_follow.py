@@ -25,7 +25,7 @@ from wanjax.pipelines.settings import REFERENCE_IMPLEMENTATIONS
 from wanjax.pipelines.tracing import trace_programs
 from wanjax.schedulers import DDIM, DPM
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 SMALL = ("--size", "32x32", "--frames", "1", "--steps", "3", "--guidance-scale", "1", "--dtype", "float32")
 LENGTHS = {"official": 224, "diffusers": 226}

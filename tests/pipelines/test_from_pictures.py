@@ -27,7 +27,7 @@ from wanjax.media import video as video_files
 from wanjax.media.metadata import load_settings
 from wanjax.registry import describe
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 MODELS = {
     "text": tiny_checkpoint,

@@ -35,7 +35,7 @@ from wanjax.pipelines.guidance import CLASSIFIER_FREE, RULES, guidance_rule
 from wanjax.pipelines.observers import Cancelled
 from wanjax.schedulers import one_step
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 SMALL = {"size": (32, 32), "frames": 9, "seed": 3}
 MODELS = {

@@ -20,7 +20,7 @@ from wanjax.kernels.attention.radial import Radial
 from wanjax.layers.stack import BlockCache, block_at
 from wanjax.models.hunyuanvideo import transformer as hunyuan
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 GRID = (11, 4, 16)  # tokens of VIDEO: 11 frames of 64, of which a block of 512 queries does not see all
 VIDEO = {"size": (64, 256), "frames": 41}

@@ -31,7 +31,7 @@ from wanjax.pipelines.hunyuanvideo.conditioning import (
 from wanjax.registry import find_checkpoint, model_description
 from wanjax.schedulers import one_step
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 # the tiny model's sizes cut off much of a picture, which a note says
 pytestmark = pytest.mark.filterwarnings("ignore:the video has .* of the .* picture is cut off")

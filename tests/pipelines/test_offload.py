@@ -19,7 +19,7 @@ from wanjax.layers.placement import bytes_by_device
 from wanjax.pipelines import components, memory
 from wanjax.pipelines.components import Components
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 SMALL = {"size": (32, 32), "frames": 5, "steps": 2, "guidance_scale": 1.0}
 NETWORKS = ("text_encoder", "image_encoder", "transformer", "transformer_2", "vae")

@@ -22,7 +22,7 @@ from wanjax.pipelines.previews.previews import Previews, half_blocks
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples/nano"))
 from clips import COLOURS
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 PROMPT = "a blue square moving right"
 FEW = {"steps": 8, "seed": 1}

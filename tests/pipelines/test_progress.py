@@ -19,7 +19,7 @@ from wanjax.pipelines import progress
 from wanjax.pipelines.progress import Stage
 from wanjax.pipelines.wan.denoisers import WanDenoiser
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 STEPS, SECONDS = 24, 0.25
 SMALL: dict[str, Any] = {"size": (16, 32), "frames": 5, "guidance_scale": 1.0, "seed": 0}

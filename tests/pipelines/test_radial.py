@@ -33,7 +33,7 @@ from wanjax.layers.stack import BlockCache, block_at
 from wanjax.models.wan import transformer as wan
 from wanjax.pipelines.phases import dense_steps
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 CONFIG = replace(TRANSFORMER, layers=3)
 GRID = (11, 4, 16)  # patches of VIDEO: 11 frames of 64 tokens, of which a block of 512 queries does not see all

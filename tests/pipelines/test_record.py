@@ -20,7 +20,7 @@ from wanjax.media.video import read_metadata
 from wanjax.pipelines.video_metadata import source_to_json
 from wanjax.schedulers import UniPC
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 SMALL = {"size": (32, 32), "frames": 5, "steps": 1, "guidance_scale": 1.0}
 PLAIN = {"scheduler": "unipc", "devices": f"1 x {jax.devices()[0].device_kind}", "version": version("wanjax")}

@@ -242,7 +242,7 @@ def test_each_long_step_is_saved_at_once(tmp_path, monkeypatch, now, seconds, ex
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends signals of POSIX")
-@pytest.mark.usefixtures("kept_programs")
+@pytest.mark.usefixtures("cached_programs")
 @pytest.mark.parametrize("sent_signal", quick([signal.SIGKILL], [signal.SIGKILL, signal.SIGINT]))
 def test_the_command_continues(tmp_path, sent_signal):
     steps = "200"

@@ -49,7 +49,7 @@ from wanjax.pipelines.seeds import seed_to_key_data, solver_keys
 from wanjax.schedulers import one_step
 from wanjax.sharding import replicate
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 SMALL = {"size": (32, 32), "frames": 9}
 MODELS = {

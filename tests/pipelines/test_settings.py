@@ -17,7 +17,7 @@ from wanjax.media.video import read_metadata
 from wanjax.pipelines.family import named_sizes
 from wanjax.pipelines.validation import dtype_name
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 SMALL = {"size": (16, 32), "frames": 5, "steps": 2}
 BFLOAT16 = ["bfloat16", jnp.bfloat16, ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16)]

@@ -30,7 +30,7 @@ from wanjax.media import stage_files
 from wanjax.media.metadata import load_settings
 from wanjax.pipelines.video_shape import VideoShape, encoded_shape
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 PICTURE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
 CLIP = np.stack([np.roll(PICTURE, i, axis=1) for i in range(5)])
 

@@ -16,7 +16,7 @@ from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.guidance import guidance_rule
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 SMALL: dict[str, Any] = {"size": (32, 32), "frames": 5, "steps": 1}
 NOISE = np.random.default_rng(0).standard_normal((1, 4, 2, 4, 4)).astype(np.float32)

@@ -25,7 +25,7 @@ from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 SMALL = {"size": (64, 64), "frames": 9, "steps": 1, "guidance_scale": 1.0}

@@ -29,7 +29,7 @@ from wanjax.layers.stack import block_at
 from wanjax.pipelines.hunyuanvideo.programs import with_condition
 from wanjax.pipelines.observers import Step
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 CACHE = "deepcache:1,6,3"  # steps 0, 1, 4 and 6 of seven are whole
 WHOLE = {0, 1, 4, 6}

@@ -29,7 +29,7 @@ from wanjax.registry import presets
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples" / "nano"))
 from reading import read
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 RANDOM = np.random.default_rng(0)
 PICTURE = RANDOM.integers(0, 256, (32, 32, 3), dtype=np.uint8)

@@ -21,7 +21,7 @@ from wanjax.jobs.sharing import SERVE_FILE
 from wanjax.serve import store_files
 from wanjax.stores.paths import RemotePath, parse_path
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 HERE = "memory://videos/served"
 DENIED = PermissionError("Access Denied for a-secret")

@@ -49,7 +49,7 @@ from wanjax.serve.error_details import strip_folders
 from wanjax.serve.served_models import LoadedModels
 from wanjax.serve.videos import new_id, output_path
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 OTHERS = ([1, 2], [0, 2], [0, 1])  # of red, green and blue
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA beside the projection of sparse-linear attention, whose weights are read and not called."""
+"""LoRA with the projection of sparse-linear attention, whose weights are read and not called."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ PROJECTION = "blocks.self_attn.proj_l"
 SPARSE = AttentionConfig.parse("sla:top=0.5,block_q=16,block_kv=8")
 
 
-def test_it_is_adapted_where_it_is_named_alone():
+def test_the_projection_is_adapted_if_it_is_the_only_target():
     transformer, rules = network(lambda **kw: WanTransformer(CONFIG, **kw), None), transformer_weight_rules(CONFIG)
     adapted, chosen = adapt(transformer, rules, LoraConfig(2, targets=("proj_l",)), 0)
     assert chosen == {PROJECTION: "blocks.{i}.attn1.proj_l"}
@@ -32,7 +32,7 @@ def test_it_is_adapted_where_it_is_named_alone():
     }
 
 
-def test_it_is_learned_whole_where_it_is_not_named():
+def test_the_projection_is_trained_fully_if_it_is_no_target():
     """All of its weights change, beside those of the network, which are given back; the file has the changes."""
     transformer, rules = network(lambda **kw: WanTransformer(CONFIG, **kw), None), transformer_weight_rules(CONFIG)
     before = np.asarray(transformer.blocks.self_attn.proj_l.kernel[...])

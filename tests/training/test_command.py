@@ -15,7 +15,7 @@ from tests.support.words import has_line_with
 from wanjax.cli import main
 from wanjax.cli.training import clip_size
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 SHORT = ("--frames", 5, "--one-size", "--steps", 2)
 SMALL = ("--size", "32x32", *SHORT, "--lora-rank", 2)
 
@@ -40,13 +40,13 @@ def test_train_writes_a_lora_and_resumes(model, tmp_path):
     wanjax.load(model, lora=written["file"], note=lambda text: None)
     again = run("train", model, data, "--out", tmp_path / "out", *SMALL)
     assert has_line_with(again.stderr, "after 2 of 2 steps")
-    other = run("train", model, data, "--out", tmp_path / "out", *SMALL, "--seed", 1, status=2)
-    assert has_line_with(other.stderr, "seed 0 1 another --out (--seed)")
-    assert "goes on" not in other.stderr  # the same command would be refused again
-    assert "Traceback" not in other.stderr
+    refusal = run("train", model, data, "--out", tmp_path / "out", *SMALL, "--seed", 1, status=2)
+    assert has_line_with(refusal.stderr, "seed 0 1 another --out (--seed)")
+    assert "goes on" not in refusal.stderr  # the same command would be refused again
+    assert "Traceback" not in refusal.stderr
 
 
-def test_mistakes_are_one_sentence(model, tmp_path):
+def test_mistakes_of_a_training_are_refused(model, tmp_path):
     data = write_clips(tmp_path / "data", 1)
     for more, sentence in (
         (("--size", "32x32", "--lora-rank", 0), "--lora-rank got 0"),
@@ -66,12 +66,12 @@ def test_mistakes_are_one_sentence(model, tmp_path):
     assert "none does not exist: give a folder of clips" in refused.stderr
 
 
-def test_a_height_alone_keeps_the_width_of_the_model(model):
+def test_only_a_height_keeps_the_width_of_the_model(model):
     none = {"size": None, "height": None, "width": None}
-    own = wanjax.registry.model_description(str(model)).settings.size
+    model_size = wanjax.registry.model_description(str(model)).settings.size
     assert clip_size(str(model), **none) is None
-    assert clip_size(str(model), **none | {"height": 64}) == (64, own[1])
-    assert clip_size(str(model), **none | {"width": 64}) == (own[0], 64)
+    assert clip_size(str(model), **none | {"height": 64}) == (64, model_size[1])
+    assert clip_size(str(model), **none | {"width": 64}) == (model_size[0], 64)
     assert clip_size(str(model), **none | {"size": (32, 64)}) == (32, 64)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets: folders and tables, buckets of sizes and lengths, and what is told of files that cannot be used."""
+"""Data sets: folders and tables, buckets of sizes and lengths, and messages about unusable files."""
 
 import codecs
 import json
@@ -20,7 +20,7 @@ from wanjax.training.data import CACHE_FOLDER, check_outside, list_data
 from wanjax.training.latent_cache import EncodedClip
 
 
-def test_a_folder_with_captions_beside_its_clips(tmp_path):
+def test_a_folder_of_clips_and_captions(tmp_path):
     folder = write_clips(tmp_path / "a", 3)
     (folder / "alone.txt").write_text("no clip")
     (folder / "mute.png").write_bytes((write_clips(tmp_path / "b", 1, frames=1, suffix=".png") / "0.png").read_bytes())
@@ -31,7 +31,7 @@ def test_a_folder_with_captions_beside_its_clips(tmp_path):
     assert has_line_with(result.skipped[1], "alone.txt clip")
 
 
-def test_clips_come_in_natural_order_without_what_is_none(tmp_path):
+def test_clips_are_in_natural_order_without_other_files(tmp_path):
     folder = write_clips(tmp_path / "a", 12)
     (folder / "later").mkdir()
     for i in range(12):
@@ -97,7 +97,7 @@ def test_a_caption_is_read_in_its_encoding_or_left_out_with_its_clip(data, tmp_p
 
 
 def test_names_of_captions_in_other_letters(tmp_path):
-    """As from systems that know no capitals, or keep an accent as a letter of its own."""
+    """As from systems without case, or with accents as separate characters."""
     picture = (write_clips(tmp_path / "a", 1, frames=1, suffix=".png") / "0.png").read_bytes()
     folder = tmp_path / "b"
     folder.mkdir()
@@ -130,7 +130,7 @@ def test_names_of_captions_in_other_letters(tmp_path):
         ("file_name,text\n1.gif,one\n1.gif,one\n0.gif,zero\n0.gif,null", ["zero", "null", "one"]),
     ],
 )
-def test_rows_of_a_table_are_whole_or_left_out(table, captions, tmp_path):
+def test_incomplete_rows_of_a_table_are_skipped(table, captions, tmp_path):
     write_clips(tmp_path, 2)
     (tmp_path / "metadata.csv").write_bytes(table.encode("utf-8", "surrogateescape"))
     result = list_data(tmp_path)
@@ -153,7 +153,7 @@ def test_a_table_in_other_encodings(encoding, kind, tmp_path):
     assert all("UTF-8" in messages for messages in result.skipped)
 
 
-def test_rows_say_what_to_preserve(tmp_path):
+def test_rows_choose_clips_to_preserve(tmp_path):
     folder = write_clips(tmp_path, 4)
     words = (True, "Yes", False, None)
     rows = [{"file_name": f"{i}.gif", "text": "x", "preserve": word} for i, word in enumerate(words)]
@@ -182,7 +182,7 @@ def test_rows_say_what_to_preserve(tmp_path):
         ({"a.mp4": "x", "a.txt": "caf\udce9"}, "a.txt UTF-8"),
     ],
 )
-def test_one_sentence_for_data_that_cannot_be_used(tmp_path, files, sentence):
+def test_unusable_data_is_refused(tmp_path, files, sentence):
     for name, text in files.items():
         (tmp_path / name).write_text(text, errors="surrogateescape")
     with pytest.raises(WanjaxError, match=line_with_words(sentence)):
@@ -218,8 +218,8 @@ def test_clips_are_cut_to_buckets(tmp_path):
     assert [x.shape for x in windows] == [(9, 32, 48, 3)] * 2
     np.testing.assert_array_equal(windows[0], head)
     [spread] = cutting("uniform").clips(wide)
-    [whole] = cutting(longest=25, lengths=(23,)).clips(wide)
-    np.testing.assert_array_equal(spread, whole[[round(i * 22 / 8) for i in range(9)]])
+    [uncut] = cutting(longest=25, lengths=(23,)).clips(wide)
+    np.testing.assert_array_equal(spread, uncut[[round(i * 22 / 8) for i in range(9)]])
     short = write_clips(tmp_path / "b", 1, frames=7) / "0.gif"
     [clip] = cutting().clips(short)
     assert clip.shape == (5, 32, 32, 3)
@@ -238,7 +238,7 @@ def damaged(folder):
 
 
 @pytest.mark.parametrize(("clip", "words"), [(short, "3 frames 8 5"), (damaged, "damaged.mp4 read video")])
-def test_a_clip_that_cannot_be_cut_is_told(clip, words, tmp_path):
+def test_a_clip_that_cannot_be_cut_is_reported(clip, words, tmp_path):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         list(cutting().clips(clip(tmp_path)))
 
@@ -268,15 +268,17 @@ def test_every_clip_is_shown_as_often_however_few_have_its_shape(counts, size, t
     options[0] = replace(options[0], repeats=2)
     batches = Batches(options, size, 0, empty_caption=tmp_path / "none")
     rounds = 3  # each of `size` epochs, of whose batches each has one shape
-    shown = [batches.clips_of_step(step) for step in range(rounds * (len(options) + 1))]
-    assert all(len({x.latents.name.partition("-")[0] for x in batch}) == 1 for batch in shown)
-    seen = Counter(x.latents for batch in shown for x in batch)
+    drawn_batches = [batches.clips_of_step(step) for step in range(rounds * (len(options) + 1))]
+    assert all(len({x.latents.name.partition("-")[0] for x in batch}) == 1 for batch in drawn_batches)
+    seen = Counter(x.latents for batch in drawn_batches for x in batch)
     assert seen == {piece.latents: piece.repeats * rounds * size for piece in options}
     first = -(-(counts[0] + 1) // size) + sum(-(-count // size) for count in counts[1:])
-    assert len({x.latents for batch in shown[:first] for x in batch}) == len(options)  # an epoch leaves none out
+    assert len({x.latents for batch in drawn_batches[:first] for x in batch}) == len(
+        options
+    )  # an epoch leaves none out
 
 
-def test_the_prompt_of_an_own_video_is_its_caption(tmp_path):
+def test_the_prompt_of_a_generated_video_is_its_caption(tmp_path):
     frames = np.zeros((5, 16, 16, 3), np.uint8)
     for name in ("film.mp4", "moving.gif", "still.png"):
         write_video(tmp_path / name, frames[: 1 if name == "still.png" else 5], 8, {"prompt": f"a {name}", "seed": 1})
@@ -286,8 +288,8 @@ def test_the_prompt_of_an_own_video_is_its_caption(tmp_path):
     (tmp_path / "0.txt").unlink()
     result = list_data(tmp_path)
     captions = {example.file.name: example.caption for example in result.examples}
-    own = {name: f"a {name}" for name in ("film.mp4", "moving.gif", "still.png")}
-    assert captions == {**own, "told.mp4": "its own caption"}
+    expected = {name: f"a {name}" for name in ("film.mp4", "moving.gif", "still.png")}
+    assert captions == {**expected, "told.mp4": "its own caption"}
     assert [has_line_with(sentence, "0.gif caption") for sentence in result.skipped] == [True]
 
 
@@ -295,11 +297,11 @@ def test_captions_are_dropped_at_their_rate(tmp_path):
     batches = Batches(
         pieces({Bucket(9, 32, 32): 8}, tmp_path), 8, 0, empty_caption=tmp_path / "none", caption_dropout=0.25
     )
-    shown = [x for step in range(100) for x in batches.clips_of_step(step)]
-    assert 0.2 < np.mean([x.text.name == "none" for x in shown]) < 0.3
+    drawn_clips = [x for step in range(100) for x in batches.clips_of_step(step)]
+    assert 0.2 < np.mean([x.text.name == "none" for x in drawn_clips]) < 0.3
 
 
-def test_with_clips_to_preserve_what_has_no_caption_is_preserved_too(tmp_path):
+def test_with_clips_to_preserve_uncaptioned_ones_are_preserved_too(tmp_path):
     options = pieces({Bucket(9, 32, 32): 8}, tmp_path)
     options[3] = replace(options[3], preserve=True)
     batches = Batches(options, 8, 0, empty_caption=tmp_path / "none", caption_dropout=0.25)
@@ -345,7 +347,7 @@ def test_results_are_not_written_among_the_clips(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "kind"), [("circle.mp4", "clip"), ("circle.png", "picture")])
-def test_one_file_is_refused_with_where_its_caption_goes(tmp_path, name, kind):
+def test_a_single_file_is_refused_with_the_path_of_its_caption(tmp_path, name, kind):
     (tmp_path / name).touch()
     with pytest.raises(WanjaxError, match=line_with_words(f"{name} {kind} circle.txt {tmp_path}")):
         list_data(tmp_path / name)

@@ -43,8 +43,8 @@ def lines(tmp_path):
 def test_kills(tmp_path):
     tiny_checkpoint(tmp_path / "model")
     write_clips(tmp_path / "data", 3)
-    whole = start(tmp_path, "a")
-    assert whole.wait() == 0, (tmp_path / "said.txt").read_text()
+    uninterrupted = start(tmp_path, "a")
+    assert uninterrupted.wait() == 0, (tmp_path / "said.txt").read_text()
     rng, kills = random.Random(0), 0
     while kills < KILLS:
         process, before = start(tmp_path, "b"), time.monotonic()

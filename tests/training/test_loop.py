@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of a training by itself: what is in memory when it goes on, and what an interrupted step leaves."""
+"""The loop of a training by itself: what is in memory when it resumes, and what an interrupted step leaves."""
 
 from contextlib import closing
 
@@ -25,7 +25,7 @@ def trainer(network, folder):
     return closing(Trainer(network, loss, optax.adam(1e-2), folder, 0, ema_decay=0.9))
 
 
-def test_a_training_that_goes_on_holds_one_state(tmp_path):
+def test_a_resumed_training_holds_one_state(tmp_path):
     with trainer(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), tmp_path) as first:
         first.run(2, draw)
     again = nnx.Linear(3, 3, rngs=nnx.Rngs(1))
@@ -46,7 +46,7 @@ def test_the_mean_of_the_weights_moves_to_them_by_its_share(tmp_path):
         np.testing.assert_array_equal(training.network().kernel[...], mean)
 
 
-def test_the_gradients_of_parts_make_the_step_of_the_whole_batch(tmp_path):
+def test_accumulated_gradients_make_the_step_of_the_full_batch(tmp_path):
     def trained(parts):
         network, folder = nnx.Linear(3, 3, rngs=nnx.Rngs(0)), tmp_path / str(parts)
         with closing(Trainer(network, loss, optax.sgd(1e-1), folder, 0, grad_accum_steps=parts)) as training:
@@ -56,8 +56,8 @@ def test_the_gradients_of_parts_make_the_step_of_the_whole_batch(tmp_path):
     np.testing.assert_allclose(trained(2), trained(1), rtol=1e-5)
 
 
-def test_a_step_that_was_cut_off_is_not_kept(tmp_path, monkeypatch):
-    """The state's buffers went into the step, so that the training goes on from the last that was kept."""
+def test_an_interrupted_step_is_not_saved(tmp_path, monkeypatch):
+    """The state's buffers went into the step, so that the training resumes from the last saved one."""
     with trainer(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), tmp_path) as first:
         first.run(1, draw)
         call = first._call

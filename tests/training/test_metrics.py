@@ -21,7 +21,7 @@ def lines(folder):
     return [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
 
 
-def test_a_training_that_goes_on_drops_what_came_after_its_step(tmp_path):
+def test_a_resumed_training_drops_metrics_after_its_step(tmp_path):
     write(tmp_path, 0, [1, 2, 3])
     write(tmp_path, 2, [3, 4])
     assert lines(tmp_path) == [{"step": step, "loss": 1 / step, "time": 1e9 + step} for step in (1, 2, 3, 4)]
@@ -30,11 +30,11 @@ def test_a_training_that_goes_on_drops_what_came_after_its_step(tmp_path):
 def test_tensorboard_shows_the_same_numbers(tmp_path):
     write(tmp_path, 0, [1, 2, 4])
     events = EventAccumulator(str(tmp_path / TENSORBOARD_FOLDER)).Reload().Tensors("loss")
-    shown = [(event.step, event.wall_time, make_ndarray(event.tensor_proto).item()) for event in events]
-    assert shown == [(line["step"], line["time"], line["loss"]) for line in lines(tmp_path)]
+    scalars = [(event.step, event.wall_time, make_ndarray(event.tensor_proto).item()) for event in events]
+    assert scalars == [(line["step"], line["time"], line["loss"]) for line in lines(tmp_path)]
 
 
-def test_without_tensorboard_there_are_the_lines(tmp_path, monkeypatch):
+def test_without_tensorboard_the_lines_are_written(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
     write(tmp_path, 0, [1, 2])
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]

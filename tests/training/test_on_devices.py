@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on eight devices beside one: the losses of twenty steps, of a LoRA and of all weights."""
+"""Training on eight devices against one: the losses of twenty steps, of a LoRA and of all weights."""
 
 import jax
 import jax.numpy as jnp
@@ -58,12 +58,12 @@ def losses(axes, rules, full, folder):
 
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=slow)], ids=["lora", "full"])
 def test_the_losses_are_one_device_s(full, tmp_path):
-    alone, _ = losses(None, "fsdp", full, tmp_path / "one")
+    one_device, _ = losses(None, "fsdp", full, tmp_path / "one")
     meshes = MESHES.items() if full else [*MESHES.items()][:1]
     for index, (name, axes) in enumerate(meshes):
         rules = "tp" if index == 1 else "fsdp"
         together, shardings = losses(axes, rules, full, tmp_path / f"{index}")
-        worst = np.abs(together / alone - 1).max()
+        worst = np.abs(together / one_device - 1).max()
         print(f"{name}, {rules}, {'all weights' if full else 'LoRA'}: {worst:.1e}")
         assert worst <= 1e-5
         assert any(not sharding.is_fully_replicated for sharding in shardings)
@@ -73,7 +73,7 @@ def test_the_losses_are_one_device_s(full, tmp_path):
 @pytest.mark.parametrize("mesh", [*MESHES][1:])
 @pytest.mark.parametrize("rules", ["fsdp", "tp"])
 def test_the_losses_of_a_lora_on_other_meshes(mesh, rules, tmp_path):
-    alone, _ = losses(None, "fsdp", False, tmp_path / "one")
+    one_device, _ = losses(None, "fsdp", False, tmp_path / "one")
     together, _ = losses(MESHES[mesh], rules, False, tmp_path / "more")
-    print(f"{mesh}, {rules}, LoRA: {np.abs(together / alone - 1).max():.1e}")
-    assert np.abs(together / alone - 1).max() <= 1e-5
+    print(f"{mesh}, {rules}, LoRA: {np.abs(together / one_device - 1).max():.1e}")
+    assert np.abs(together / one_device - 1).max() <= 1e-5

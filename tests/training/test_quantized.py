@@ -31,7 +31,7 @@ from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
 from wanjax.training.adapters import LoraLinear, adapt, is_factor, remove_adapters
 from wanjax.training.objective import Batch, NoiseLevels, make_loss
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 MODELS = {"wan": tiny_checkpoint, "cogvideox": tiny_cogvideox_checkpoint, "hunyuanvideo": tiny_hunyuan_checkpoint}
 LORA = LoraConfig(rank=2)
@@ -198,7 +198,7 @@ BOUNDS = {"int8-weights": 0.01, "fp8-weights": 0.05}  # as in tests/pipelines/te
 
 @pytest.mark.parametrize("precision", quick(["int8-weights"], list(BOUNDS)))
 def test_a_lora_on_rounded_weights_is_near_to_it_on_floats(precision, checkpoints, tmp_path):
-    """Merged before the weights are rounded, or beside the rounded weights."""
+    """Merged before the weights are rounded, or added to the rounded weights."""
     name, random = "blocks.{}.attn1.to_v", np.random.default_rng(5)
     factors = {
         f"{name.format(block)}.lora_{letter}.weight": random.normal(size=shape).astype(np.float32)
@@ -213,7 +213,7 @@ def test_a_lora_on_rounded_weights_is_near_to_it_on_floats(precision, checkpoint
     base = wanjax.load(checkpoints["wan"], **options)
     exact, without = (np.asarray(pipe.denoise(conditioning, **VIDEO)) for pipe in (floats, base))
     merged = wanjax.load(checkpoints["wan"], lora=str(file), precision=precision, **options)
-    dense, plain = (
+    dense, untrained = (
         {".".join(map(str, path)): layer for path, layer in nnx.iter_modules(pipe.components.get("transformer"))}
         for pipe in (floats, base)
     )
@@ -221,16 +221,16 @@ def test_a_lora_on_rounded_weights_is_near_to_it_on_floats(precision, checkpoint
         for block in range(2):
             rounded_sum = quantize(np.asarray(dense[path].kernel[...][block]), layer)
             np.testing.assert_array_equal(np.asarray(layer.values[...][block]), rounded_sum.values)
-    beside = wanjax.load(checkpoints["wan"], precision=precision, **options)
-    info = network_of(beside.model.spec.networks["transformer"], beside.components.kinds)
-    network, _ = adapt(beside.components.get("transformer"), info.rules, LoraConfig(2, targets=("attn1.to_v",)), 0)
-    change = dense["blocks.self_attn.v"].kernel[...] - plain["blocks.self_attn.v"].kernel[...]
+    on_rounded = wanjax.load(checkpoints["wan"], precision=precision, **options)
+    info = network_of(on_rounded.model.spec.networks["transformer"], on_rounded.components.kinds)
+    network, _ = adapt(on_rounded.components.get("transformer"), info.rules, LoraConfig(2, targets=("attn1.to_v",)), 0)
+    change = dense["blocks.self_attn.v"].kernel[...] - untrained["blocks.self_attn.v"].kernel[...]
     down = np.stack([factors[f"{name.format(block)}.lora_A.weight"].T for block in range(2)])
     layer = network.blocks.self_attn.v
     layer.lora_down.kernel[...] = jnp.asarray(down)
     layer.lora_up.kernel[...] = jnp.asarray(np.linalg.pinv(down) @ np.asarray(change))  # rows as in the network
-    beside.components.override("transformer", network)
-    for pipe in (merged, beside):
+    on_rounded.components.override("transformer", network)
+    for pipe in (merged, on_rounded):
         latents = np.asarray(pipe.denoise(conditioning, **VIDEO))
         assert error(latents, exact) <= BOUNDS[precision] < error(without, exact) / 2
 
@@ -243,9 +243,9 @@ def test_rounded_inputs_are_refused(precision, checkpoints, data, tmp_path):
         Training(pipe, data, tmp_path, CONFIG)
     layer = next(iter(quantized_layers(pipe.components.get("transformer")).values()))
     graphdef, state = nnx.split(layer)
-    one = nnx.merge(graphdef, jax.tree.map(lambda x: x[0], state))
+    first_layer = nnx.merge(graphdef, jax.tree.map(lambda x: x[0], state))
     with pytest.raises(UnsupportedError, match="no gradient"):
-        jax.grad(lambda x: one(x).sum())(jnp.ones((1, 3, layer.values.shape[-2]), layer.dtype))
+        jax.grad(lambda x: first_layer(x).sum())(jnp.ones((1, 3, layer.values.shape[-2]), layer.dtype))
 
 
 def test_weights_of_8_bits_are_not_trained_themselves(checkpoints, data, tmp_path):

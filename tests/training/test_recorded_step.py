@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of training as its plan records it, against the step that a training takes."""
+"""A step of training as its plan traces it, against the step that a training takes."""
 
 from collections import Counter
 from dataclasses import replace
@@ -16,7 +16,7 @@ from wanjax.registry import inspect_checkpoint
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training, loop
 from wanjax.training.step import begin_training, train
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 slow = pytest.mark.slow
 MODELS = {"wan": tiny_checkpoint, "wan-i2v": tiny_image_checkpoint, "cogvideox": tiny_cogvideox_checkpoint}
@@ -40,7 +40,7 @@ def data(tmp_path_factory):
 def taken(monkeypatch) -> Counting:
     """The calls of the programs of a trainer."""
     counting = Counting()
-    monkeypatch.setattr(loop, "Execute", lambda kept: counting)
+    monkeypatch.setattr(loop, "Execute", lambda executables: counting)
     return counting
 
 

@@ -35,7 +35,7 @@ from wanjax.training.objective import NoiseLevels
 from wanjax.training.step_metrics import TENSORBOARD_FOLDER
 from wanjax.training.train import LOCK
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
+pytestmark = pytest.mark.usefixtures("cached_programs")
 
 slow = pytest.mark.slow
 MODELS = {
@@ -81,7 +81,7 @@ RESUMABLE_SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, data, wan):
+def expected_factors(tmp_path_factory, data, wan):
     """Return the weights of a training that nothing stopped."""
     return load_safetensors(trained(wan, data, tmp_path_factory.mktemp("whole"), **RESUMABLE_SETTINGS)[0])
 
@@ -123,7 +123,7 @@ def test_a_lora_of_every_family_is_merged_as_it_was_trained(family, tmp_path, da
 
 @slow
 def test_the_file_s_factors_are_the_network_s(tmp_path, data, wan):
-    """The merged network answers as the adapted one does, whose projections compute the factors beside."""
+    """The merged network answers as the adapted one does, whose projections add the product of the factors."""
     file, _ = trained(wan, data, tmp_path / "out")
     training = Training(wanjax.load(wan), data, tmp_path / "out", SMALL)
     training.encode()
@@ -134,8 +134,8 @@ def test_the_file_s_factors_are_the_network_s(tmp_path, data, wan):
     merged = wanjax.load(wan, lora=str(file), note=lambda text: None)
     options = {"size": (32, 32), "frames": 5, "steps": 2, "guidance_scale": 1.0, "seed": 0}
     ours, theirs = (np.asarray(p.denoise(p.encode("a red circle", **options), **options)) for p in (adapted, merged))
-    plain = wanjax.load(wan)
-    base = np.asarray(plain.denoise(plain.encode("a red circle", **options), **options))
+    base_pipe = wanjax.load(wan)
+    base = np.asarray(base_pipe.denoise(base_pipe.encode("a red circle", **options), **options))
     assert np.abs(ours - base).max() > 1e-3
     assert np.abs(ours - theirs).max() <= 2e-5 * max(1, np.abs(theirs).max())
     assert "lora_adapter_metadata" in SafetensorsFile(file).metadata
@@ -168,7 +168,7 @@ def test_a_full_training_ends_in_a_checkpoint(tmp_path, data, wan):
     wanjax.load(folder)("a red circle", size=(32, 32), frames=5, steps=1)
 
 
-def test_a_stopped_training_ends_with_the_same_bits(tmp_path, data, wan, whole):
+def test_a_stopped_training_ends_with_the_same_bits(tmp_path, data, wan, expected_factors):
     def stop(unit, done, total):
         if (unit, done) == ("step", 2):
             raise KeyboardInterrupt
@@ -184,21 +184,21 @@ def test_a_stopped_training_ends_with_the_same_bits(tmp_path, data, wan, whole):
     written, messages = trained(wan, data, tmp_path / "b", **RESUMABLE_SETTINGS)
     assert any(has_line_with(text, "resuming after 2 of 3 steps") for text in messages)  # the last step alone is left
     again = load_safetensors(written)
-    assert all(np.array_equal(whole[name], again[name]) for name in again)
+    assert all(np.array_equal(expected_factors[name], again[name]) for name in again)
     with pytest.raises(WanjaxError, match=line_with_words("seed 0 1")):
         trained(wan, data, tmp_path / "b", **RESUMABLE_SETTINGS, seed=1)
 
 
-def test_an_interrupted_training_writes_the_metrics_of_all_steps_it_keeps(tmp_path, data, wan):
+def test_an_interrupted_training_writes_the_metrics_of_all_saved_steps(tmp_path, data, wan):
     def count(unit, done, total):
         if (unit, done) == ("step", 1):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         Training(wanjax.load(wan), data, tmp_path, replace(SMALL, save_every=9), report_progress=count).run()
-    kept = max(int(x.name) for x in (tmp_path / "checkpoints").iterdir())
+    last_step = max(int(x.name) for x in (tmp_path / "checkpoints").iterdir())
     lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines == [*range(1, kept + 1)]
+    assert lines == [*range(1, last_step + 1)]
 
 
 def finite(folder):
@@ -228,7 +228,7 @@ DRAW, LENGTH = Training._draw_batch, 20
 
 
 @pytest.mark.parametrize("at", [2, *(pytest.param(n, marks=slow) for n in range(1, LENGTH + 1) if n != 2)])
-def test_nothing_is_written_that_is_not_finite(at, tmp_path, data, wan, whole, monkeypatch):
+def test_nothing_is_written_that_is_not_finite(at, tmp_path, data, wan, expected_factors, monkeypatch):
     """The state before is gone on from at a lower rate; or at its own, with the bits of one that was left alone."""
     more = RESUMABLE_SETTINGS if at == 2 else {"save_every": 1, "steps": LENGTH, "ema_decay": 0.9}
     monkeypatch.setattr(Training, "_draw_batch", poisoned(at))
@@ -242,9 +242,9 @@ def test_nothing_is_written_that_is_not_finite(at, tmp_path, data, wan, whole, m
     assert at == 1 or any(has_line_with(text, f"0.01 0.001 step {at}") for text in messages)
     assert finite(tmp_path / "lower")
     again = load_safetensors(trained(wan, data, tmp_path / "out", **more)[0])
-    alone = whole if at == 2 else load_safetensors(trained(wan, data, tmp_path / "whole", **more)[0])
-    assert all(np.array_equal(again[name], x) for name, x in alone.items())
-    assert any(not np.array_equal(x, alone[name]) for name, x in load_safetensors(lower).items())
+    expected = expected_factors if at == 2 else load_safetensors(trained(wan, data, tmp_path / "whole", **more)[0])
+    assert all(np.array_equal(again[name], x) for name, x in expected.items())
+    assert any(not np.array_equal(x, expected[name]) for name, x in load_safetensors(lower).items())
 
 
 @slow
@@ -261,10 +261,10 @@ def test_a_rate_far_too_high(rate, tmp_path, data, wan):
     assert finite(tmp_path)
 
 
-def test_what_differs_is_told_entry_by_entry(tmp_path):
+def test_each_differing_entry_is_reported(tmp_path):
     long = "x" * 200
-    one, two = ({"c": f"{long}{word}", "d": [*range(n)]} for word, n in (("one", 3), ("two", 2)))
-    Trainer._check_identity(SimpleNamespace(folder=tmp_path, step=2), {"a": 1, "b": one, "steps": 2})
+    first, two = ({"c": f"{long}{word}", "d": [*range(n)]} for word, n in (("one", 3), ("two", 2)))
+    Trainer._check_identity(SimpleNamespace(folder=tmp_path, step=2), {"a": 1, "b": first, "steps": 2})
     with pytest.raises(WanjaxError, match=line_with_words("a none 1 e 7 b.c b.d differ")) as refused:
         Trainer._check_identity(SimpleNamespace(folder=tmp_path, step=2), {"a": None, "b": two, "steps": 2, "e": 7})
     assert all(f"x{word}'" in str(refused.value) for word in ("one", "two"))
@@ -272,7 +272,7 @@ def test_what_differs_is_told_entry_by_entry(tmp_path):
 
 
 @pytest.mark.parametrize(("step", "may"), [(0, True), (1, True), (2, False)])
-def test_what_is_left_may_be_at_another_rate(step, may, tmp_path):
+def test_remaining_steps_may_have_another_learning_rate(step, may, tmp_path):
     advice = "rate 0.001 0.0001 also give more steps"
     for rate in (1e-3, 1e-4):
         message = {"optimizer": {"learning_rate": rate}, "steps": 2}
@@ -282,14 +282,14 @@ def test_what_is_left_may_be_at_another_rate(step, may, tmp_path):
 
 
 @slow
-def test_a_finished_training_goes_on_with_more_steps(tmp_path, data, wan):
+def test_a_finished_training_continues_with_more_steps(tmp_path, data, wan):
     """Under a constant rate it ends with the bits of one that had as many steps from the start."""
     out = tmp_path / "out"
     trained(wan, data, out)
     more, messages = trained(wan, data, out, steps=5)
     assert any(has_line_with(text, "3 steps 5 constant rate 0.01 step 4") for text in messages)
-    whole, _ = trained(wan, data, tmp_path / "whole", steps=5)
-    ours, theirs = load_safetensors(more), load_safetensors(whole)
+    uninterrupted, _ = trained(wan, data, tmp_path / "whole", steps=5)
+    ours, theirs = load_safetensors(more), load_safetensors(uninterrupted)
     assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
     with pytest.raises(WanjaxError, match=line_with_words("steps 5 4")):
         trained(wan, data, out, steps=4)
@@ -306,8 +306,8 @@ def test_two_experts_make_two_files_at_their_own_levels(tmp_path, data):
     assert all(name.startswith("transformer.") for name in (*high, *low))  # as diffusers reads the second's too
     both = [f"{expert}={file}" for expert, file in zip(("high", "low"), files, strict=True)]
     assert wanjax.load(model, lora=both, note=lambda text: None).components.get("transformer_2")
-    one, _ = trained(model, data, tmp_path / "low", expert="low", steps=1)
-    wanjax.load(model, lora=f"low={one}", note=lambda text: None).components.get("transformer_2")
+    low_noise_lora, _ = trained(model, data, tmp_path / "low", expert="low", steps=1)
+    wanjax.load(model, lora=f"low={low_noise_lora}", note=lambda text: None).components.get("transformer_2")
 
 
 @slow
@@ -329,25 +329,25 @@ def test_held_out_losses_and_samples(tmp_path, data, wan):
 
 def test_clips_are_encoded_once_and_bad_ones_left_out(tmp_path, wan, monkeypatch):
     folder = write_clips(tmp_path / "data", 3)
-    (folder / "cannot be written.mp4").write_bytes(b"no film")  # whose name the error tells
+    (folder / "cannot be written.mp4").write_bytes(b"no film")  # whose name is in the error
     (folder / "cannot be written.txt").write_text("bad")
     messages: list[str] = []
     Training(wanjax.load(wan), folder, tmp_path / "one", SMALL, note=messages.append).encode()
     assert any("1 skipped: cannot be written.mp4: " in sentence for sentence in messages)
-    kept = {path: path.stat().st_mtime_ns for path in (folder / ".wanjax").glob("clip-*")}
-    assert len(kept) == 3
+    encoded_clips = {path: path.stat().st_mtime_ns for path in (folder / ".wanjax").glob("clip-*")}
+    assert len(encoded_clips) == 3
     pipe = wanjax.load(wan)
     Training(pipe, folder, tmp_path / "two", TrainConfig(**vars(SMALL) | {"steps": 1})).encode()
-    assert {path: path.stat().st_mtime_ns for path in (folder / ".wanjax").glob("clip-*")} == kept
+    assert {path: path.stat().st_mtime_ns for path in (folder / ".wanjax").glob("clip-*")} == encoded_clips
     assert not pipe.components.has("vae")
     for path in folder.glob("*.gif"):
         path.write_bytes(b"")
-    monkeypatch.delattr(LatentCache, "encode_captions")  # it is told before the text encoder is loaded
+    monkeypatch.delattr(LatentCache, "encode_captions")  # it is reported before the text encoder is loaded
     with pytest.raises(WanjaxError, match=r"no clip of .* can be used"):
         Training(wanjax.load(wan), folder, tmp_path / "three", SMALL).encode()
 
 
-def test_all_that_is_left_out_is_listed(tmp_path, wan):
+def test_all_skipped_clips_are_listed(tmp_path, wan):
     folder = write_clips(tmp_path / "data", 1)
     for number in range(7):
         (folder / f"bad {number}.mp4").write_bytes(b"no film")
@@ -364,7 +364,7 @@ def test_all_that_is_left_out_is_listed(tmp_path, wan):
     assert not (out / "left_out.txt").exists()
 
 
-def test_a_caption_that_the_model_does_not_read_whole_is_told(tmp_path, wan):
+def test_a_truncated_caption_is_reported(tmp_path, wan):
     """Once, with the clip and the count of those like it; and again where it was encoded before."""
     folder = write_clips(tmp_path / "data", 3)
     for name in ("0.txt", "2.txt"):
@@ -372,7 +372,7 @@ def test_a_caption_that_the_model_does_not_read_whole_is_told(tmp_path, wan):
     for _ in range(2):
         with pytest.warns(WanjaxWarning) as warned:
             Training(wanjax.load(wan), folder, tmp_path / "out", SMALL).encode()
-        assert [has_line_with(str(one.message), "2 captions 0.gif 2.gif 24") for one in warned] == [True]
+        assert [has_line_with(str(warning.message), "2 captions 0.gif 2.gif 24") for warning in warned] == [True]
     assert len((tmp_path / "out/cut_captions.txt").read_text().splitlines()) == 2
 
 
@@ -388,7 +388,7 @@ def test_samples_have_the_shape_of_a_clip_that_moves(tmp_path, wan):
 
 
 @contextmanager
-def beside_another(out, patch):
+def locked_by_another(out, patch):
     with closing(FileLock(out / LOCK, "training", "folder")):
         yield
 
@@ -419,14 +419,14 @@ REFUSED = {  # where, what is other than in SMALL, and what the sentence names
     "all clips held out": (anywhere, {"holdout_every": 1}, "holdout_every 1 2 or more"),
     "an expert of one network": (anywhere, {"expert": "high"}, "one network"),
     "clips that are too short": (anywhere, {"min_frames": 9}, "9 5"),
-    "a folder of another training": (beside_another, {}, "training folder"),
+    "a folder of another training": (locked_by_another, {}, "training folder"),
     "a full disk": (on_a_full_disk, {}, "No space left on device"),
     "curves that cannot be written": (with_curves_in_the_way, {}, "tensorboard written"),
 }
 
 
 @pytest.mark.parametrize(("where", "changed", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_trained_is_told(where, changed, words, tmp_path, data, wan, monkeypatch):
+def test_untrainable_settings_are_reported(where, changed, words, tmp_path, data, wan, monkeypatch):
     out = tmp_path / "out"
     out.mkdir()
     with where(out, monkeypatch), pytest.raises(WanjaxError, match=line_with_words(words)):
@@ -446,23 +446,23 @@ def preserving(folder, words):
     return folder
 
 
-def test_preserved_clips_hold_the_model_where_it_is(tmp_path, wan):
+def test_preserved_clips_keep_the_model_unchanged(tmp_path, wan):
     """At first they have no loss but for rounding, and half of a clip's error is a quarter of its loss."""
-    kept, mixed = (preserving(tmp_path / name, x) for name, x in {"kept": (1, 1), "mixed": (0, 1)}.items())
+    preserved, mixed = (preserving(tmp_path / name, x) for name, x in {"kept": (1, 1), "mixed": (0, 1)}.items())
 
     def loss(data, part):
         out = tmp_path / f"{data.name} {part}"
         trained(wan, data, out, steps=1, caption_dropout=1.0, uncaptioned_preservation=part)
         return json.loads((out / "metrics.jsonl").read_text())["loss"]
 
-    whole, half = (loss(mixed, part) for part in (0.0, 0.5))
-    assert loss(kept, 0.0) < 1e-9 < 1e-2 < whole == pytest.approx(4 * half, rel=1e-3)
+    full_loss, half = (loss(mixed, part) for part in (0.0, 0.5))
+    assert loss(preserved, 0.0) < 1e-9 < 1e-2 < full_loss == pytest.approx(4 * half, rel=1e-3)
     with pytest.raises(WanjaxError, match=line_with_words("LoRA --full")):
-        trained(wan, kept, tmp_path / "full", lora=None)
+        trained(wan, preserved, tmp_path / "full", lora=None)
 
 
 @pytest.mark.parametrize(("name", "value"), [("beta1", 1.0), ("beta2", -0.1), ("beta2", float("nan"))])
-def test_a_mean_of_gradients_that_is_none_is_refused(name, value):
+def test_invalid_gradient_accumulation_is_refused(name, value):
     """At 1 the first step would divide by zero."""
     with pytest.raises(WanjaxError, match=line_with_words(f"{name} {value}")):
         OptimizerConfig(**{name: value})
@@ -479,8 +479,8 @@ def test_an_optimiser_of_parts_trains_all_weights(name, tmp_path, data, wan):
 
 @slow
 def test_accumulated_parts_are_one_batch(tmp_path, data, wan):
-    (one, _), (two, _) = (trained(wan, data, tmp_path / str(n), grad_accum_steps=n, steps=1) for n in (1, 2))
-    assert load_safetensors(one).keys() == load_safetensors(two).keys()
+    (single, _), (two, _) = (trained(wan, data, tmp_path / str(n), grad_accum_steps=n, steps=1) for n in (1, 2))
+    assert load_safetensors(single).keys() == load_safetensors(two).keys()
 
 
 def test_noise_levels_of_each_distribution():

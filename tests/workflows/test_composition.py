@@ -64,8 +64,8 @@ def test_a_first_and_a_last_picture_are_inputs():
 
 
 @pytest.mark.parametrize("mask", [["black", 0], ["M", 0]])
-def test_frames_behind_the_end_are_made_anew(mask):
-    """As in ComfyUI, where a short clip goes on in grey, and a short mask in white."""
+def test_frames_after_the_end_are_generated(mask):
+    """As in ComfyUI, which continues a short clip in grey, and a short mask in white."""
     nodes = {"M": batch("black", "7 white", "white"), **SEVEN}
     for video in ("A", "V"):
         assert files(composed([video, 0], mask, V=batch("A", "7 grey"), **nodes)) == {"image": "a.png"}
@@ -78,7 +78,7 @@ def test_frames_of_another_colour_are_a_note():
     assert any(note.startswith("node white (SolidMask) fills the frames that are made anew") for note in workflow.notes)
 
 
-def test_a_mask_that_is_white_everywhere_is_none():
+def test_a_fully_white_mask_is_dropped():
     assert files(composed(["C", 0], ["9 white", 0])) == {"video": "c.mp4"}
     inverted = {"I": node("InvertMask", mask=["black", 0])}
     assert files(composed(["C", 0], ["R", 0], R=node("RepeatImageBatch", image=["I", 0], amount=9), **inverted)) == {
@@ -114,7 +114,7 @@ def test_margins_of_a_resized_clip_are_in_the_pixels_of_its_file():
     assert "widens a clip that is cropped or stretched before" in cropped.settings["outpaint"].sentence
 
 
-def test_the_size_of_a_widened_clip_is_known():
+def test_the_size_of_a_widened_clip_is_computed():
     nodes = api_form(graph_of(template("video_wan_vace_outpainting")))
     nodes["G"] = node("GetImageSize", image=["110", 0])
     nodes["49"]["inputs"] |= {"width": ["G", 0], "height": ["G", 1]}
@@ -126,26 +126,26 @@ def test_the_size_of_a_widened_clip_is_known():
 @pytest.mark.parametrize(
     ("video", "mask", "nodes"),
     [
-        ("V", "M", {"V": batch("A", "C", "Z"), "M": MASK}),  # a clip is kept
+        ("V", "M", {"V": batch("A", "C", "Z"), "M": MASK}),  # a clip is fixed
         (
             "V",
             "M",
             {"V": batch("A", "Z", "7 grey"), "M": batch("black", "black", "7 white")},
-        ),  # the second frame is kept
+        ),  # the second frame is fixed
         ("V", "M", {"V": batch("7 grey", "A", "Z"), "M": batch("7 white", "white", "black")}),  # only the last one
-        ("V", "black", {"V": batch("7 grey", "A", "Z")}),  # grey frames are kept
+        ("V", "black", {"V": batch("7 grey", "A", "Z")}),  # grey frames are fixed
         ("V", "M", {"V": ENDS, "M": batch("half", "7 white", "half"), "half": node("SolidMask", value=0.5)}),
         ("V", "A", {"V": ENDS}),
         ("V", "U", {"V": ENDS, "U": node("SomethingNew")}),
         ("V", "M", {"V": ENDS, "M": node("InvertMask", mask=["A", 0])}),
     ],
 )
-def test_other_compositions_are_one_sentence(video, mask, nodes):
+def test_unsupported_compositions_are_refused(video, mask, nodes):
     workflow = composed([video, 0], [mask, 0], **nodes, **SEVEN)
     assert "composes a video when it runs" in workflow.inputs["video"].sentence
 
 
-def test_a_clip_that_goes_on_is_one_sentence():
+def test_a_continued_clip_is_refused():
     """wanjax composes no mask that is black at some frames, so both files are to be saved."""
     nodes = {
         "start": node("ImageFromBatch", image=["C", 0], batch_index=11, length=5),
@@ -161,7 +161,7 @@ def test_a_clip_that_goes_on_is_one_sentence():
         assert "--video FILE and --mask FILE" in inputs["video"].sentence
 
 
-def test_margins_whose_mask_ends_early_are_one_sentence():
+def test_margins_whose_mask_ends_early_are_refused():
     """ComfyUI makes the later frames anew as a whole."""
     assert "node P (ImagePadForOutpaint) composes a video" in widened(amount=1).inputs["video"].sentence
 

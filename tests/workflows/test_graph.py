@@ -106,7 +106,7 @@ def test_a_promoted_widget_has_the_value_of_its_use(values, link, expected):
     assert graph.nodes["3"].inputs["model"] == Output("2:5", 0)
 
 
-def test_a_subgraph_in_itself_is_one_sentence():
+def test_a_subgraph_in_itself_is_refused():
     workflow = subgraph([])
     workflow["definitions"]["subgraphs"][0]["nodes"].append(editor_node(6, "sub"))
     with pytest.raises(WanjaxError, match="the subgraph sub has itself inside"):
@@ -124,13 +124,13 @@ def test_large_subgraphs_are_not_read_before_they_are_counted():
         assert time.process_time() - started < 5
 
 
-def test_a_link_without_end_is_one_sentence():
+def test_an_endless_link_is_refused():
     workflow = model_chain(links=[[10, 1, float("inf"), 9, 0, "MODEL"]])
     with pytest.raises(WanjaxError, match="is damaged, at OverflowError"):
         graph_of(workflow)
 
 
-def test_an_address_without_a_url_is_none():
+def test_an_url_of_another_scheme_is_ignored():
     models = [{"name": "a"}, {"name": "a", "url": "https://b"}, {"name": "c", "url": 3}]
     node = editor_node(1, "UNETLoader", properties={"models": models})
     assert graph_of({"nodes": [node], "links": []}).addresses.keys() == {"a"}
@@ -156,7 +156,7 @@ def test_subgraphs_that_double_are_bounded():
     assert time.process_time() - started < 3
 
 
-def test_a_circle_of_reroutes_is_one_sentence():
+def test_a_cycle_of_reroutes_is_refused():
     nodes = [editor_node(k, "Reroute", [], [("", "*", 10 + k)], [("", "*")]) for k in (2, 3)]
     links = [[12, 3, 0, 2, 0, "*"], [13, 2, 0, 3, 0, "*"], [14, 3, 0, 9, 0, "MODEL"]]
     with pytest.raises(WanjaxError, match="form a circle"):
@@ -179,15 +179,15 @@ def sentence(workflow: dict[str, Any]) -> str:
     return str(error.value)
 
 
-def test_a_circle_of_nodes_is_one_sentence():
+def test_a_cycle_of_nodes_is_refused():
     assert "form a circle" in sentence(edited(T2V, n48__model=["48", 0]))
 
 
-def test_a_link_to_nothing_is_one_sentence():
+def test_a_dangling_link_is_refused():
     assert "lacks" in sentence(edited(T2V, n48__model=["77", 0]))
 
 
-def test_a_long_chain_is_one_sentence():
+def test_a_long_chain_is_refused():
     nodes = edited(T2V, n48__model=["L0", 0])
     for k in range(5000):
         nodes[f"L{k}"] = {"class_type": "LoraLoaderModelOnly", "inputs": {"model": [f"L{k + 1}", 0], "lora_name": "x"}}
@@ -209,11 +209,11 @@ def test_a_long_chain_is_one_sentence():
         ({"n3__model": None}, "has nothing linked to model"),
     ],
 )
-def test_a_wrong_value_is_one_sentence(changes, words):
+def test_a_wrong_value_is_refused(changes, words):
     assert words in sentence(edited(T2V, **changes))
 
 
-def test_an_unknown_patch_of_a_model_is_named_with_what_is_left():
+def test_an_unknown_patch_of_a_model_is_named_as_ignored():
     nodes = edited(T2V, n48__model=["P", 0])
     nodes["P"] = {"class_type": "SomethingNew", "inputs": {"model": ["37", 0]}}
     assert sentence(nodes) == (
@@ -222,7 +222,7 @@ def test_an_unknown_patch_of_a_model_is_named_with_what_is_left():
     )
 
 
-def test_an_unknown_node_beside_the_path_does_not_matter():
+def test_an_unknown_node_outside_the_path_does_not_matter():
     nodes = edited(T2V)
     nodes["P"] = {"class_type": "SomethingNew", "inputs": {"model": ["37", 0]}}
     assert request_of(nodes) == request_of(edited(T2V))
@@ -268,12 +268,12 @@ def two_samplers(**second: Any) -> dict[str, Any]:
     return nodes
 
 
-def test_experts_may_be_sampled_by_other_nodes():
+def test_experts_may_be_sampled_by_different_nodes():
     assert request_of(two_samplers()).settings["boundary_step"] == 2
     assert "adds noise to what node" in sentence(two_samplers(add_noise=True))
 
 
-def test_a_guidance_rule_of_one_expert_is_one_sentence():
+def test_a_guidance_rule_of_only_one_expert_is_refused():
     assert "has another guidance rule than node" in sentence(two_samplers(model=["Z", 0]))
 
 
@@ -339,14 +339,14 @@ ANIMATE = "video_wan_animate2_distilled"
         ({"pose_end_percent": "x"}, "has 'x' as its pose_end_percent, which is not a number"),
     ],
 )
-def test_a_character_that_wanjax_cannot_move_is_one_sentence(inputs, words):
+def test_an_unsupported_character_is_refused(inputs, words):
     nodes = api_form(graph_of(template(ANIMATE)))
     [animate] = [node for node in nodes.values() if node["class_type"] == "WanAnimate2ToVideo"]
     animate["inputs"] |= inputs
     assert f"(WanAnimate2ToVideo) {words}" in sentence(nodes)
 
 
-def test_a_loop_of_other_nodes_is_one_sentence():
+def test_a_loop_of_other_nodes_is_refused():
     nodes = edited(T2V)
     [save] = [node for node in nodes.values() if node["class_type"] == "CreateVideo"]
     nodes["E"] = {"class_type": "EndLoop", "inputs": {"output_value": save["inputs"]["images"]}}
@@ -372,7 +372,7 @@ def clip(kind: str, **inputs: Any) -> dict[str, Any]:
     return nodes
 
 
-def test_changes_of_a_clip_are_told():
+def test_changes_of_a_clip_are_noted():
     assert "changes a clip to 12 frames per second" in sentence(clip("VHS_LoadVideo", force_rate=12))
     notes = request_of(clip("ImageFromBatch", length=7)).notes
     assert any("gives 7 frames of a clip" in note for note in notes)
@@ -410,7 +410,7 @@ def test_the_size_of_a_resized_clip(kind, inputs, size):
     assert (settings["width"], settings["height"]) == size
 
 
-def test_a_size_that_is_only_known_when_it_runs_is_missing():
+def test_a_size_computed_at_run_time_is_missing():
     settings = resized("ImageResizeKJv2", width=50, height=50, keep_proportion="total_pixels").settings
     assert "resizes by the number of pixels" in settings["width"].sentence
     nodes = clip("ImageScale", width=0, height=64)
@@ -491,7 +491,7 @@ def test_a_sampler_may_start_later_from_a_clip():
     assert "runs only the steps from 4 to 10" in sentence(nodes)
 
 
-def test_latents_of_other_pictures_are_one_sentence():
+def test_latents_of_other_pictures_are_refused():
     nodes = from_clip()
     nodes["C"] = {"class_type": "LoadImage", "inputs": {"image": "a.png"}}
     assert "node E (VAEEncode) encodes something else than a clip" in sentence(nodes)
@@ -508,13 +508,13 @@ def test_a_mask_from_a_file_is_an_input():
     assert request_of(nodes).inputs["mask"].name == "mask.png"
 
 
-def test_a_solver_that_is_not_here_is_a_missing_value():
+def test_an_unsupported_solver_is_a_missing_value():
     workflow = request_of(edited(T2V, n3__sampler_name="res_multistep"))
     assert isinstance(workflow.scheduler, Missing)
     assert "res_multistep" in workflow.scheduler.sentence
 
 
-def test_frames_are_those_that_comfyui_makes():
+def test_the_number_of_frames_is_that_of_comfyui():
     workflow = request_of(edited(T2V, n40__length=80))
     assert workflow.settings["frames"] == 77
     assert any("asks for 80 frames" in note for note in workflow.notes)

@@ -126,7 +126,7 @@ def test_other_files_have_no_workflow(tmp_path):
         reading.find_workflow(tmp_path / "b.json")
 
 
-def test_a_huge_file_is_one_sentence_and_is_not_read(tmp_path):
+def test_a_huge_file_is_refused_and_not_read(tmp_path):
     huge = tmp_path / "huge.json"
     with huge.open("wb") as file:
         file.write(b'{"nodes": [')
@@ -157,7 +157,7 @@ def test_many_nodes_take_little_time(tmp_path):
     assert time.process_time() - started < 2
 
 
-def test_deep_json_is_one_sentence(tmp_path):
+def test_deep_json_is_refused(tmp_path):
     (tmp_path / "a.json").write_text("[" * 100_000 + "]" * 100_000)
     with pytest.raises(WanjaxError, match="nested too deep"):
         reading.find_workflow(tmp_path / "a.json")
@@ -197,13 +197,13 @@ def models(tmp_path) -> Path:
         ("c.safetensors", "diffusion_models", None),
     ],
 )
-def test_a_file_is_found_in_the_folders_of_its_kind(models, name, kind, expected):
+def test_a_file_is_searched_in_the_folders_of_its_kind(models, name, kind, expected):
     for root in (models, models.parent):
         path = find_file(named(name, kind), Folders(root))
         assert path == (expected and models / expected)
 
 
-def test_pictures_are_found_in_the_folder_of_inputs(models):
+def test_pictures_are_searched_in_the_folder_of_inputs(models):
     for folders in (Folders(inputs=models.parent / "input"), Folders(models.parent)):
         assert find_file(named("e.png [input]", "input"), folders) == models.parent / "input/e.png"
     assert find_file(named("e.png", "input"), Folders(models)) is None
@@ -248,7 +248,7 @@ def test_two_files_of_one_name_are_not_guessed(models):
     assert find_file(named("y/c.safetensors", "loras"), Folders(models)) == models / "loras/y/c.safetensors"
 
 
-def test_a_file_that_is_not_there_comes_from_its_address(models, monkeypatch):
+def test_a_missing_file_is_downloaded_from_its_url(models, monkeypatch):
     addresses = {"f.safetensors": ADDRESS.replace("a.saf", "f.saf")}
     monkeypatch.setattr(files, "is_cached", lambda name: False)
     located = locate(named("f.safetensors"), Folders(models), addresses)
@@ -269,7 +269,7 @@ def test_a_file_that_is_not_there_comes_from_its_address(models, monkeypatch):
         (None, "has no address of it"),
     ],
 )
-def test_other_addresses_are_told_and_not_opened(url, words):
+def test_other_addresses_are_reported_and_not_opened(url, words):
     addresses = {} if url is None else {"f.safetensors": url}
     with pytest.raises(WanjaxError, match=words):
         locate(named("f.safetensors"), Folders(), addresses)
@@ -302,7 +302,7 @@ def test_the_size_of_a_clip_is_that_of_its_file(tmp_path):
     assert reading.measure(tmp_path / "c.jpg") == (20, 30, 1, 1.0)
 
 
-def test_a_picture_that_says_it_is_huge_has_no_workflow(tmp_path):
+def test_a_picture_that_claims_to_be_huge_has_no_workflow(tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     data = bytearray((tmp_path / "a.png").read_bytes())
     data[16:24] = struct.pack(">II", 60_000, 60_000)

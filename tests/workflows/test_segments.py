@@ -112,7 +112,7 @@ def test_segments_are_windows_of_one_video(segments):
     assert any("film" in note or "is read, and not" in note for note in workflow.notes) == (segments > 1)
 
 
-def test_clips_that_a_network_makes_of_a_film_are_to_be_given():
+def test_clips_computed_from_a_video_are_missing_inputs():
     poses = {
         name: node("DWPreprocessor", image=["film", 0], detect_face=face) for name, face in (("p", "no"), ("f", "yes"))
     }
@@ -133,7 +133,7 @@ def test_clips_that_a_network_makes_of_a_film_are_to_be_given():
     assert "--mask FILE" in sentences["mask"]
 
 
-def test_a_clip_that_is_not_linked_is_to_be_given():
+def test_an_unlinked_clip_is_a_missing_input():
     workflow = request(1, {"pose_video": "pose"})
     problem = "node follow 0 (WanAnimateToVideo) has no face_video, which wanjax needs"
     assert workflow.inputs["face"].sentence == f"{problem}: give a clip of the face by --face FILE"
@@ -162,7 +162,7 @@ def test_a_mask_of_one_picture_is_a_mask():
         ({"follow_1": {"continue_motion": ["picture", 0]}}, "continues the frames of a file"),
     ],
 )
-def test_what_segments_cannot_do_is_one_sentence(changes, words):
+def test_unsupported_segments_are_refused(changes, words):
     assert words in sentence(2, save_0=node("PreviewImage", images=["decode 0", 0]), **changes)
 
 
@@ -172,7 +172,7 @@ def test_a_shorter_video_is_read_in_place_of_segments_that_cannot_be():
     assert any("goes on at frame 55 of the clip" in note for note in workflow.notes)
 
 
-def test_frames_that_are_left_out_are_said():
+def test_skipped_frames_are_noted():
     assert "leaves out the first 3 frames" in sentence(new_0={"batch_index": 3}, film_0={"images": ["new 0", 0]})
     workflow = request(new_0={"length": 9}, film_0={"images": ["new 0", 0]})
     assert any(note.startswith("only 9 frames of") for note in workflow.notes)

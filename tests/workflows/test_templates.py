@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of ComfyUI's own templates, and a sentence for each template that is no request."""
+"""The requests of ComfyUI's templates, and a message for each template that is no request."""
 
 import json
 import time
@@ -251,7 +251,7 @@ def test_a_loop_over_a_driving_clip_makes_segments():
 
 
 @pytest.mark.parametrize("name", ["video_hunyuan_video_1.5_720p_t2v", "video_hunyuan_video_1.5_720p_i2v"])
-def test_the_second_half_of_hunyuanvideo_is_one_sentence_beside_the_first(name):
+def test_the_second_half_of_hunyuanvideo_is_a_note(name):
     workflow = template(name)
     for node in nodes_of(workflow):
         node["mode"] = 0
@@ -313,7 +313,7 @@ def test_the_sentence_of_a_template(name):
     assert SENTENCES[name] in str(error.value)
 
 
-def test_each_other_template_is_one_sentence():
+def test_each_unsupported_template_has_a_message():
     names = template_names()
     assert len(names) > 600
     for name in names:
