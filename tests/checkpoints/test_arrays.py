@@ -74,7 +74,7 @@ def test_chunks_cover_an_array_and_are_small(shape, dtype, stacked):
     assert math.prod(chunk) * spec.dtype.itemsize <= 256
 
 
-def test_a_chunk_of_a_stack_is_whole_blocks_or_parts_of_one():
+def test_a_chunk_of_a_stack_is_complete_blocks_or_a_part_of_one():
     large, small = Spec((40, 5120, 13824), np.dtype(np.float32)), Spec((40, 5120), np.dtype(np.float32))
     assert chunk_shape(large, True)[0] == 1
     assert chunk_shape(small, True) == (40, 5120)

@@ -176,8 +176,8 @@ forth = convert.ToWanjax(source, target, NETWORKS) if sys.argv[3] == "forth" els
 def begun():
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
-        told = lambda *at: os.write(write, b".")
-        (forth or convert.ToDiffusers(source, target, NETWORKS)).run(told)
+        on_progress = lambda *at: os.write(write, b".")
+        (forth or convert.ToDiffusers(source, target, NETWORKS)).run(on_progress)
         os._exit(0)
     os.close(write)
     return pid, os.fdopen(read, "rb")

@@ -84,7 +84,7 @@ def test_saved_tensors_are_loaded_bit_for_bit(tmp_path, drawn):
     assert_same(load_safetensors(tmp_path / "x.safetensors"), tensors)
 
 
-def test_the_formats_own_library_reads_what_we_write(tmp_path):
+def test_the_safetensors_library_reads_our_files(tmp_path):
     path = tmp_path / "x.safetensors"
     tensors = {key: tensor for key, tensor in TENSORS.items() if tensor.dtype != ml_dtypes.bfloat16}
     save_safetensors(path, tensors | {"view": TENSORS["a.weight"].T}, {"format": "pt", "note": "é"})
@@ -93,7 +93,7 @@ def test_the_formats_own_library_reads_what_we_write(tmp_path):
         assert file.metadata() == {"format": "pt", "note": "é"}
 
 
-def test_what_the_formats_own_library_writes_is_read(tmp_path):
+def test_files_of_the_safetensors_library_are_read(tmp_path):
     path = tmp_path / "x.safetensors"
     safetensors.numpy.save_file(TENSORS, path, {"format": "pt"})
     file = SafetensorsFile(path)

@@ -338,7 +338,7 @@ def test_a_preset_with_a_lora_is_not_converted_without_it(checkpoint, tmp_path):
     assert has_line_with(result.output, "LoRA merge convert")
 
 
-def test_a_preset_with_a_lora_and_a_scheduler_of_its_own(checkpoint, file):
+def test_a_preset_with_a_lora_and_another_scheduler(checkpoint, file):
     preset = replace(presets()[FEW_STEPS[0]], name="small-4step", source=str(checkpoint), loras=(f"{file}:0.5",))
     with registered(presets=(preset,)):
         pipe = wanjax.load("small-4step", lora=str(file), param_dtype="float32")

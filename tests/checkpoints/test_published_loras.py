@@ -137,7 +137,7 @@ def test_longlive_plug_changes_the_matrices_of_all_blocks(name, prefix, rank, dt
 
 
 @pytest.mark.parametrize("name", [T2V, EXPERTS, "wan2.2-i2v-a14b"])
-def test_lightning_s_alphas_are_whole_numbers(name, tmp_path):
+def test_lightning_s_alphas_are_integers(name, tmp_path):
     tensors = factors(blocks(name), DOWN, UP, prefix="diffusion_model.", rank=64, alpha=True)
     dtypes = {key: "I64" for key in tensors if key.endswith(".alpha")}
     matches = opened(tmp_path, name, tensors, dtypes=dtypes)

@@ -156,8 +156,8 @@ def test_a_requested_tpu_without_libtpu():
         import sys
         from contextlib import suppress
         from importlib import util
-        found = util.find_spec
-        util.find_spec = lambda name, *more: None if name == "libtpu" else found(name, *more)
+        find_spec = util.find_spec
+        util.find_spec = lambda name, *more: None if name == "libtpu" else find_spec(name, *more)
         sys.modules["libtpu"] = None
         from wanjax.cli import main
         for arguments in ("generate a", "warmup", "bench --quick", "calibrate", "train nano . -o x"):

@@ -43,7 +43,7 @@ def latents(folder: str) -> np.ndarray:
     return np.asarray(stage_files.load_latents(Path(folder), load_settings(Path(folder))))
 
 
-def test_a_refused_option_is_one_note_and_the_video_is_made(model):
+def test_a_refused_option_is_noted_once_and_the_video_is_made(model):
     options = ("a red circle", "--model", model, *SMALL)
     fast = succeeded(wanjax(*options, *FAST, "--dir", "fast"))
     assert fast.stderr.count(NOTE) == fast.stderr.count("xla_no_such_option, which") == 1, fast.stderr
@@ -70,7 +70,7 @@ def refused_by_the_library(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("command", ["generate a", "encode a", "denoise", "decode", "plan", "warmup", "load nano"])
-def test_an_unknown_set_is_refused_in_one_sentence(command):
+def test_an_unknown_set_is_refused(command):
     name, *options = command.split()
     output = refused_by_the_library(*options) if name == "load" else refused(name, *options, "--compiler", "quick")
     assert has_line_with(output, "'quick' safe fast")

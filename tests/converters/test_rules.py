@@ -292,7 +292,7 @@ def test_unused_keys_are_ignored_by_pattern():
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_a_tied_tensor_is_found_under_either_name(both):
+def test_a_tied_tensor_is_read_by_either_name(both):
     tied = checkpoint().tensors["patch_embedding.weight"]
     source = checkpoint(**{"tied.weight": tied, "patch_embedding.weight": tied if both else None})
     model = modules.load(abstract(), RULES, source)
@@ -300,7 +300,7 @@ def test_a_tied_tensor_is_found_under_either_name(both):
     np.testing.assert_array_equal(model.patch.kernel[...], expected)
 
 
-def test_weights_on_one_cpu_are_the_hosts_own_buffer():
+def test_weights_on_one_cpu_share_the_host_s_buffer():
     """JAX takes over the buffer into which a parameter is read, so that it takes no further memory."""
     buffers = []
 

@@ -84,8 +84,8 @@ def printed(code: str):
 def test_help_shows_names_and_types():
     outputs = printed("""
 def parameters(call):
-    found = inspect.signature(call).parameters.values()
-    return {p.name: [str(p.annotation), p.kind.name, repr(p.default)] for p in found}
+    parameters = inspect.signature(call).parameters.values()
+    return {p.name: [str(p.annotation), p.kind.name, repr(p.default)] for p in parameters}
 
 calls = [pipe, pipe.encode, pipe.prepare, pipe.denoise, pipe.settings]
 print(json.dumps([parameters(call) for call in calls]))""")
@@ -107,7 +107,7 @@ completer = IPCompleter(shell=shell, namespace=shell.user_ns)
 
 def completed(text):
     with provisionalcompleter():
-        return [found.text for found in completer.completions(text, len(text))]
+        return [completion.text for completion in completer.completions(text, len(text))]
 
 texts = ['pipe("a", st', "pipe.denoise(1, guidance", 'pipe.encode("a", la', 'wanjax.load("nano", off', "wanjax."]
 print(json.dumps([completed(text) for text in texts]))""")

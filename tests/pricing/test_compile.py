@@ -135,7 +135,7 @@ def test_a_function_knows_which_chip_it_is_compiled_for(results):
 
 
 @needs_libtpu
-def test_the_compiler_ends_with_the_process_that_asked(tmp_path):
+def test_the_compiler_ends_with_its_caller(tmp_path):
     """A plan that is killed leaves nothing at work: the compiler's process ends with its standard input."""
     program, chip = PROGRAMS["layers"]
     job = export(program, find_slice(chip))

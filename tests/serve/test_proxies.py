@@ -105,7 +105,7 @@ def test_without_a_token_nobody_gets_through_a_proxy(without_token, tmp_path, ki
     assert without_token.get("/v1/videos").json()["data"] == []
 
 
-def test_a_page_through_a_proxy_that_tells_nothing_says_what_is_missing(browser, without_token, tmp_path):
+def test_a_page_through_a_proxy_without_headers_names_the_missing_ones(browser, without_token, tmp_path):
     """Its requests look like this machine's but for the page's address; who set the proxy up sees it at once."""
     with proxied("nginx", tmp_path, without_token.base_url.port, lines=SINCE_1_29_7) as url:
         context = browser.new_context()
