@@ -108,8 +108,8 @@ KINDS = {
     "LoRA": (lora, {}),
     "LoHa": (loha, {}),
     "LoKr of a whole matrix and factors": (lokr, {}),
-    "LoKr of factors": (lokr, {"whole": (False, False)}),
-    "LoKr of factors and a whole matrix": (lokr, {"whole": (False, True)}),
+    "LoKr of factors": (lokr, {"unfactored": (False, False)}),
+    "LoKr of factors and a whole matrix": (lokr, {"unfactored": (False, True)}),
 }
 
 
