@@ -30,7 +30,7 @@ from wanjax.checkpoints.modules import parameters
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.registry import open_source
 
-pytestmark = pytest.mark.usefixtures("known_shapes")
+pytestmark = pytest.mark.usefixtures("cached_shapes")
 
 
 def test_there_and_back_is_equal_bit_for_bit(source, converted, tmp_path):

@@ -11,7 +11,7 @@ from tests.support.conversion import tensors, wanjax_command
 from tests.support.quick import quick
 from tests.support.tiny import tiny_cogvideox_checkpoint
 
-pytestmark = pytest.mark.usefixtures("known_shapes")
+pytestmark = pytest.mark.usefixtures("cached_shapes")
 CONFIG_1_0 = {"patch_size_t": None, "patch_bias": True, "sample_height": 4, "sample_width": 6}
 LEARNED = {"use_learned_positional_embeddings": True, "in_channels": 8}
 MEMBERS = {

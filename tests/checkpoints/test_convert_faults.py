@@ -28,7 +28,7 @@ from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.registry import open_source
 
-pytestmark = pytest.mark.usefixtures("known_shapes")
+pytestmark = pytest.mark.usefixtures("cached_shapes")
 
 
 def with_another_shape(folder: Path) -> None:

@@ -20,7 +20,7 @@ from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.registry import open_source
 
-pytestmark = pytest.mark.usefixtures("known_shapes")
+pytestmark = pytest.mark.usefixtures("cached_shapes")
 MODEL = "memory://models/tiny"
 LOST = ConnectionError("the connection was lost")
 
