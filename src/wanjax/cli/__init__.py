@@ -261,8 +261,8 @@ def batch(
     PROMPTS is a file, or - for standard input. Each line of the file is a prompt or a JSON object. The file may also be
     a JSON array of prompts and objects. A .csv or .parquet file has a request in each row. A request may have any
     setting of a video, the names of pictures and clips, and its own seed. The options give the settings that a request
-    does not have, and --from takes them from a workflow of ComfyUI. PROMPTS may also be such a workflow, or a folder
-    of workflows of one model. All requests are checked before the first video is made.
+    does not have. With --from, these settings come from a workflow of ComfyUI. PROMPTS may also be such a workflow, or
+    a folder of workflows of one model. All requests are checked before the first video is made.
 
     A video gets its name when it is complete, and manifest.jsonl in the same folder lists the video. If the command
     ends early, run the same command again: it makes the videos that are missing. The workers are processes of this
@@ -453,8 +453,8 @@ def calibrate(report: Report, request: "VideoRequest", options: "PipelineOptions
     """Measure the tables that step caches need for MODEL.
 
     Denoises a few prompts without a cache. Writes MagCache's ratios and TeaCache's polynomial to the user's data
-    folder, from which `--cache` reads them. Give the same size, number of steps and guidance as for the videos that you
-    will make.
+    folder, where `--cache` finds them. Give the same size, number of steps and guidance as for the videos that you will
+    make.
     """
     from wanjax.cli import measuring
 
@@ -465,7 +465,7 @@ def calibrate(report: Report, request: "VideoRequest", options: "PipelineOptions
 @click.argument("source", shell_complete=complete_models)
 @click.argument("target", required=False, metavar="[FOLDER]", shell_complete=complete_files)
 @click.option(
-    "--to", type=click.Choice(["wanjax", "diffusers"]), default="wanjax", show_default=True, help="Layout of TARGET."
+    "--to", type=click.Choice(["wanjax", "diffusers"]), default="wanjax", show_default=True, help="Layout of FOLDER."
 )
 @click.option(
     "--dtype",
@@ -545,8 +545,8 @@ def info(ctx: click.Context, file: str, as_json: bool) -> None:
     """Show how the video FILE was made.
 
     Prints the model, the prompt, the settings and everything else that shaped the video, from its metadata. FILE may
-    also be a stage's file, a generation_config.json, or a workflow of ComfyUI, also in a video or picture. `wanjax
-    generate --from FILE` makes the video again.
+    also be a stage's file, a generation_config.json, a workflow of ComfyUI, or a video or picture that contains a
+    workflow. `wanjax generate --from FILE` makes the video again.
     """
     from wanjax.cli import catalogue, workflow_options
 
@@ -565,7 +565,7 @@ def models(model: str | None, as_json: bool) -> None:
     """List the models that have a name, or describe MODEL.
 
     The list shows the parameters of the transformer, the memory of all weights, the recommended settings, and the
-    licence of the weights. For MODEL, which may also be a hub id or a folder, the command shows the pictures that the
+    licence of the weights. MODEL may also be a hub id or a folder. For MODEL, the command shows the pictures that the
     model takes, the names of its sizes, and all recommended settings.
     """
     from wanjax.cli import catalogue
@@ -617,7 +617,7 @@ def selftest(report: Report, out: Path, timed: bool, as_json: bool) -> None:
 
     Compares results of the hand-written kernels, of attention, of the bundled model and of a small random model of each
     family with values in the package. Writes a checkpoint and reads it back. On several devices the command also checks
-    collectives and a sharded run. Then it times real shapes, and compares the times with those that `wanjax plan`
+    collectives and a sharded run. Then it times real shapes, and compares the times with the times that `wanjax plan`
     predicts for this chip. Writes selftest-CHIP.json and selftest-CHIP.md, which you can attach to an issue. Exits with
     status 1 if a check fails.
     """
@@ -643,8 +643,8 @@ def serve(
 
     Videos are made one after another, or with --workers several at once. POST /v1/videos requests a video. The request
     has the fields of OpenAI's videos API, and may have the settings of `wanjax generate` by name. Videos are kept in
-    --dir, and jobs in --database. Without a token the server answers only clients on this machine. Behind a proxy it
-    needs a token.
+    --dir, and jobs in --database. Without a token the server answers only clients on this machine. Behind a proxy, the
+    server needs a token.
     """
     from wanjax.cli import serving
 

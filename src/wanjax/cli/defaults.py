@@ -391,9 +391,9 @@ source = file_option(
     "original_metadata",
     is_eager=True,
     callback=find_metadata,
-    help="Make the video FILE again, with the prompt and the settings in its metadata. A new prompt and options "
-    "replace them. FILE "
-    "may also be a stage's file, a generation_config.json, or a workflow of ComfyUI, also in a video or picture.",
+    help="Make the video FILE again, with the prompt and the settings in its metadata. A prompt and options that you "
+    "add replace these values. FILE may also be a stage's file, a generation_config.json, a workflow of ComfyUI, or "
+    "a video or picture that contains a workflow.",
 )
 batch_prompts = click.argument(
     "prompts", metavar="PROMPTS", shell_complete=complete_files, is_eager=True, callback=find_prompts

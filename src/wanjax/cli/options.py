@@ -416,10 +416,10 @@ denoising = combine_options(
         "--scheduler",
         metavar="NAME",
         callback=_check_choice,
-        help="Solver: unipc, dpm++ or euler; for models distilled to a few steps consistency, rcm, or rcm-ode, which "
-        "adds no noise; for models that predict v ddim or dpm. Parameters follow a colon, as in unipc:order=1, "
-        "consistency:timesteps=1000,757,522 or rcm:sigma_max=200. The default order of unipc and dpm++ is 2.  "
-        "[default: the model's]",
+        help="Solver: unipc, dpm++ or euler. For models distilled to a few steps: consistency, rcm or rcm-ode "
+        "(rcm-ode adds no noise). For models that predict v: ddim or dpm. Parameters follow a colon, as in "
+        "unipc:order=1, consistency:timesteps=1000,757,522 or rcm:sigma_max=200. The default order of unipc and "
+        "dpm++ is 2.  [default: the model's]",
     ),
     click.option(
         "--noise",
@@ -434,8 +434,8 @@ attention = combine_options(
         metavar="NAME",
         callback=_attention,
         help="Implementation of attention. auto chooses one by platform and shape. radial[:DECAY] skips distant "
-        "positions in distant frames. sla[:top=SHARE] is for models that were trained with it, and for training with "
-        "it. flash_tpu:qk=int8 is faster on TPUs but not exact.  [default: auto]",
+        "positions in distant frames. sla[:top=SHARE] is sparse-linear attention, for training and for models that "
+        "were trained with it. flash_tpu:qk=int8 is faster on TPUs but not exact.  [default: auto]",
     ),
     tokens(
         "--block-q", help="Queries that flash_tpu processes at a time in self-attention. This option selects flash_tpu."
@@ -496,17 +496,17 @@ offload = combine_options(
         "--offload",
         metavar="none|stages|blocks[:N]",
         callback=_offload,
-        help="Save the device's memory. stages frees each network after its stage; --offload alone means the same. "
-        "blocks keeps transformer blocks in the host's memory, and copies N blocks to the device at a time: with 2, "
-        "the default, one block computes while the next is copied.  [default: stages; with several videos, free a "
-        "network only if the next network does not fit]",
+        help="Save the device's memory. stages frees each network after its stage; --offload without a value means "
+        "stages. blocks keeps transformer blocks in the host's memory, and copies N blocks to the device at a time. "
+        "With 2, the default, one block computes while the next block is copied.  [default: stages; with several "
+        "videos, free a network only if the next network does not fit]",
     ),
     click.option(
         "--no-offload",
         flag_value="none",
         default=None,
         is_eager=True,
-        help="Same as --offload none, which frees nothing.",
+        help="Free no network, as --offload none does.",
     ),
 )
 verify = click.option(
@@ -529,9 +529,9 @@ compute = combine_options(
         type=click.Choice(["safe", "fast"]),
         show_default="the set that `wanjax bench` saved for these devices, or safe if it saved none; always safe for "
         "plan",
-        help="Options of the TPU's compiler. The set safe has options in wide use. The set fast adds options "
-        "that are faster by the compiler's own estimate, but that no chip has run yet. Options that the "
-        "compiler rejects are left out.",
+        help="Options of the TPU's compiler. The set safe has options in wide use. The set fast adds options that "
+        "make programs faster by the compiler's own estimate. No chip has run them yet. Options that the compiler "
+        "rejects are left out.",
     ),
 )
 mesh = combine_options(
@@ -553,7 +553,7 @@ rules = combine_options(
         default="fsdp",
         show_default=True,
         callback=_rules,
-        help="Sharding of weights. fsdp splits the weights and gathers them before use, tp splits columns and rows, "
+        help="Sharding of weights. fsdp splits the weights and gathers them before use; tp splits columns and rows; "
         "replicated copies all weights to each device.",
     ),
     old_script_option("--use-fsdp", flag_value="fsdp", default=None),
@@ -587,9 +587,9 @@ compile_cache = combine_options(
         metavar="FOLDER",
         expose_value=False,
         callback=_compile_cache,
-        help="Share compiled programs with everyone who uses this folder, s3://BUCKET/NAME or "
-        "gs://BUCKET/NAME. The first process compiles a program; the other processes wait and read it. "
-        "The environment variable WANJAX_COMPILE_CACHE sets the folder too.",
+        help="Share compiled programs with everyone who uses this folder, s3://BUCKET/NAME or gs://BUCKET/NAME. The "
+        "first process compiles a program; the other processes wait and read the program. The environment variable "
+        "WANJAX_COMPILE_CACHE sets the folder too.",
     ),
     click.option(
         "--trust-compile-cache",
@@ -711,8 +711,8 @@ stats = click.option(
     is_flag=True,
     expose_value=False,
     callback=_set_report_flag,
-    help="Print how the time was spent: startup, weights, compiling, computing, writing; and how much the colours of "
-    "windows drift.",
+    help="Print the time for startup, weights, compiling, computing and writing, and how much the colours of windows "
+    "drift.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 json = click.option(
@@ -755,16 +755,16 @@ server_options = combine_options(
     click.option(
         "--token",
         metavar="TEXT",
-        help="Token that requests must contain. The environment variable WANJAX_TOKEN sets it too, and hides "
-        "it from other users of this machine.",
+        help="Token that requests must contain. The environment variable WANJAX_TOKEN sets the token too, and hides "
+        "the token from other users of this machine.",
     ),
     click.option(
         "--origin",
         "origins",
         multiple=True,
         metavar="URL",
-        help="Address of the server's page behind a proxy, if the proxy does not send it as X-Forwarded-Host; "
-        "may be given more than once.",
+        help="Address of the server's page behind a proxy, if the proxy does not send this address as "
+        "X-Forwarded-Host; may be given more than once.",
     ),
     file_option(
         "--dir",

@@ -541,7 +541,7 @@ models = _folder_option(
     "files.",
 )
 inputs = _folder_option(
-    "--inputs", "With --from: where the pictures and clips of a workflow of ComfyUI are, its folder `input`."
+    "--inputs", "With --from: ComfyUI's folder `input`, which has the pictures and clips of a workflow."
 )
 print_command = click.option(
     PRINT_COMMAND,

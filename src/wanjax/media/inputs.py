@@ -56,10 +56,10 @@ CONTROL_VIDEO = VIDEO._replace(background="black")
 """A clip that guides a video. The video starts from noise. In contrast, with `VIDEO` the video starts from the latents
 of the clip."""
 MASK = InputSpec(
-    "mask", "mask", "a mask", "White where the clip is to be made anew: a clip, or one picture.", background="black"
+    "mask", "mask", "a mask", "A clip or one picture, white where the model makes new content.", background="black"
 )
 REFERENCES = InputSpec("references", "images", "reference images", "Pictures of what the video should show.")
-FACE = InputSpec("face", "clip", "a clip of the face", "The face in each frame of a pose clip, cut out.")
+FACE = InputSpec("face", "clip", "a clip of the face", "A clip of the face, cut out of each frame of the pose clip.")
 BACKGROUND = InputSpec("background", "clip", "a background", "A clip whose person is replaced where the mask is white.")
 INPUT_SPECS = {spec.name: spec for spec in (IMAGE, LAST_IMAGE, VIDEO, FACE, BACKGROUND, MASK, REFERENCES)}
 """The inputs of all families, by name.

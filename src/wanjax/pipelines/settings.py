@@ -271,18 +271,19 @@ class Settings:
         aliases=("num_frames", "frame_num", "length", "segment_frame_length"),
     )
     windows: int = setting(
-        "Make a longer video of N windows, each of the given number of frames. A window starts from the last frames of "
-        "the previous one, so the model must take a first image or a control clip. Window n uses the seed plus n - 1.",
+        "Make a longer video of N windows, each of the given number of frames. A window starts from the last frames "
+        "of the previous window, so the model must take a first image or a control clip. Window n uses the seed plus "
+        "n - 1.",
         default=1, group="windows", metavar="N", minimum=1, maximum=1000,
     )  # fmt: skip
     overlap: int = setting(
-        "Number of frames that a window shares with the previous one: 1 for models that take a first image, more for "
-        "models that take a control clip.",
+        "Number of frames that a window shares with the previous window: 1 for models that take a first image, more "
+        "for models that take a control clip.",
         default=1, group="windows", metavar="N", minimum=1, aliases=("prev_segment_conditioning_frames",),
     )  # fmt: skip
     match: str = setting(
-        "What to match between a window and the previous one, by the frames that they share: colour matches "
-        "brightness, contrast and hue, which otherwise drift in long videos.",
+        "What to match in the frames that two windows share: colour matches brightness, contrast and hue. With none, "
+        "these drift in long videos.",
         default="none", group="windows", choices=MATCHES,
     )  # fmt: skip
     then: str = setting(
@@ -302,7 +303,8 @@ class Settings:
         aliases=("num_inference_steps", "sample_steps", "num_steps"),
     )  # fmt: skip
     guidance_scale: float = setting(
-        "Strength of classifier-free guidance, away from the negative prompt and towards the prompt; 1 turns it off.",
+        "Strength of classifier-free guidance, away from the negative prompt and towards the prompt; 1 turns "
+        "guidance off.",
         group="denoising", metavar="X", minimum=0, maximum=MAX_GUIDANCE_SCALE, example=5,
         aliases=("guidance", "cfg", "cfg_scale", "guide_scale"),
     )  # fmt: skip
@@ -328,9 +330,9 @@ class Settings:
         default=None, group="denoising", aliases=("use_dynamic_cfg",),
     )  # fmt: skip
     guidance_rule: "GuidanceRule" = setting(  # noqa: RUF009
-        "Method that replaces classifier-free guidance: cfg-zero, apg, or nag, which uses the negative prompt even at "
-        "a guidance scale of 1. Parameters follow a colon, as in nag:scale=11. With each method, skip=9+10 also guides "
-        "away from a prediction without these blocks.  [default: none]",
+        "Method that replaces classifier-free guidance: cfg-zero, apg or nag. nag uses the negative prompt even at a "
+        "guidance scale of 1. Parameters follow a colon, as in nag:scale=11. With each method, skip=9+10 also guides "
+        "away from a prediction without blocks 9 and 10.  [default: none]",
         default="none", convert=_parse_guidance_rule, group="denoising", metavar="NAME",
     )  # fmt: skip
     flow_shift: float | None = setting(
@@ -339,28 +341,28 @@ class Settings:
         aliases=("shift", "sample_shift"),
     )  # fmt: skip
     follow: str = setting(
-        "Implementation to match where the model's authors (official) and diffusers differ.  [default: official]",
+        "Implementation to follow if the model's authors (official) and diffusers differ.  [default: official]",
         default="official", group="denoising", choices=REFERENCE_IMPLEMENTATIONS,
     )  # fmt: skip
     sigmas: str | None = setting(
-        "Implementation whose noise levels to match. comfy is ComfyUI's schedule simple, and comfy-NAME is ComfyUI's "
-        "schedule NAME.  [default: the value of --follow]",
+        "Noise levels of the model's authors (official), of diffusers or of ComfyUI. comfy is ComfyUI's schedule "
+        "simple, and comfy-NAME is ComfyUI's schedule NAME.  [default: the value of --follow]",
         default=None, group="denoising", choices=SIGMA_SCHEDULES,
     )  # fmt: skip
     cache: "CacheRule" = setting(  # noqa: RUF009
-        "Reuse results of earlier steps, which is faster and changes the video: magcache, teacache, easycache, "
-        "deepcache or guidance. Parameters follow a colon, as in magcache:0.06,2,0.2 or teacache:0.1,mode=plain; auto "
-        "selects the best cache for the model.  [default: none]",
+        "Reuse results of earlier steps, which is faster and changes the video. The caches are magcache, teacache, "
+        "easycache, deepcache and guidance. Parameters follow a colon, as in magcache:0.06,2,0.2 or "
+        "teacache:0.1,mode=plain. auto selects the best cache for the model.  [default: none]",
         default="none", convert=_parse_cache_rule, group="denoising", metavar="NAME",
     )  # fmt: skip
     seed: int = setting(
-        "Seed of the noise; random or -1 draws one and stores it in the metadata.  [default: 42]",
+        "Seed of the noise; random or -1 draws a seed and stores it in the metadata.  [default: 42]",
         convert=read_seed, group="denoising", metavar="N", example=42,
     )  # fmt: skip
     rng: str = setting(
-        "Generator of the noise. torch draws the numbers of torch's generator on a CPU. ComfyUI uses this generator, "
-        "and diffusers uses it with generator=torch.Generator().manual_seed(N). The numbers of torch's generator on a "
-        "GPU cannot be reproduced.  [default: jax]",
+        "Generator of the noise. torch draws the same numbers as torch's generator on a CPU. ComfyUI uses this "
+        "generator, and diffusers uses it with generator=torch.Generator().manual_seed(N). wanjax cannot reproduce "
+        "the numbers of torch's generator on a GPU.  [default: jax]",
         default="jax", group="denoising", choices=RNGS,
     )  # fmt: skip
     dtype: str = setting(
@@ -377,11 +379,11 @@ class Settings:
         default=FLOATS.name, group="compute", choices=tuple(PRECISIONS), metavar="NAME",
     )  # fmt: skip
     resize: str = setting(
-        "How to fit pictures of other proportions to the video's size.", group="pictures", choices=RESIZE_MODES
+        "How to fit pictures to the video's size if their proportions differ.", group="pictures", choices=RESIZE_MODES
     )
     outpaint: str | None = setting(
-        "Pixels to add around the clip and to make anew, for models that take a mask: left, top, right and bottom, as "
-        "in 120,0,120,0.",
+        "Pixels that the model adds around the clip: left, top, right and bottom, as in 120,0,120,0. The model must "
+        "take a mask.",
         default=None, convert=read_margins, group="pictures", metavar="L,T,R,B",
     )  # fmt: skip
 
