@@ -47,10 +47,10 @@ from wanjax.pricing.roofline import Machine
 from wanjax.registry import ModelDescription
 from wanjax.sharding import SHARDING_RULES, Partitioner, is_in_host_memory
 
-JAX_MEMORY_FRACTION = 0.75  # fraction of a card's memory that JAX allocates by default
+JAX_MEMORY_FRACTION = 0.75  # the fraction of a card's memory that JAX allocates by default
 ESTIMATED_BY_MODEL = "a model of the time of each kernel in the card's compiled program"
 MEMORY_SIZES = (16, 24, 32, 80)  # GiB of a device
-OPTIONS_TO_FIT = (  # each with whether it quantizes weights and whether it offloads blocks
+OPTIONS_TO_FIT = (  # options, each with two flags: whether it quantizes weights, and whether it offloads blocks
     (f"--precision {WEIGHTS_OF_8_BITS}", True, False),
     ("--offload blocks", False, True),
     (f"--precision {WEIGHTS_OF_8_BITS} --offload blocks", True, True),
@@ -103,23 +103,24 @@ class Estimate:
     `compiler` is the name of the set of compiler options; None if nothing was compiled. `attention` is the priced
     implementation of self-attention. A run uses the same implementation if the trials of its kernel pass.
 
-    `offload` is the offload as `Offload.of` reads it. `host_bytes` is the size of the blocks in the host's
-    memory: of all networks, or of the largest one if each is freed after its stage.
+    `offload` is the offload as `Offload.of` reads it. `host_bytes` is the size of the blocks in the host's memory. It
+    counts the blocks of all networks or, if each network is freed after its stage, the blocks of the largest network.
 
     `full_precision` describes the projections that stay in full precision when the other weights have 8 bits.
 
     `reusing_steps` is the number of steps that reuse values of the step cache. `dense_steps` is the number of steps
     that use full attention, which are the first steps of radial attention. Fields named `step_...` describe the steps
-    that neither reuse values nor are dense. Some caches decide on the device whether a step reuses values. For them,
-    `reusing_step_seconds` is the time of a step that does not reuse, `reusing_step_seconds_least` is the time of a step
-    that does, and `total_seconds_least` assumes the maximum number of reusing steps. `step_seconds_worst` is the high
-    end of the time of a step in which every attention head takes its running-max path; None if kernels have no
-    schedules. `total_seconds_low` adds up the low ends of all programs, and `total_seconds_high` adds up the high ends.
+    that neither reuse values nor are dense. Some caches decide on the device whether a step reuses values. For such a
+    cache, `reusing_step_seconds` is the time of a step that does not reuse values, `reusing_step_seconds_least` is the
+    time of a step that reuses values, and `total_seconds_least` assumes the maximum number of reusing steps.
+    `step_seconds_worst` is the high end of the time of a step in which every attention head takes its running-max path;
+    None if kernels have no schedules. `total_seconds_low` adds up the low ends of all programs, and
+    `total_seconds_high` adds up the high ends.
 
-    `fits_in` has options for sizes of a device's memory: the first with which the video fits, which is empty if it fits
-    as it is, and None if no option suffices. These are estimates, with the activations of the compiled programs. If
-    nothing was compiled, they are for weights and inputs alone. `fits_in` is empty if it was not requested and the
-    video fits.
+    `fits_in` maps sizes of a device's memory to the first option with which the video fits. The option is empty if the
+    video fits without an option, and None if no option suffices. These options are estimates, with the activations of
+    the compiled programs. If nothing was compiled, the estimates count only weights and inputs. `fits_in` is empty if
+    the video fits and the caller did not request options.
 
     `peak_bytes_per_chip` is the peak of the whole run. `frames_per_second` is the rate at which a streamed video gets
     its frames, including decoding, once the attention window is full. Compare this rate with `fps`, the rate of
@@ -201,12 +202,11 @@ def estimate_video(
 ) -> Estimate:
     """Estimate a video with the description's settings on a slice such as v6e-8.
 
-    Without `mesh`, the best mesh is chosen; `sp`, if set, is the size of its axis `sp`. Without `pictures`, the
-    estimate assumes the pictures that the model requires, in the size of the video. `finds_options` also finds the
-    options with which the video fits other sizes of memory, as for a video that does not fit. `on_progress` is as in
-    `priced_on`.
-    The other arguments are as in `wanjax.load` and `Pipeline.denoise`. Raises WanjaxError if the chip is unknown, the
-    mesh does not match its number of devices, or a compiler is missing.
+    Without `mesh`, the best mesh is chosen. If `sp` is set, this mesh has an axis `sp` of this size. Without
+    `pictures`, the estimate assumes the pictures that the model requires, in the size of the video. With
+    `finds_options`, the estimate has options for other sizes of memory (`fits_in`) even if the video fits.
+    `on_progress` is as in `priced_on`. The other arguments are as in `wanjax.load` and `Pipeline.denoise`. Raises
+    WanjaxError if the chip is unknown, the mesh does not match its number of devices, or a compiler is missing.
     """
     family, settings = description.family, description.settings
     model = with_attention(description.model, attention, settings.model)
@@ -234,7 +234,8 @@ def estimate_video(
     attention_cost = model.cost(model.spec.passes_of(settings)[0])
     check_separate_forwards(settings.cache, axes["dp"] > 1 or batch_guidance)
     settings = replace(settings, cache=model.spec.cache_rule(settings))
-    if not (settings.cache.is_known_before_run or settings.cache.decided_on_device):  # known only with weights
+    # only the weights decide which steps reuse
+    if not (settings.cache.is_known_before_run or settings.cache.decided_on_device):
         doubts.append(
             f"which steps reuse cached values ({settings.cache}) is not known in advance: the price assumes one such "
             "step"
@@ -350,7 +351,7 @@ def estimate_video(
         disk_bytes=sum(
             network.weight_bytes("bfloat16", precision if precision.name in STORABLE else FLOATS)
             for network in networks
-        ),  # the bytes of the weights as `wanjax convert` stores them
+        ),  # the bytes of the weights in the form in which `wanjax convert` stores them
         doubts=[*dict.fromkeys(doubt for price in program_prices for doubt in price.doubts), *doubts],
     )
 
@@ -363,7 +364,7 @@ def _attention_name(
         return str(attention)
     shape = (1, attention_cost.num_tokens, attention_cost.num_heads, attention_cost.width // attention_cost.num_heads)
     operand = jax.ShapeDtypeStruct(shape, dtype, sharding=partitioner.replicated)
-    with on_mesh(partitioner):  # the kernels read the kind of chip from this mesh
+    with on_mesh(partitioner):  # kernels get the kind of chip from this mesh
         return choose_implementation(operand, operand, operand, implementation=attention).name + (
             f":qk={attention.qk}" if attention.qk else ""
         )
@@ -400,8 +401,8 @@ def _frames_per_second(
 ) -> float | None:
     """Return the frames per second of a streamed video, from the price of one more chunk.
 
-    `programs_with_next_chunk` has the programs of a video that is one chunk longer; it is empty if the video is not
-    streamed. Returns None if the video is not streamed, if a program does not fit, or if a program has no price.
+    `programs_with_next_chunk` has the programs of a video that is one chunk longer, and is empty if the video is not
+    streamed. Return None if the video is not streamed, if a program does not fit, or if a program has no price.
     """
     times_and_seconds = {(program.stage, program.name): (program.times, price.seconds) for program, price in prices}
     seconds = 0.0
@@ -482,15 +483,15 @@ def _stage(programs: Sequence[PricedProgram], memory: int) -> Stage:
 
 
 def _sum(seconds: Iterable[float | None]) -> float | None:
-    """Return the sum of the seconds, or None if one of them is None."""
+    """Return the sum of the seconds, or None if one number is None."""
     values = list(seconds)
     return None if None in values else sum(filter(None, values))
 
 
 def _estimated_peak(prices: Sequence[PricedProgram], changed: Sequence[VideoProgram], hardware: Hardware) -> int:
-    """Estimate the peak of a run on one device if its weights take another number of bytes.
+    """Estimate the peak of a run on one device with weights of another size.
 
-    The activations are those of the compiled programs. If nothing was compiled, they count as nothing.
+    The estimate uses the activations of the compiled programs. If nothing was compiled, activations count as 0 bytes.
 
     Args:
         prices: The programs and their prices.
@@ -507,7 +508,7 @@ def _estimated_peak(prices: Sequence[PricedProgram], changed: Sequence[VideoProg
 
 
 def _argument_bytes(program: VideoProgram) -> int:
-    """Return the bytes of a program's arguments on one device, with two blocks of the weights in the host's memory."""
+    """Return the bytes of a program's arguments on one device. For weights in the host's memory, count two blocks."""
     argument_bytes = 0
     for x in jax.tree.leaves(program.abstract_call.arguments):
         sharding = getattr(x, "sharding", None)

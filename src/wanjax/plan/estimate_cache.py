@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from wanjax import __version__
 from wanjax.stores.results import ResultCache
 
-if TYPE_CHECKING:  # a server only reads estimates, so it does not need this import
+if TYPE_CHECKING:  # only for type checkers: a server, which only reads estimates, does not need this import
     from wanjax.pipelines.settings import Settings
     from wanjax.plan.estimate import Estimate
 
-MAX_ESTIMATES = 8  # stored estimates per model and slice
+MAX_ESTIMATES = 8  # the number of stored estimates for each model and slice
 KEY_SETTINGS = ("width", "height", "frames", "windows", "steps", "guidance_scale", "guidance_scale_2", "cache")
 
 
 def store_estimate(estimate: "Estimate", settings: "Settings") -> None:
-    """Store an estimate, with the seconds of each stage. If a stage does not fit, nothing is stored."""
+    """Store an estimate with the seconds of each stage. Store nothing if a stage does not fit."""
     seconds = {name: stage.seconds for name, stage in estimate.stages.items()}
     if None in seconds.values():
         return

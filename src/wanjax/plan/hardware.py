@@ -62,8 +62,8 @@ def mesh_axes(
         hardware: A slice, or a single device with a roofline model.
         mesh: The sizes in the order of `MESH_AXES`; None for the best mesh, which may use only part of a slice.
         step: A function that returns the cost of a step, by which the best mesh is chosen.
-        sp: The size of the axis `sp` in the best mesh; None to choose it.
-        one_device: True if the best mesh must have one device.
+        sp: The size of the axis `sp` in the best mesh; None chooses the size.
+        one_device: Whether the best mesh must have one device.
 
     Raises:
         WanjaxError: The mesh has several devices, but the hardware is a single device.
@@ -92,10 +92,10 @@ def priced_on(
 ) -> list[Price]:
     """Price named programs that are traced on `mesh_on`.
 
-    A slice is priced with the chip's compiler, and any other device is priced with its roofline model. `on_progress` is
-    called when a program starts and when its price is known. `on_progress` gets the names of the programs that are
-    being priced, the number of finished programs, and the total number of programs. Programs whose price was cached are
-    not counted.
+    A slice is priced with the chip's compiler. Any other device is priced with its roofline model. `on_progress` is
+    called when the pricing of a program starts and ends. Its arguments are the names of the programs that are being
+    priced, the number of finished programs, and the total number of programs. Programs with a cached price do not
+    count.
     """
     abstract_calls = [abstract_call for _, abstract_call in programs]
     prices: dict[int, Price] = {}
@@ -139,7 +139,7 @@ def limit_of(program: Price) -> str | None:
 
 
 def fits_on(hardware: Hardware, arguments: int, peak: int) -> bool | None:
-    """Tell whether a program fits a device; return None if this depends on fusion and nothing was compiled.
+    """Return whether a program fits a device. Return None if this depends on fusion and nothing was compiled.
 
     Args:
         hardware: The devices. For a slice, `peak` comes from the compiler. For other hardware, `peak` is an upper bound
@@ -153,11 +153,11 @@ def fits_on(hardware: Hardware, arguments: int, peak: int) -> bool | None:
 
 
 def may_fit(claim: str, subject: str, min_bytes: int, max_bytes: int, memory: int) -> str:
-    """Write the advice for a program that may or may not fit. Only a compiler can decide it.
+    """Write the advice for a program that may or may not fit. Only a compiler can decide whether it fits.
 
     Args:
         claim: The start of the sentence, which says what may fit.
-        subject: The subject of the sentence: what needs the memory.
+        subject: The subject of the sentence, which needs the memory.
         min_bytes: Bytes of weights and inputs on a device.
         max_bytes: Bytes at the peak if nothing is fused.
         memory: Bytes of a device's memory.

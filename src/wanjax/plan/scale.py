@@ -21,7 +21,8 @@ from wanjax.sharding import SHARDING_RULES
 MAX_RATIO = 1.5  # slices above this multiple of the best slice's estimated chip-seconds are not priced
 START_SECONDS, DOWNLOAD_RATE, LOAD_RATE = 300.0, 200e6, 580e6
 """Defaults: the seconds until a slice is ready, the bytes per second of a download, and the bytes per second of loading
-weights from a disk onto devices. The first two are assumed. The third is measured in docs/performance.md.
+weights from a disk onto devices. The first two numbers are assumptions. The third is from the measurements in
+docs/performance.md.
 """
 
 
@@ -29,8 +30,8 @@ weights from a disk onto devices. The first two are assumed. The third is measur
 class Workload:
     """The videos to make, and the user's figures for the cloud; None for an unknown figure.
 
-    `requests` is the number of videos. `deadline`, `start` (the time until a slice is ready) and `compiling` are in
-    seconds. `price` is the price of a chip-hour. `download` is in bytes per second.
+    `requests` is the number of videos. `deadline`, `start` and `compiling` are in seconds; `start` is the time until a
+    slice is ready. `price` is the price of a chip-hour. `download` is in bytes per second.
     """
 
     requests: int
@@ -43,11 +44,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class Option:
-    """The estimate for making all videos on slices of one kind. Each range is a low, a middle and a high value.
+    """The estimate for making all videos on slices of one kind. Each range has a low, a middle and a high value.
 
     `video_seconds` is the time of one video on a slice, and `startup_seconds` is the time before a slice's first video.
-    `slices` is the number of slices that meet the deadline: 1 without a deadline, and infinite if no number meets it.
-    `seconds` is the time for which the slices are rented, and `chip_hours` adds up that time over all their chips.
+    `slices` is the number of slices that meet the deadline. It is 1 without a deadline, and infinite if no number of
+    slices meets the deadline. `seconds` is the time for which the slices are rented. `chip_hours` is the sum of this
+    time over all chips.
     """
 
     slice: str
@@ -72,7 +74,8 @@ class Option:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A kind of slice on which a video does not fit, or which was not priced. `plan` is None if it was not priced.
+    """A kind of slice on which a video does not fit, or which was not priced. `plan` is None if the slice was not
+    priced.
 
     `ratio` is the chip-seconds of a step divided by the best slice's chip-seconds, by the model of
     `pipelines/meshes.py`. `ratio` is infinite if the weights do not fit.
@@ -175,7 +178,8 @@ def estimate_at_scale(
 
 
 def _candidates(hardware: Hardware, chip: str, sp: int | None, cost: StepCost) -> Iterator[tuple[str, float]]:
-    """Yield the name of each slice, and its chip-seconds per step divided by the smallest of any slice."""
+    """Yield the name of each slice, and the ratio of its chip-seconds per step to the lowest chip-seconds of any
+    slice."""
     if not isinstance(hardware, Slice):
         yield chip, 1.0
         return
@@ -194,7 +198,8 @@ def _candidates(hardware: Hardware, chip: str, sp: int | None, cost: StepCost) -
 
 
 def chip_seconds(hardware: Slice, cost: StepCost, sp: int | None) -> float:
-    """Estimate the chip-seconds of a step on a slice, by the model of meshes; infinite if the weights do not fit."""
+    """Estimate the chip-seconds of a step on a slice, by the model of `pipelines/meshes.py`. The result is infinite if
+    the weights do not fit."""
     mesh = choose_mesh(cost, hardware.devices, hardware.memory, hardware.chip, sp=sp)
     return (
         hardware.devices * step_seconds(cost, mesh, hardware.chip) if weights_fit(cost, mesh, hardware.memory) else inf
@@ -219,8 +224,8 @@ def _to_option(workload: Workload, devices: int, plan: Estimate) -> Option | Non
 def startup_seconds(workload: Workload, plan: Estimate) -> ValueRange:
     """Estimate the seconds before a slice's first video: start, download of the weights, loading and compiling.
 
-    The low end assumes weights as `wanjax convert` stores them and compiled programs from a shared cache. The high end
-    assumes weights in float32, and that compiling takes as long as it did for the plan.
+    The low end assumes a converted checkpoint, and compiled programs from a shared cache. The high end assumes weights
+    in float32, and the compile time of the plan.
     """
     start = START_SECONDS if workload.start is None else workload.start
     rate = workload.download or DOWNLOAD_RATE
@@ -234,7 +239,7 @@ def startup_seconds(workload: Workload, plan: Estimate) -> ValueRange:
 
 
 def _fleet(workload: Workload, video: float, startup: float) -> tuple[float, float]:
-    """Return the smallest number of slices that meets the deadline, and the seconds for which they are rented.
+    """Return the smallest number of slices that meets the deadline, and the seconds for which these slices are rented.
 
     Both are infinite if no number of slices meets the deadline.
     """

@@ -53,8 +53,8 @@ STEPS = 1000  # the length of the learning-rate schedule; it does not change the
 class TrainingEstimate:
     """The estimated memory and time of a training step. `fits` and `advice` are as in `Estimate`.
 
-    `forward_seconds` is the time to compute only the loss. `backward_ratio` is the time of the rest of a step, divided
-    by `forward_seconds`.
+    `forward_seconds` is the time to compute only the loss. `backward_ratio` is the time of all other parts of a step,
+    divided by `forward_seconds`.
     """
 
     model: str
@@ -160,7 +160,7 @@ def _traced(
 def _batch(pipe: Pipeline, settings: Settings, batch_size: int) -> Batch:
     """Return the shapes of a batch of clips with these settings.
 
-    The arrays are on the host, like a batch that is read from files.
+    The shapes stand for arrays on the host, like a batch that is read from files.
     """
     traced = pipe.with_strategy(Trace(), pipe.components.abstract())
     (conditioning,) = Run(traced, [PreparedRequest(settings)], needed_pictures(pipe, settings)).encode().values()

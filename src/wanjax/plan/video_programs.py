@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Get the programs of a video from a trace of its run, with a name for each.
+"""Get the programs of a video from a trace of its run, and give each program a name.
 
 model = model_description("wan2.1-t2v-14b")
 mesh = mesh_on(find_hardware("v6e-8"), {"dp": 2, "sp": 1, "tp": 4})
@@ -57,7 +57,7 @@ def program_names(trace: Trace) -> list[str]:
 
 
 def _name(stage_program: StageProgram) -> str:
-    """Name a program. A step is named after its kind. A decoded chunk is named by whether it is the first.
+    """Name a program. The name of a step is its kind. The name of a decoded chunk says whether the chunk is the first.
 
     Any other program has the name of its function.
     """

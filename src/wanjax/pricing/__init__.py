@@ -4,11 +4,11 @@
     x = jax.ShapeDtypeStruct((8192, 8192), "bfloat16")
     print(Pricer().price(jnp.matmul, x, x, chip="v6e-1").seconds)
 
-prices any JAX function (`pricer.py`). The steps are: trace the function on `chips.abstract_mesh`, compile it with
-`compile.compile_program`, and price each of its operations with `costs.price_compiled`. Nothing here is specific to
-video models: the names of scopes and kernels are arguments of `Pricer`.
+prices any JAX function (`pricer.py`). A price takes three steps: trace the function on `chips.abstract_mesh`, compile
+it with `compile.compile_program`, and price each of its operations with `costs.price_compiled`. This package is not
+specific to video models. The names of scopes and kernels are arguments of `Pricer`.
 
-The compiler is libtpu (the extra `plan`), which works without a chip. The compiler runs in separate processes, which
-receive programs as bytes. The compiler's dumps are deleted after they are read. Prices are estimates, not measurements:
+The compiler is libtpu (the extra `plan`), which needs no chip. It runs in separate processes, which receive programs as
+bytes. The dumps of the compiler are deleted after they are read. Prices are estimates, not measurements:
 docs/performance.md compares the two.
 """

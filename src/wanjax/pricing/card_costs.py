@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimate the time of a program that was compiled for an NVIDIA card, from the operations and bytes of each kernel.
 
-XLA's GPU compiler reports no times, so a model gives them. A kernel takes the longest of three times: its operations at
-a fraction of the card's peak, its bytes at a fraction of the bandwidth, and a launch. The fractions are assumed from
-published figures of good and of poor kernels of each kind. The spread of the fractions gives the range of a price. The
-fractions have not been checked on a card.
+XLA's GPU compiler reports no times, so this module estimates them with a model. A kernel takes the longest of three
+times: the time of its operations at a fraction of the card's peak, the time of its bytes at a fraction of the
+bandwidth, and the time of a launch. The fractions are assumptions, based on published figures of good and of poor
+kernels of each kind. The spread of the fractions gives the range of a price. Nobody has checked the fractions on a
+card.
 """
 
 import math
@@ -40,7 +41,7 @@ BANDWIDTH = Efficiency(0.92, 0.8, 0.55)
 LINKS = Efficiency(0.9, 0.75, 0.5)
 LAUNCH = ValueRange(1e-6, 3e-6, 6e-6)
 FLOAT32_FRACTION = 0.5  # float32's fraction of the bfloat16 peak: XLA multiplies in TF32
-EIGHT_BITS_FRACTION = 2.0  # the dense rate of int8 and fp8, divided by bfloat16's, in the data sheets
+EIGHT_BITS_FRACTION = 2.0  # the dense rate of int8 and fp8 divided by the rate of bfloat16, from the data sheets
 DTYPES_OF_16_BITS = {"bf16", "f16"}
 DTYPES_OF_8_BITS = {"s8", "f8e4m3fn", "f8e5m2"}
 
@@ -103,7 +104,8 @@ class CardOperationPricer(OperationPricer):
         return CONVOLUTIONS if "convolution" in opcodes else MATMULS, operations
 
     def _peak_fraction(self, card: Card, instruction: Instruction, computation: Computation) -> float:
-        """Return the rate of a kernel's products as a fraction of the card's peak. Operand dtypes determine it."""
+        """Return the rate of a kernel's products as a fraction of the card's peak. The dtypes of the operands determine
+        the rate."""
         if card.peak_dtype == "float32":
             return 1.0
         operands = [computation.by_name[name].results for name in instruction.operands if name in computation.by_name]
@@ -116,7 +118,7 @@ class CardOperationPricer(OperationPricer):
 def price_on_card(compiled: Compiled, *, cheapest: bool = False) -> ItemizedPrice:
     """Estimate one run of a program.
 
-    Of a conditional, only the most expensive branch counts; with `cheapest`, only the cheapest branch counts.
+    Only the most expensive branch of a conditional counts. With `cheapest`, only the cheapest branch counts.
     """
     choose = min if cheapest else max
     reader = CardOperationPricer(parse(compiled.module), compiled.slice.chip, {}, {}, {}, None, choose)

@@ -3,17 +3,18 @@
 
 Sources for TPUs: peak FLOP/s and bandwidth are from JAX's Pallas (`jax/_src/pallas/mosaic/tpu_info.py`). HBM is the
 capacity that the compiler reports when a program does not fit. The clock is the peak divided by the operations per
-cycle: 524,288 on v6e and on half a v7x, 131,072 on each core of earlier chips. The numbers of delay slots are from the
-compiler's dumps. The bandwidth to the host's memory is from the chapter on TPUs of the JAX authors' book "How to Scale
-Your Model" (https://jax-ml.github.io/scaling-book/tpus): 15 GB/s for each chip, and 32 GB/s on v6e. For v7x it is an
-assumption.
+cycle. A v6e and half a v7x have 524,288 operations per cycle, and each core of earlier chips has 131,072. The numbers
+of delay slots are from the compiler's dumps. The bandwidth to the host's memory is from the chapter on TPUs of the JAX
+authors' book "How to Scale Your Model" (https://jax-ml.github.io/scaling-book/tpus): 15 GB/s for each chip, and 32 GB/s
+on v6e. The number for v7x is an assumption.
 
 Sources for cards: peak and bandwidth are from NVIDIA's data sheets (B200 in an HGX, H200, H100 SXM, A100 80 GB SXM,
 L40S, T4) and from the appendix of the Ada whitepaper (RTX 4090). Peaks are dense, with float32 accumulation.
 Multiprocessors, caches, clocks and limits are from XLA's descriptions (`xla/backends/gpu/target_config/specs`: B200,
 H200, H100, A100) and from the CUDA programming guide's table of compute capabilities. Memory is the amount that JAX and
-PyTorch report, which excludes the driver's part. The link is NVLink in one direction, or PCIe for cards without NVLink.
-The bandwidth to the host's memory is that of 16 lanes of PCIe in one direction, of the generation in the data sheet.
+PyTorch report, which excludes the memory of the driver. The link is NVLink in one direction, or PCIe for cards without
+NVLink. The bandwidth to the host's memory is the bandwidth of 16 lanes of PCIe in one direction, of the generation in
+the data sheet.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from wanjax.errors import WanjaxError
 
-if TYPE_CHECKING:  # importing JAX takes seconds, and looking up a name does not need it
+if TYPE_CHECKING:  # JAX is imported late, because its import takes seconds and looking up a name does not need it
     from jax.sharding import AbstractMesh
 
 
@@ -38,12 +39,12 @@ class Chip:
     flops: float  # peak rate in bfloat16 operations per second
     bandwidth: float  # bytes of HBM per second
     clock: float  # cycles per second
-    link: float  # bytes per second and direction over one inter-chip link
+    link: float  # bytes per second in each direction over one inter-chip link
     host_link: float  # bytes per second from the host's memory
     cores: int  # cores that share the work of one device
     branch_delay: int  # delay slots: the bundles after a branch that run before the branch takes effect
 
-    torus: ClassVar[bool] = True  # links connect only neighbours
+    torus: ClassVar[bool] = True  # the links connect only neighbouring chips
 
     platform: ClassVar[str] = "tpu"  # the name in jax.export
     peak_dtype: ClassVar[str] = "bfloat16"  # dtype of the operations that reach the peak
@@ -215,7 +216,8 @@ def find_slice(name: str) -> Slice:
 
 
 def card_devices(name: str) -> list[Any]:
-    """Describe the cards of a slice such as h100-8 as devices for XLA's GPU compiler. The cards may be absent.
+    """Describe the cards of a slice such as h100-8 as devices for XLA's GPU compiler. This machine need not have the
+    cards.
 
     Loads JAX's CUDA plugin.
     """
@@ -231,7 +233,7 @@ def card_devices(name: str) -> list[Any]:
 
 
 def topology_devices(topology: str, *, one_host: bool = False) -> list[Any]:
-    """Describe the chips of a topology as devices for the TPU compiler. The chips may be absent.
+    """Describe the chips of a topology as devices for the TPU compiler. This machine need not have the chips.
 
     With `one_host`, the devices of a topology in ONE_HOST belong to one host instead of two. Loads libtpu.
     """
@@ -240,7 +242,7 @@ def topology_devices(topology: str, *, one_host: bool = False) -> list[Any]:
     options: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if topology.endswith(":1x1") else {}
     if one_host and topology in ONE_HOST:
         options["chips_per_host_bounds"] = ONE_HOST[topology]
-    if topology.startswith("v4:"):  # makes the two cores of a v4 one device; later chips need no option
+    if topology.startswith("v4:"):  # an option for v4, whose two cores then are one device; later chips need no option
         options["chip_config_name"] = "megacore"
     with TOPOLOGY_LOCK:
         topology_desc = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
@@ -248,9 +250,11 @@ def topology_devices(topology: str, *, one_host: bool = False) -> list[Any]:
 
 
 def abstract_mesh(target: Slice, axes: Mapping[str, int] | None = None) -> "AbstractMesh":
-    """Return a mesh of a slice's chips, which may be absent. Without `axes` it has one axis, `chips`.
+    """Return a mesh of a slice's chips. This machine need not have the chips. Without `axes` the mesh has one axis,
+    `chips`.
 
-    Programs that are traced on it can be compiled for the slice. Raises WanjaxError if the axes do not use all chips.
+    Programs that are traced on the mesh can be compiled for the slice. Raises WanjaxError if the axes do not use all
+    chips.
     """
     from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 

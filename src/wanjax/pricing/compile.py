@@ -50,7 +50,7 @@ MAX_CONCURRENT = 2  # concurrent compilations; each uses one core and up to 4 GB
 class Memory:
     """Bytes of one device's memory.
 
-    `peak` is the most that is allocated at any time, including arguments and results.
+    `peak` is the largest number of bytes that are allocated at one time, including arguments and results.
     """
 
     arguments: int
@@ -72,7 +72,8 @@ class Compiled:
     refused: Sequence[str] = ()
 
 
-Workspace = Callable[[], AbstractContextManager[Path]]  # yields a folder and removes it afterwards
+# a context manager that yields a folder, and removes it after the block
+Workspace = Callable[[], AbstractContextManager[Path]]
 
 
 @contextmanager
@@ -101,11 +102,11 @@ def compile_programs(
     Args:
         programs: The programs, each with the name of its slice. Their arguments have shardings on a mesh of
             `chips.abstract_mesh`, or no shardings.
-        schedules: Whether to return the LLO bundles of each operation too. Schedules take far more memory, so request
-            them only for kernels and small programs.
+        schedules: Whether to return the LLO bundles of each operation too. Schedules need far more memory, so request
+            schedules only for kernels and small programs.
 
     Returns:
-        The compiled programs in order. A CompilerError stands in the place of a program that does not compile.
+        The compiled programs in order. For a program that does not compile, the list has a CompilerError.
 
     Raises:
         WanjaxError: A slice is unknown, a mesh does not use all chips of its slice, libtpu is missing or has a version
@@ -226,7 +227,7 @@ def _run_compilers(remaining: dict[Path, list[int]], on_start: Callable[[int], A
 
 
 def _remove_results(root: Path, indices: Sequence[int]) -> None:
-    """Remove the compiler's dump from a folder, and the files of these jobs except their inputs."""
+    """Remove the compiler's dump from a folder. Also remove the files of these jobs, except their inputs."""
     paths = [*(root / DUMP_FOLDER).glob("*"), *(path for index in indices for path in (root / str(index)).glob("*"))]
     for path in paths:
         if path.name not in INPUT_FILES:
@@ -234,7 +235,7 @@ def _remove_results(root: Path, indices: Sequence[int]) -> None:
 
 
 def write_error(folder: Path, kind: str, message: str) -> None:
-    """Write why the program of a folder does not compile."""
+    """Write the reason why the program of a folder does not compile."""
     (folder / "error.json").write_text(json.dumps({"kind": kind, "message": message}), encoding="utf-8")
 
 

@@ -2,10 +2,10 @@
 """The process in which the compiler for TPUs or cards runs. `compile.py` starts it.
 
 The command is `python -m wanjax.pricing.compiler_process FOLDER MAX_CONCURRENT NUMBER...`. The folder has a subfolder
-for each job, named by the job's number, with `job.json` and `program.bin`. The process writes `result.json` and
-`module.txt` there, or `error.json` on failure, and moves the compiler's dump of the schedules there, if the compiler
-wrote one. The process prints `started NUMBER` when a job starts, and `done NUMBER` when all files of the job are
-written.
+for each job. The subfolder's name is the job's number, and it has `job.json` and `program.bin`. The process writes
+`result.json` and `module.txt` to the subfolder, or `error.json` on failure. If the compiler wrote a dump of the
+schedules, the process moves the dump to the subfolder. The process prints `started NUMBER` when a job starts, and `done
+NUMBER` when all files of the job are written.
 """
 
 import json
@@ -31,9 +31,8 @@ HOST_MEMORY = "pinned_host"  # JAX's name of host memory from which a device cop
 
 
 def concrete_mesh(topology: str, devices: int, axes: dict[str, int], card: str | None = None) -> Mesh:
-    """Return a mesh of the first `devices` chips of a topology, or of cards if `card` is set.
-
-    The devices may be absent.
+    """Return a mesh of the first `devices` chips of a topology, or of cards if `card` is set. This machine need not
+    have the devices.
 
     The last axes of the mesh connect neighbouring chips, as far as the links allow.
     """
@@ -47,7 +46,7 @@ def concrete_mesh(topology: str, devices: int, axes: dict[str, int], card: str |
 def mark_host_memory(lowered: jax.stages.Lowered, arguments: Sequence[Any]) -> None:
     """Mark the arguments that are in the host's memory. An exported program records this only in their types.
 
-    A sharding could name this memory too, but absent cards list no memories.
+    A sharding could name this memory too, but described cards list no memories.
     """
     module: Any = lowered.compiler_ir("stablehlo")
     with module.context:
@@ -85,7 +84,7 @@ def compile_job(folder: Path) -> None:
     assert module is not None
     arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes
     on_host = memory.host_argument_size_in_bytes + memory.host_output_size_in_bytes + memory.host_temp_size_in_bytes
-    # the GPU compiler may report no peak; a reported peak counts the host's memory too
+    # the GPU compiler may report no peak; its peak also counts the host's memory
     peak = memory.peak_memory_in_bytes - on_host if memory.peak_memory_in_bytes else 0
     peak = peak or arguments + memory.temp_size_in_bytes + results
     sizes = {"arguments": arguments, "peak": peak}
@@ -100,7 +99,8 @@ def main(root: Path, max_concurrent: int, numbers: Iterable[str]) -> None:
     If schedules are dumped, jobs run one by one, because a dump does not say which program a schedule belongs to.
     """
     Thread(target=_end_with_parent, daemon=True).start()
-    jax.config.update("jax_enable_compilation_cache", False)  # a program from the cache would have no schedule
+    # no compilation cache: a program from the cache has no schedule
+    jax.config.update("jax_enable_compilation_cache", False)
     dump_folder = root / DUMP_FOLDER
 
     def run(folder: Path) -> None:
@@ -125,7 +125,7 @@ def _print_line(line: str) -> None:
 def _end_with_parent() -> None:
     """Exit when the parent process ends.
 
-    Without this, a compilation might continue for minutes after the parent has ended.
+    Without this function, a compilation could continue for minutes after the parent has ended.
     """
     os.read(0, 1)  # returns when standard input is closed
     os._exit(1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The price of a compiled program in seconds on its chip: a low, a middle and a high value.
+"""Price a compiled program in seconds on its chip. A price has a low, a middle and a high value.
 
 - A matrix product costs between its roofline (operations at the peak, bytes at the bandwidth) and the compiler's
   estimate. The middle value is the geometric mean of the roofline and the estimate. The low value assumes the best rate
@@ -9,8 +9,8 @@
 - A collective costs its bytes on the wire, and a copy from the host's memory its bytes on the link to the host.
 - An asynchronous operation costs only the part of its time that is not hidden behind other work.
 
-The range covers what published measurements show to be uncertain. Nothing here prices the fetch of instructions (the
-flash kernel's code is 1.6 MB), the wait of a grid step for its DMAs, or the work of the host.
+The range covers the uncertainty that published measurements show. The price does not include the fetch of instructions
+(the flash kernel's code is 1.6 MB), the wait of a grid step for its DMAs, or the work of the host.
 """
 
 import math
@@ -66,10 +66,11 @@ ACHIEVED_BANDWIDTH = 0.8  # fraction of the nominal bandwidth
 KERNEL_LOW = 0.98  # splash attention: 43.93 ms in a published measurement, 44.4 ms by its bundles
 KERNEL_HIGH = 1.17  # a product of 8192 x 8192 x 8192: 2.644 M cycles in a published measurement, 2.255 M by its bundles
 BEST_PRODUCT = 0.93  # the fraction of the peak that this product reaches by its bundles
-HOST_LINK = 0.9, 0.8, 0.5  # fractions of the host link's rate, at best, typically and at worst: an assumption
-ACHIEVED_LINK = 0.8  # fraction of a link's nominal rate at the high end: an assumption, with no published measurement
+HOST_LINK = 0.9, 0.8, 0.5  # the best, typical and worst fractions of the host link's rate; these are assumptions
+# the fraction of a link's nominal rate at the high end; an assumption without a published measurement
+ACHIEVED_LINK = 0.8
 MAX_OVER_BYTES = 3  # a compiler's estimate above this multiple of the price by bytes hints at a bad memory layout
-VECTOR_BYTES = 2 * 4096  # the most bytes that the vector unit reads and writes per cycle
+VECTOR_BYTES = 2 * 4096  # the maximum number of bytes that the vector unit reads and writes per cycle
 
 
 class ValueRange(NamedTuple):
@@ -100,11 +101,11 @@ class PricedOperation:
 
 @dataclass(frozen=True)
 class ItemizedPrice:
-    """All operations of a program with their costs, and what makes the price uncertain.
+    """All operations of a program with their costs, and the causes of uncertainty.
 
-    `unpriced_kernels` names kernels without a schedule, which count as free. `unknown_loops` names loops whose trip
-    count is unknown; the body of such a loop counts once. `data_dependent_blocks` lists, for each kernel, the blocks
-    whose branch depends on data.
+    `unpriced_kernels` names kernels without a schedule. They count as free. `unknown_loops` names loops with an unknown
+    trip count. The body of such a loop counts once. `data_dependent_blocks` lists the blocks of each kernel whose
+    branch depends on data.
     """
 
     items: tuple[PricedOperation, ...]
@@ -160,7 +161,7 @@ def price_compiled(
 
 @dataclass
 class OperationPricer:
-    """Walk through a module in scheduled order, price its operations, and collect what makes the price uncertain."""
+    """Walk through a module in scheduled order, price its operations, and collect the causes of uncertainty."""
 
     module: Module
     chip: Chip | Card
@@ -179,7 +180,8 @@ class OperationPricer:
         in_flight: dict[
             str, tuple[PricedOperation, ValueRange]
         ] = {}  # the running asynchronous operations, and when each ends
-        elapsed = ValueRange(0, 0, 0)  # low and high ends differ, because the rate of copies from the host is uncertain
+        # the end has a low and a high value, because the rate of copies from the host is uncertain
+        elapsed = ValueRange(0, 0, 0)
         free_at: dict[_Links, ValueRange] = {}  # when the last transfer over these links ends
 
         def end_time_of(item: PricedOperation, instruction: Instruction) -> ValueRange:
@@ -192,7 +194,8 @@ class OperationPricer:
             return end
 
         for instruction in computation.instructions:
-            if instruction.name.startswith("async-collective-done"):  # the fusions since the start contain the work
+            # the fusions since the start of the operation contain its work
+            if instruction.name.startswith("async-collective-done"):
                 continue
             if instruction.opcode.endswith("-start"):
                 item = self.price_operation(instruction, computation, num_executions)
@@ -271,7 +274,7 @@ class OperationPricer:
         opcodes = {part.opcode for part in (instruction, *self.module.nested_instructions(instruction))}
         if instruction.opcode.removesuffix("-start") in COLLECTIVES:
             sent_bytes = wire_bytes(instruction, computation)
-            links = 1 if instruction.group_size == 2 else 2  # the number of a chip's links that the group uses
+            links = 1 if instruction.group_size == 2 else 2  # how many of a chip's links the group uses
             seconds = sent_bytes / (links * self.chip.link)
             cost = ValueRange(seconds, seconds, seconds / ACHIEVED_LINK).scaled_by(num_executions)
             return PricedOperation(
@@ -302,9 +305,8 @@ class OperationPricer:
         return PricedOperation(instruction.name, kind, num_executions, cost, bytes=num_executions * traffic_bytes)
 
     def find_kernel(self, instruction: Instruction, computation: Computation) -> tuple[Instruction | None, Computation]:
-        """Find the kernel of an operation, which is the operation itself or a part of its fusion.
-
-        Also return the kernel's computation.
+        """Find the kernel of an operation. The kernel is the operation itself, or a part of its fusion. Also return the
+        computation of the kernel.
         """
         if instruction.target == KERNEL_TARGET:
             return instruction, computation
@@ -342,7 +344,8 @@ class OperationPricer:
         return ValueRange(min(low, mid), mid, estimate)
 
     def vector_cost(self, instruction: Instruction, computation: Computation, traffic_bytes: int) -> ValueRange:
-        """Price vector work: its HBM traffic at the bandwidth, or the vector unit's cycles, whichever takes longer."""
+        """Price vector work: the time of its HBM traffic, or the time of the vector unit's cycles, whichever is
+        longer."""
         accessed = [
             *instruction.results,
             *(array for name in instruction.operands for array in computation.by_name[name].results),
@@ -359,7 +362,7 @@ class OperationPricer:
 
 
 class _Links(NamedTuple):
-    """The links of a transfer: its kind, and the pairs of devices between which a permute sends."""
+    """The links of a transfer: the kind of the transfer, and the pairs of devices of a permute."""
 
     kind: str
     pairs: frozenset[tuple[int, int]]
@@ -367,8 +370,8 @@ class _Links(NamedTuple):
     def overlaps(self, other: "_Links") -> bool:
         """Return whether another transfer uses some of these links.
 
-        A link carries data in both directions at the full rate. So two permutes use the same links only if a device
-        sends to the same device in both. Every other collective uses all links.
+        A link carries data in both directions at the full rate. Two permutes therefore use the same links only if both
+        send from one device to the same other device. Every other collective uses all links.
         """
         return self.kind == other.kind and not (self.pairs and other.pairs and self.pairs.isdisjoint(other.pairs))
 
@@ -378,9 +381,10 @@ def _later(a: ValueRange, b: ValueRange) -> ValueRange:
 
 
 def _exposed(item: PricedOperation, end_time: ValueRange, elapsed: ValueRange) -> PricedOperation:
-    """Reduce an item's cost to what other work does not hide, if its result is needed when `elapsed` has passed.
+    """Reduce an item's cost to the part that other work does not hide. The program needs the result after `elapsed`
+    seconds.
 
-    The low value of a copy from the host's memory may be hidden while its high value is not.
+    For a copy from the host's memory, other work may hide the low value but not the high value.
     """
     if item.kind == "offload":
         return replace(

@@ -28,7 +28,7 @@ def digest(paths: Iterable[Path]) -> str:
 
 
 def versions(*names: str) -> dict[str, str]:
-    """Return the versions of the named distributions that are installed."""
+    """Return the versions of those named distributions that are installed."""
     installed = {}
     for name in names:
         with suppress(PackageNotFoundError):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trace programs and export them as bytes, which a separate process compiles.
 
-Nothing here needs the compiler or a chip. The bytes contain no file names or line numbers, so they change only when the
-program changes. The bytes contain the named scopes, by which a price is split into parts.
+Nothing here needs the compiler or a chip. The bytes contain no file names and no line numbers, so they change only when
+the program changes. They contain the named scopes, by which a price is split into parts.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ class CompileJob:
 
     @property
     def key(self) -> dict[str, Any]:
-        """Everything on which the compiler's result depends, as JSON, with a digest in place of the program."""
+        """The JSON of everything that determines the compiler's result, with a digest in place of the program."""
         return {
             "program": hashlib.sha256(self.program).hexdigest(),
             "donate": list(self.donate),
@@ -124,7 +124,7 @@ def export(abstract_call: AbstractCall, target: Slice) -> CompileJob:
 
 @contextmanager
 def as_compiler_errors(target: Slice) -> Iterator[None]:
-    """Convert errors other than wanjax's into a CompilerError that names the slice."""
+    """Convert every error that is not wanjax's into a CompilerError with the name of the slice."""
     try:
         yield
     except WanjaxError:
@@ -151,10 +151,10 @@ def without_locations() -> Iterator[None]:
 
 @contextmanager
 def cudnn_without_devices() -> Iterator[None]:
-    """Lower cuDNN's attention without devices, which JAX otherwise requires.
+    """Lower cuDNN's attention without devices. JAX normally requires devices for this.
 
-    JAX reads the devices to choose how to partition the call. wanjax makes the call inside a `shard_map`, on the arrays
-    of one device, so the call is not partitioned. JAX has no public option for this.
+    JAX reads the devices to choose a partition of the call. wanjax makes the call inside a `shard_map`, on the arrays
+    of one device, so the call needs no partition. JAX has no public option for this.
     """
     from jax._src import dispatch
 

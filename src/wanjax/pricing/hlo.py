@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A parser of optimised HLO: the final module of a compiled program, as computations, instructions and arrays.
 
-The text is XLA's HLO after scheduling and layout assignment. Sizes are sizes in memory. In memory, the two minor-most
-dimensions are padded to complete tiles: bfloat16[300, 100] in tiles of (8, 128) takes 304 × 128 × 2 bytes.
+The text is XLA's HLO after scheduling and layout assignment. Sizes are sizes in memory, where the two minor-most
+dimensions are padded to whole tiles. For example, bfloat16[300, 100] in tiles of (8, 128) takes 304 × 128 × 2 bytes.
 """
 
 import math
@@ -24,7 +24,7 @@ BITS = {"pred": 8, "token": 0, "u2": 2, "s2": 2, "u4": 4, "s4": 4, "c64": 64, "c
 class Array:
     """An array's type and memory layout.
 
-    `space` is 0 for HBM, 1 for VMEM, which counts as free to access, and `HOST` for the host's memory.
+    `space` is 0 for HBM, 1 for VMEM, and `HOST` for the host's memory. Access to VMEM counts as free.
     """
 
     dtype: str
@@ -49,12 +49,12 @@ class Array:
 
     @property
     def traffic(self) -> int:
-        """Bytes that one read or write of the array moves from or to HBM."""
+        """Bytes that one read or one write of the array moves from or to HBM."""
         return 0 if self.space else self.bytes
 
 
 def arrays(text: str) -> tuple[Array, ...]:
-    """Parse an HLO shape into its arrays, in order. A tuple has several."""
+    """Parse an HLO shape into its arrays, in order. A tuple has several arrays."""
     parsed = []
     for dtype, sizes, order, memory_layout in _ARRAY.findall(text):
         shape = tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size)
@@ -82,7 +82,7 @@ class Instruction:
         return self._match(rf"\b{name}=(\{{.*?\}}|\[[^ ]*|[^, ]+)")
 
     def _match(self, pattern: str) -> str | None:
-        """Return the text that the pattern's group matches in the attributes, or None."""
+        """Match a pattern in the attributes. Return the text of its group, or None without a match."""
         match = re.search(pattern, self.attributes)
         return match[1] if match else None
 
@@ -98,7 +98,7 @@ class Instruction:
 
     @property
     def estimated_cycles(self) -> int | None:
-        """The compiler's estimate of the operation's cycles. Only fusions and copies have one."""
+        """The compiler's estimate of the operation's cycles. Only fusions and copies have an estimate."""
         cycles = self._match(r'"estimated_cycles":"(\d+)"')
         return None if cycles is None else int(cycles)
 
@@ -130,7 +130,7 @@ class Instruction:
 
     @property
     def sent_between(self) -> frozenset[tuple[int, int]]:
-        """The pairs of devices of a permute: the device that sends, and the one that receives."""
+        """The pairs of devices of a permute: the device that sends, and the device that receives."""
         match = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}", self.attributes)
         pairs = re.findall(r"(\d+),(\d+)", match[1]) if match else ()
         return frozenset((int(source), int(target)) for source, target in pairs)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A lower bound of the memory that a program needs, from its jaxpr, without compiling it.
 
-A compiler fuses elementwise operations into their users. Therefore only these arrays count as being in memory:
-arguments, results, outputs of matrix products, of convolutions and of loops, and arrays that are smaller than the
-arrays they are computed from. An elementwise result keeps the arrays alive from which it is computed. The elementwise
-result counts as an array of its own only if a product or a convolution reads it while those arrays are still needed. A
-loop's carry reuses the buffer of its initial value if possible.
+A compiler fuses elementwise operations into the operations that use them. Only these arrays therefore count as live:
+arguments, results, outputs of matrix products, convolutions and loops, and arrays that are smaller than their inputs.
+An elementwise result keeps its inputs alive. It counts as an array only if a product or a convolution reads it while
+its inputs are still needed. A loop's carry reuses the buffer of its initial value if possible.
 """
 
 from collections.abc import Iterable, Iterator
@@ -50,7 +49,7 @@ CALL_PRIMITIVES = (
     "shard_map",
 )
 
-VariableId = tuple[int, Any]  # the number of a call, and a variable of that call
+VariableId = tuple[int, Any]  # a variable, with the number of the call that it belongs to
 FlatEquation = tuple[JaxprEqn, list[VariableId | None], list[VariableId]]
 
 
@@ -73,8 +72,8 @@ def _peak_bytes(jaxpr: Jaxpr, donated: Iterable[int]) -> int:
     freeable = {arguments[len(jaxpr.constvars) + i] for i in donated}
     view_sources: dict[VariableId, VariableId] = {}  # the array behind each view
     steps: list[tuple[list[VariableId], int | None, list[VariableId], frozenset[VariableId]]] = []
-    """For each equation: its new arrays, the peak bytes inside it (None if it is fused), the elementwise results that
-    it reads, and the arrays whose buffers its results may reuse.
+    """For each equation: its new arrays; the peak bytes inside the equation, or None if it is fused; the elementwise
+    results that it reads; and the arrays whose buffers its results may reuse.
     """
     last_uses: dict[VariableId, int] = {}
     for index, (equation, inputs, outputs) in enumerate(_flatten(jaxpr, names, iter(range(1, 1 << 30)), 0)):

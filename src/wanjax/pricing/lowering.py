@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function to lower, with its argument shapes and compiler options; helpers to lower and compile it."""
+"""A function to lower, with the shapes of its arguments and its compiler options. Helpers lower and compile the
+function."""
 
 import gc
 import re
@@ -51,8 +52,9 @@ def retry_without_rejected_options(
 ) -> Result:
     """Compile a program with `attempt(options)`. If the compiler rejects options, try again without them.
 
-    The rejected options are the options that the error message names. If it names none, all options count as rejected.
-    `report` is called with one sentence about the rejected options. An out-of-memory error is not a rejection.
+    The rejected options are the options that the error message names. If the message names no option, all options count
+    as rejected. `report` is called with one sentence about the rejected options. An out-of-memory error is not a
+    rejection.
     """
     try:
         return attempt(options)

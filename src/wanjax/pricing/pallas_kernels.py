@@ -59,7 +59,7 @@ def kernels_of(traced: Traced) -> dict[Call, AbstractCall]:
 
 
 def find_kernel_of_call(call: Call, kernels: Iterable[Call]) -> Call | None:
-    """Return the kernel of a call in a compiled program, or None if there is none with the call's operands.
+    """Return the kernel of a call in a compiled program, or None if no kernel has the operands of the call.
 
     If several kernels have these operands, prefer the kernel with the call's name. The name may differ, because the
     compiler replaces some letters.
@@ -72,7 +72,7 @@ def find_kernel_of_call(call: Call, kernels: Iterable[Call]) -> Call | None:
 
 
 def pallas_calls(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Yield the Pallas calls of a traced program, including those in loops and inner functions."""
+    """Yield the Pallas calls of a traced program, including the calls in loops and inner functions."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call":
             yield equation
@@ -103,8 +103,8 @@ def kernel_seconds(compiled: Compiled, input_words: Sequence[int | None] | None 
 
     Args:
         compiled: The kernel, with its schedule.
-        input_words: Sample values of the kernel's input words, for a kernel whose data-dependent branches lead to rare
-            cases. With None, both sides of every data-dependent branch count.
+        input_words: Sample values of the kernel's input words, for a kernel with data-dependent branches to rare cases.
+            With None, both sides of every data-dependent branch count.
     """
     if input_words is None:
         seconds = price_compiled(compiled).by_kind["kernels"].mid
@@ -120,7 +120,8 @@ def mean_seconds(compiled: Compiled, input_words: Iterable[int | None]) -> float
 
 
 def rare_work(compiled: Compiled, input_word: int | None = None) -> dict[str, frozenset[int]]:
-    """Return the blocks whose branch can skip rarely needed work, as the argument `skip` of `price_compiled`.
+    """Return the blocks whose branch can skip rarely needed work. The result is the argument `skip` of
+    `price_compiled`.
 
     The search repeats until nothing changes, because skipping a block may reveal further blocks.
     """

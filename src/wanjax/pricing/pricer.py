@@ -54,13 +54,13 @@ class Price:
         least: Seconds of a run that takes the cheapest branch of every conditional.
         low: The lower end of the range of `seconds`.
         high: The upper end of the range of `seconds`.
-        worst: The upper end if kernels do all of their rarely needed work, such as attention with every head on its
-            running-max path. None if kernels have no schedule.
+        worst: The upper end if kernels do all of their rarely needed work, for example if every attention head takes
+            its running-max path. None if kernels have no schedule.
         breakdown: Seconds by part.
         self_attention: Seconds of the kernels or products of self-attention.
         collectives: For each kind of collective and group size: the number of runs, bytes on the wire and seconds.
         compile_seconds: Seconds that the compiler took.
-        doubts: Sentences about what makes the price uncertain.
+        doubts: Sentences about the causes of uncertainty.
         kernels: How often a run starts each kind of kernel; only for cards.
     """
 
@@ -98,12 +98,12 @@ class Results(Protocol):
         """Store a value, if the cache is writable."""
 
     def has(self, kind: str) -> bool:
-        """Tell whether there is any value of a kind."""
+        """Return True if there is any value of a kind."""
         ...
 
 
 def no_visited_words(kernel: str, operands: Any) -> None:
-    """Give no sample input words for any kernel, so that both sides of each data-dependent branch count."""
+    """Return no sample input words for any kernel. Both sides of each data-dependent branch then count."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ class Pricer:
         attention: The named scope in which a program computes attention; None if there is none.
         self_attention: The named scope of self-attention, which contains the scope `attention`.
         matmul_scope: The named scope of kernels that are matrix products; None if there are none.
-        visits: Called with a kernel's name, and the dtypes and shapes of its operands. If data-dependent branches of
-            the kernel lead to rare cases, it returns sample values of the kernel's input words. The price is the mean
-            over these values. For other kernels it returns None.
+        visits: Called with a kernel's name, and the dtypes and shapes of its operands. For a kernel with data-dependent
+            branches to rare cases, it returns sample values of the kernel's input words. The price is the mean over
+            these values. For other kernels, it returns None.
         results: Cache of prices, shared by processes; None for no cache.
         workspace: Context manager of a folder for the compiler's files.
     """
@@ -151,8 +151,8 @@ class Pricer:
     def check(self, platform: str = "tpu") -> None:
         """Raise WanjaxError if there is neither a compiler for this platform nor a cached price.
 
-        Call this before tracing. If some prices are cached, no error is raised: only the trace shows whether the cached
-        prices suffice.
+        Call this before tracing. If the cache has any price, no error is raised, because only the trace shows whether
+        the cached prices suffice.
         """
         if self.results is None or platform != "tpu" or not self.results.has("prices"):
             CHECKS[platform]()
@@ -205,7 +205,7 @@ class Pricer:
             self.results.put(kind, self.key(job), {**compiler, "value": value})
 
     def recall(self, kind: str, job: CompileJob) -> Any:
-        """Return the cached price by the installed version of the compiler, or None.
+        """Return the cached price that the installed version of the compiler gave, or None.
 
         If no compiler is installed, the price may be from any version that jax accepts.
         """
@@ -310,8 +310,8 @@ class Pricer:
     def _breakdown_key(self, item: PricedOperation) -> str:
         """Return the part of the price to which an operation belongs.
 
-        Kernels and products in the scope of attention are "attention". Kernels in the scope of products are "matmuls",
-        and other kernels are "elementwise".
+        Kernels and products in the scope of attention belong to "attention". Kernels in the scope of products belong to
+        "matmuls". Other kernels belong to "elementwise".
         """
         if item.kind in ("kernels", "matmuls") and f"/{self.attention}/" in item.scope:
             return "attention"

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roofline models of devices other than TPUs. The times are neither prices by a compiler nor measurements.
+"""Roofline models of devices other than TPUs. Their times are estimates. They do not come from a compiler or from
+measurements.
 
-Work takes the longer of two times: its operations at a fraction of the peak, or its bytes at a fraction of the
-bandwidth. Peaks are the manufacturers' figures for dense bfloat16 (NVIDIA's data sheets of H100 SXM and H200). Good
-kernels reach the fractions given here. A forward pass of a 14B model at 1280 x 720 on an H200 with FlashAttention 3 is
-reported to take 9.8 s, which is 0.67 of the peak. XLA with cuDNN is assumed to reach 0.6. A CPU core is assumed to
-reach 40 GFLOP/s in float32, as JAX did on the cores described in docs/performance.md.
+Work takes the longer of two times: the time of its operations at a fraction of the peak, or the time of its bytes at a
+fraction of the bandwidth. Peaks are the manufacturers' figures for dense bfloat16 (NVIDIA's data sheets of H100 SXM and
+H200). Good kernels reach the fractions given here. A forward pass of a 14B model at 1280 x 720 on an H200 with
+FlashAttention 3 is reported to take 9.8 s, which is 0.67 of the peak. XLA with cuDNN is assumed to reach 0.6. A CPU
+core is assumed to reach 40 GFLOP/s in float32, as JAX did on the cores described in docs/performance.md.
 """
 
 import os
@@ -26,7 +27,7 @@ class Machine:
     device_kind: str  # the prefix of JAX's `device_kind`
     memory: int  # bytes available to a program
     flops: float  # peak rate, in operations of `peak_dtype` per second
-    bandwidth: float  # of memory, bytes per second
+    bandwidth: float  # bytes of memory per second
     attention: float  # fraction of the peak
     matmuls: float  # fraction of the peak
     convolutions: float  # fraction of the peak
@@ -84,7 +85,7 @@ def device_model(device_kind: str) -> Chip | Machine:
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Return the peak FLOP/s of an accelerator by JAX's `device_kind`, or None for an unknown one."""
+    """Return the peak FLOP/s of an accelerator by JAX's `device_kind`, or None for an unknown accelerator."""
     if device_kind in CHIPS_BY_DEVICE_KIND:
         return CHIPS_BY_DEVICE_KIND[device_kind].flops
     return next(

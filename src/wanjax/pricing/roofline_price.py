@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Price a program from its jaxpr with a roofline model, for devices whose compiler is not available.
 
-The trace gives the operations of attention, of other matrix products and of convolutions. The trace also gives the
-bytes that products read and write, and the peak of live bytes if nothing is fused. The scores of attention do not count
-as live, because a kernel never stores them.
+The trace shows the operations of attention, of other matrix products and of convolutions. It also shows the bytes that
+products read and write, and the peak of live bytes if nothing is fused. The scores of attention do not count as live,
+because a kernel never stores them.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ class Work:
     matmuls: int  # operations of products outside attention
     convolutions: int  # operations
     matmul_bytes: int  # read and written by products
-    written: int  # bytes written by products and convolutions; elementwise work reads and writes these bytes again
+    written: int  # the bytes that products and convolutions write; elementwise work reads and writes these bytes again
     argument_bytes: int
     live_bytes: int  # live bytes at the peak, without the arguments
 
@@ -146,7 +146,7 @@ def _is_in(name: str | None, scope: str) -> bool:
 
 
 def _is_scores(x: Any) -> bool:
-    """Tell whether an array in attention is large enough to hold the scores."""
+    """Return True if an array in attention is large enough to hold the scores."""
     shape = _shape(x)
     return len(shape) >= 2 and min(shape[-2:]) > 256
 

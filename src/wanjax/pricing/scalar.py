@@ -3,9 +3,9 @@
 
 The interpreter supports only the instructions that control flow needs.
 
-Most branches of a kernel depend on grid indices and constants. Therefore the scalar instructions suffice to count how
+Most branches of a kernel depend on grid indices and constants. The scalar instructions therefore suffice to count how
 often each branch is taken. Values that come from data (a mask in memory, the sum of a vector) are unknown. A result is
-unknown if an operand is unknown, unless the other operands determine it: `false and unknown` is false.
+unknown if an operand is unknown, unless the other operands determine the result: `false and unknown` is false.
 """
 
 import re
@@ -104,11 +104,12 @@ class BranchCondition(NamedTuple):
     expected: bool
 
     def evaluate(self, registers: Registers) -> Scalar:
-        """Tell whether the condition holds; return None if the predicate is unknown."""
+        """Return whether the condition holds, or None if the predicate is unknown."""
         return self._matches(registers[self.name])
 
     def holds_or_assumed(self, registers: Registers) -> Scalar:
-        """Tell whether the condition holds. For an unknown predicate, use the value that the block's branch assumes."""
+        """Return whether the condition holds. For an unknown predicate, use the value that the block's branch
+        assumes."""
         evaluate = self.evaluate(registers)
         return self._matches(registers[ASSUMED_PREFIX + self.name]) if evaluate is None else evaluate
 
@@ -128,7 +129,7 @@ def condition(text: str) -> BranchCondition | None:
 
 
 def steps(bundle: str) -> list[ScalarStep]:
-    """Return the effects of a bundle on the scalar registers and on the scratch memory to which registers are spilled.
+    """Return the effects of a bundle on the scalar registers, and on the scratch memory for spilled registers.
 
     The bundle's text must have no comments. The result of an unsupported instruction is unknown.
     """
@@ -163,7 +164,7 @@ def transfers(bundle: str) -> list[tuple[BranchCondition | None, str | int]]:
 
 
 def _key(name: str) -> str:
-    """Return the compiler's name of a value without its suffix, which names the physical register."""
+    """Return the compiler's name of a value, without the suffix for the physical register."""
     return name.split("_")[0]
 
 
@@ -221,7 +222,7 @@ def _value(opcode: str, parts: list[str]) -> Callable[[Registers, Registers, boo
         return lambda registers, memory, after_backward_branch: operands[0](registers)
     if opcode == "pneg":
         return lambda registers, memory, after_backward_branch: _not(operands[0](registers))
-    if opcode in PHI_OPCODES:  # the first operand on entry to the loop, else the last operand
+    if opcode in PHI_OPCODES:  # the first operand on entry to the loop, otherwise the last operand
         return lambda registers, memory, after_backward_branch: operands[-1 if after_backward_branch else 0](registers)
     if opcode == "sld" and (match := re.fullmatch(_SLOT, parts[0])):
         return lambda registers, memory, after_backward_branch: memory[match[1]]

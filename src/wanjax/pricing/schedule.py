@@ -3,7 +3,7 @@
 
 The compiler's dump lists every bundle of an operation once. The bundles between two branches form a basic block. An
 interpreter of the scalar instructions (scalar.py) walks through the blocks as the chip does. Each block counts as often
-as it runs; for example, the body of the loop over the grid counts once for each iteration. A bundle takes one cycle
+as it runs. For example, the body of the loop over the grid counts once for each iteration. A bundle takes one cycle
 unless it waits for memory.
 """
 
@@ -30,8 +30,9 @@ from wanjax.pricing.scalar import (
 BUNDLES_FILE, UNITS_FILE = "final_bundles", "final_hlo-static-per-bundle-utilization"
 ALLOCATIONS_FILE = "pre-finalize-registers-and-allocations"
 WHOLE_PROGRAM = "TLP"  # the top-level program, which calls the operations
-CORE_INDEX = "[#allocation0]"  # in scratch memory; the cores of a v5p share a grid, and only the first core is priced
-MAX_BLOCKS = 20_000_000  # if more blocks run, a loop was parsed wrongly
+# a position in scratch memory; the cores of a v5p share a grid, and only the first core is priced
+CORE_INDEX = "[#allocation0]"
+MAX_BLOCKS = 20_000_000  # a walk through more blocks means that a loop was parsed wrongly
 
 _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*: ", re.MULTILINE)
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
@@ -72,7 +73,7 @@ class Execution(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelSchedule:
-    """An operation's blocks by ascending address, the slots of each unit in a bundle, and its VMEM in bytes."""
+    """An operation: its blocks by ascending address, the slots of each unit in a bundle, and its VMEM in bytes."""
 
     name: str
     blocks: tuple[Block, ...]
@@ -190,7 +191,7 @@ def parse(name: str, code: str, units: str, buffers: str, branch_delay: int) -> 
 def _region_address(region: int, labels: Mapping[int, int], end_address: int) -> int:
     """Return the address of a region.
 
-    An empty region has no label of its own; it starts where the next region starts.
+    An empty region has no label. It starts at the address of the next region.
     """
     return labels.get(
         region, min((labels[later_region] for later_region in labels if later_region > region), default=end_address)

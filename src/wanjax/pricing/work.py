@@ -17,13 +17,14 @@ COLLECTIVES: Mapping[str, Callable[[int], float]] = {
     "collective-permute": lambda count: 1,
     "collective-broadcast": lambda count: 1,
 }
-"""The bytes that each of `count` devices in a ring sends per byte of the operand, including bytes that it forwards."""
+"""For each collective, the bytes that each of `count` devices in a ring sends per byte of the operand. Forwarded bytes
+count."""
 PASS_THROUGH_OPCODES = ("copy", "bitcast", "convert", "reshape")  # operations that do not change a scalar
 SLICE_OPCODES = ("slice", "dynamic-slice", "gather")
 
 
 def trip_count(module: Module, loop: Instruction, computation: Computation) -> int | None:
-    """Return how often a loop's body runs: (bound − start) / step of the loop's counter.
+    """Return how often the body of a loop runs: (bound − start) / step, for the loop's counter.
 
     Returns None if start, bound or step is not a constant.
     """
@@ -32,7 +33,8 @@ def trip_count(module: Module, loop: Instruction, computation: Computation) -> i
     condition, body = (module.computations[loop.computation_name(role)] for role in ("condition", "body"))
     start = _constant_elements(computation, loop.operands[0])
     comparison = condition.root
-    if comparison.opcode == "fusion":  # the fusion contains the comparison, whose parameters are the fusion's operands
+    # the fusion contains the comparison; the parameters of the comparison are the fusion's operands
+    if comparison.opcode == "fusion":
         comparison = next(
             (part for part in module.nested_instructions(comparison) if part.opcode == "compare"), comparison
         )
@@ -83,7 +85,7 @@ def _element_index(computation: Computation, name: str) -> int | None:
 
 
 def _constant_value(computation: Computation, name: str, elements: Mapping[int, int]) -> int | None:
-    """Return the value of an integer that is constant, or that is a constant element of a tuple; None for others."""
+    """Return the value of a constant integer, or of a constant element of a tuple. Return None for other values."""
     instruction = computation.by_name.get(name)
     if instruction is None:
         return None
@@ -127,9 +129,9 @@ def branches(instruction: Instruction) -> list[str]:
 
 
 def wire_bytes(collective: Instruction, computation: Computation, *, switched: bool = False) -> int:
-    """Return the bytes that each device sends in a ring algorithm, including bytes that it forwards.
+    """Return the bytes that each device sends in a ring algorithm. Forwarded bytes count.
 
-    With `switched`, a switch connects all devices, so that no device forwards bytes in an all-to-all.
+    With `switched`, a switch connects all devices. No device then forwards bytes in an all-to-all.
     """
     operand_bytes = sum(array.bytes for name in collective.operands for array in computation.by_name[name].results)
     kind, count = collective.opcode.removesuffix("-start"), collective.group_size
@@ -180,7 +182,7 @@ def _count_taps(product: Instruction, axis: int, taps: int, length: int, out: in
 
     Pairs that read padding do not count.
 
-    XLA writes batched products as dilated convolutions in which each output reads one input.
+    XLA writes a batched product as a dilated convolution in which each output reads one input.
     """
     window = re.search(r"window=\{([^}]*)\}", product.attributes)
 
@@ -196,9 +198,9 @@ def _count_taps(product: Instruction, axis: int, taps: int, length: int, out: in
 
 
 def bytes_from_host(module: Module, instruction: Instruction, computation: Computation) -> int:
-    """Return the bytes that an operation copies from the host's memory to the device; 0 for another operation.
+    """Return the bytes that an operation copies from the host's memory to the device. Return 0 for other operations.
 
-    Compilers write such a copy as a slice of an array in the host's memory, or as a copy of all of it.
+    Compilers write such a copy as a slice or as a copy of an array in the host's memory.
     """
     operands = [
         x for name in instruction.operands if name in computation.by_name for x in computation.by_name[name].results
@@ -214,8 +216,8 @@ def bytes_from_host(module: Module, instruction: Instruction, computation: Compu
 def traffic(module: Module, instruction: Instruction, computation: Computation) -> int:
     """Return the bytes that an operation reads from and writes to HBM.
 
-    Operands in VMEM are free. If an operand is only sliced, only the slice counts. If an output is updated in place,
-    only the update counts.
+    Operands in VMEM are free. If an operation reads only a slice of an operand, only the slice counts. If an output is
+    updated in place, only the update counts.
     """
     inner = module.computations[instruction.called_computation] if instruction.called_computation is not None else None
     operands = [computation.by_name[name].results for name in instruction.operands if name in computation.by_name]
@@ -251,7 +253,7 @@ def _read_bytes(module: Module, inner: Computation, value: Instruction) -> int:
             read_bytes += _read_bytes(module, inner, user)
         elif user.opcode == "fusion" and user.called_computation is not None:
             computation_called = module.computations[user.called_computation]
-            if _changes_only_layout(computation_called):  # its users decide how much of it is computed
+            if _changes_only_layout(computation_called):  # the operations that use it decide how much of it is computed
                 read_bytes += _read_bytes(module, inner, user)
                 continue
             positions = [i for i, name in enumerate(user.operands) if name == value.name]
