@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute the small expressions of a workflow's nodes, such as `floor(a * b) + 1`.
 
-Python's parser reads an expression, and only the operators and functions of the tables here are computed. Nothing is
-evaluated as Python.
+Python's parser parses an expression. Only the operators and functions in the tables of this module are computed. No
+part is evaluated as Python code.
 """
 
 import ast
@@ -13,8 +13,8 @@ from typing import Any
 
 from wanjax.errors import WanjaxError, repr_short
 
-MAX_LENGTH = 500  # characters of an expression
-MAX_DEPTH = 50  # of operators in operators
+MAX_LENGTH = 500  # the maximum number of characters of an expression
+MAX_DEPTH = 50  # the maximum depth of nested operators
 MAX_NUMBER = 2.0**63
 BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -25,7 +25,8 @@ BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
     ast.BitAnd: operator.and_,
     ast.BitOr: operator.or_,
-    ast.Pow: lambda base, exponent: math.pow(base, exponent),  # of floats: a power of integers may be huge
+    # the power of floats, because a power of integers may be huge
+    ast.Pow: lambda base, exponent: math.pow(base, exponent),
 }
 UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
     ast.UAdd: operator.pos,
@@ -51,7 +52,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "log2": math.log2,
     "max": max,
     "min": min,
-    "round": lambda number, *digits: round(float(number), *digits),  # an integer's power of ten may be huge
+    # `round` with a number of digits would compute a power of ten, which may be huge
+    "round": lambda number, *digits: round(float(number), *digits),
     "sqrt": math.sqrt,
 }
 
@@ -64,7 +66,7 @@ def compute(expression: str, values: Mapping[str, float]) -> float | int | bool:
         values: Numbers by name.
 
     Raises:
-        WanjaxError: The expression has something else than arithmetic, or it has no value.
+        WanjaxError: The expression is not arithmetic, or it has no value.
     """
     if len(expression) > MAX_LENGTH:
         raise WanjaxError(f"the expression {repr_short(expression)} is longer than {MAX_LENGTH} characters")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of nodes that compose frames and masks from others. `composition` reads what they compose."""
+"""The functions of nodes that compose frames and masks from other frames and masks. `composition` reads the results."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -9,8 +9,8 @@ from wanjax.workflows.evaluate import NodeInputs
 from wanjax.workflows.node_functions import measured, side_of
 from wanjax.workflows.values import Batch, Border, Margins, Pictures, Solid, Unknown, Widened
 
-MAX_COLOUR = 3 * 255  # the sum of the three values of white
-MAX_CROPPING = 0.01  # the share by which the proportions of a clip may differ from those of its file
+MAX_COLOUR = 3 * 255  # the sum of the three channels of white
+MAX_CROPPING = 0.01  # the relative difference that is allowed between the aspect ratios of a clip and of its file
 
 
 def _solid_mask(node: NodeInputs) -> Solid | Unknown:
@@ -59,7 +59,7 @@ def _join_all(node: NodeInputs) -> Any:
 
 
 def _join(node: NodeInputs, names: Any) -> Any:
-    """Describe the pictures of some inputs, one after the other."""
+    """Describe the pictures of some inputs, joined one after another."""
     parts = [node(name) for name in names if node.has(name)]
     others = [part for part in parts if not isinstance(part, Pictures)]
     if others or not parts:
@@ -93,7 +93,7 @@ def _pad(node: NodeInputs) -> Any:
 
 
 def _total(*numbers: int | Unknown) -> int | Unknown:
-    """Add numbers, one of which may be `Unknown`."""
+    """Add numbers. The sum is `Unknown` if a number is `Unknown`."""
     total = 0
     for number in numbers:
         if isinstance(number, Unknown):
@@ -105,7 +105,7 @@ def _total(*numbers: int | Unknown) -> int | Unknown:
 def _in_pixels_of_file(
     node: NodeInputs, pictures: Pictures, sides: Iterable[int | Unknown]
 ) -> tuple[int, ...] | Unknown:
-    """Convert pixels of pictures, which may be resized, to pixels of their file."""
+    """Convert numbers of pixels from pictures, which may be resized, to their file."""
     assert pictures.file is not None
     known_sides, ratios = [], []
     for side in sides:
@@ -134,4 +134,4 @@ FUNCTIONS: dict[str, Callable[[NodeInputs], Any]] = {
     "BatchImagesNode": _join_all,
     "ImagePadForOutpaint": _pad,
 }
-"""Describes the outputs of a node, for each type that composes pictures."""
+"""For each type of node that composes pictures, the function that describes its outputs."""

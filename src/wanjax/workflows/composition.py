@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the control clip and the mask that nodes compose as the inputs of a request.
+"""Convert a control clip and a mask that nodes compose to the inputs of a request.
 
-A controlled video (VACE) keeps the pixels of its clip where its mask is black. wanjax composes three such pairs of clip
-and mask itself: a first and a last picture, a clip with margins, and a clip that is made anew as a whole.
+A controlled video (VACE) keeps the pixels of its clip where its mask is black. wanjax can compose three such pairs of
+clip and mask: a first and a last picture, a clip with margins, and a clip that the model replaces as a whole.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,19 +14,19 @@ from wanjax.media.inputs import BACKGROUND, IMAGE, LAST_IMAGE, MASK, VIDEO
 from wanjax.workflows.values import Batch, Border, Margins, Pictures, Solid, Unknown, Widened
 
 MAX_FRAMES = 100_000  # of a video
-GREY = 0.5  # the level of frames that a model makes anew
-TOLERANCE = 0.01  # of a level
+GREY = 0.5  # the grey level of frames that the model replaces
+TOLERANCE = 0.01  # the tolerance of a level
 
 
 @dataclass(frozen=True)
 class Composition:
-    """The inputs and settings for what nodes compose.
+    """The inputs and settings that replace the pictures and masks of composing nodes.
 
     Args:
         inputs: Pictures and clips by the names of wanjax's inputs.
         settings: Settings of the video.
-        notes: Sentences on what differs.
-        missing: Sentences on inputs that wanjax cannot compose and the user has to give.
+        notes: Sentences about differences from ComfyUI.
+        missing: Sentences about inputs that wanjax cannot compose, so that the user has to give them.
     """
 
     inputs: Mapping[str, Any]
@@ -36,14 +36,14 @@ class Composition:
 
 
 def read_composition(inputs: Mapping[str, Any], frames: Any) -> Composition:
-    """Replace a composed clip and mask by the inputs and settings with which wanjax composes the same.
+    """Replace a composed clip and mask by inputs and settings with which wanjax composes the same clip and mask.
 
     Args:
         inputs: Pictures and clips by the names of wanjax's inputs.
         frames: The number of frames of the video, or `Unknown`.
 
     Returns:
-        The inputs unchanged if they are plain files, or if wanjax cannot compose the same.
+        The result. It has the inputs unchanged if they are plain files, or if wanjax cannot compose them.
     """
     video, mask = inputs.get(VIDEO.name), inputs.get(MASK.name)
     others = {name: value for name, value in inputs.items() if name not in (VIDEO.name, MASK.name)}
@@ -56,7 +56,7 @@ def read_composition(inputs: Mapping[str, Any], frames: Any) -> Composition:
         and masks == [masks[0]] * frames
         and isinstance(masks[0], Pictures)
     ):
-        return Composition({**inputs, MASK.name: masks[0]})  # one picture for all frames
+        return Composition({**inputs, MASK.name: masks[0]})  # one picture is the mask of all frames
     if isinstance(video, Widened) and masks == [video.margins] * frames:
         notes = (f"{video.node} fades the mask of its margins, and here the mask has an edge",)
         return Composition(
@@ -64,7 +64,7 @@ def read_composition(inputs: Mapping[str, Any], frames: Any) -> Composition:
             {"outpaint": video.margins.sides},
             notes if video.margins.feathering else (),
         )
-    has_background = BACKGROUND.name in inputs  # whose mask it is
+    has_background = BACKGROUND.name in inputs  # the pictures to which the mask belongs
     if isinstance(video, Pictures) and video.is_loaded and mask and masks == [1.0] * frames and not has_background:
         return Composition(others | {VIDEO.name: video})
     if isinstance(video, Pictures) and masks is not None and (pictures := _end_pictures(video, masks)) is not None:
@@ -79,15 +79,15 @@ def read_composition(inputs: Mapping[str, Any], frames: Any) -> Composition:
 
 
 def _continued(masks: list[Any]) -> int:
-    """Return the number of frames at the start that a mask keeps, if all later frames are made anew; else 0."""
+    """Return the number of first frames that a mask keeps, if the model replaces all later frames; otherwise 0."""
     count = next((number for number, level in enumerate(masks) if level != 0), 0)
     return count if masks[count:] == [1.0] * (len(masks) - count) else 0
 
 
 def _masks(mask: Pictures, frames: int) -> list[float | Margins | Pictures] | None:
-    """Return the level of the mask of each frame, or its margins, or the mask itself if it is of another kind.
+    """Return the level of each frame of a mask, or the margins, or the mask itself if it is of another kind.
 
-    Frames behind the end of the mask are white, as in ComfyUI. None if the mask has an unknown number of frames.
+    Frames after the end of the mask are white, as in ComfyUI. Return None if the mask has an unknown number of frames.
     """
     leaves = _frames(mask, frames)
     if leaves is None:
@@ -99,7 +99,7 @@ def _masks(mask: Pictures, frames: int) -> list[float | Margins | Pictures] | No
 
 
 def _frames(pictures: Pictures, count: int) -> list[Pictures] | None:
-    """List the pictures of at most `count` frames. None if one of them has an unknown number of frames."""
+    """List the pictures of at most `count` frames. Return None if a part has an unknown number of frames."""
     leaves: list[Pictures] = []
     for leaf in islice(_leaves(pictures), count):
         if leaf is None:
@@ -109,7 +109,8 @@ def _frames(pictures: Pictures, count: int) -> list[Pictures] | None:
 
 
 def _leaves(pictures: Pictures) -> Iterator[Pictures | None]:
-    """Yield the pictures of each frame; None for an unknown number of frames. Each part has at least one frame."""
+    """Yield the pictures of each frame. Yield None for a part with an unknown number of frames, which has at least one
+    frame."""
     if not isinstance(pictures, Batch):
         frames = pictures.frames
         yield from [pictures] * min(max(1, frames), MAX_FRAMES) if isinstance(frames, int) else [None]
@@ -120,7 +121,7 @@ def _leaves(pictures: Pictures) -> Iterator[Pictures | None]:
 
 
 def _end_pictures(video: Pictures, masks: list[Any]) -> dict[str, Pictures] | None:
-    """Return the first and the last picture, if these are the only frames that the mask keeps; else None."""
+    """Return the first and the last picture, if the mask keeps only these frames; otherwise None."""
     leaves = _frames(video, len(masks))
     if leaves is None or any(level not in (0, 1) for level in masks):
         return None
@@ -139,7 +140,7 @@ def _end_pictures(video: Pictures, masks: list[Any]) -> dict[str, Pictures] | No
 
 
 def _colour_notes(video: Pictures, masks: list[Any]) -> tuple[str, ...]:
-    """Say that frames which are made anew have another colour than grey."""
+    """Return notes about replaced frames that have another colour than grey."""
     leaves = _frames(video, len(masks)) or []
     nodes = [
         leaf.node

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follow a workflow from an output back through its links, and describe what its nodes make.
+"""Follow a workflow from an output back through its links, and describe the outputs of its nodes.
 
-Each type of node has a function that describes its outputs. It computes numbers and texts, and nothing else.
+Each type of node has a function that describes its outputs. The function computes only numbers and texts.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ class MediaSize(NamedTuple):
 
 
 class Reader:
-    """Describes the outputs of nodes, each once."""
+    """Describes the outputs of nodes. Each node is described once."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Reader:
         functions: "Mapping[str, Callable[[NodeInputs], Any]]",
         measure: Callable[[File], MediaSize | None],
     ):
-        """Read a graph.
+        """Create a reader of a graph.
 
         Args:
             graph: The graph.
@@ -46,7 +46,7 @@ class Reader:
         self._current: set[str] = set()
 
     def output(self, output: Output) -> Any:
-        """Describe an output of a node. None stands for an output that does not exist."""
+        """Describe an output of a node. Return None for an output that does not exist."""
         if output.node in self._current:
             raise WanjaxError(f"the nodes of the workflow form a circle at {self.graph.nodes[output.node]}: cut a link")
         if output.node not in self._described:
@@ -68,9 +68,10 @@ class Reader:
         return value if type(value) is tuple else (value,)
 
     def require(self, value: Any, kind: type[Kind]) -> Kind | None:
-        """Return a value of a kind.
+        """Return a value if it is of the class `kind`.
 
-        For the output of an unknown node, note the problem, and return what the node itself is given of this kind.
+        For the output of an unknown node, record the problem, and return an input of this node that is of the class
+        `kind`.
         """
         seen: set[str] = set()
         waiting = [value]
@@ -101,13 +102,13 @@ class NodeInputs:
         return self.graph_node.inputs.get(name) is not None
 
     def take(self, name: str, kind: type[Kind]) -> Kind:
-        """Return an input of a kind. Raises WanjaxError if nothing of this kind is linked."""
+        """Return an input of the class `kind`. Raises WanjaxError if no value of this class is linked."""
         if (value := self.reader.require(self(name), kind)) is None:
             raise MissingInput(self.graph_node, name)
         return value
 
     def maybe(self, name: str, kind: type[Kind]) -> Kind | None:
-        """Return an input of a kind, or None."""
+        """Return an input of the class `kind`, or None."""
         return self.reader.require(self(name), kind) if self.has(name) else None
 
     def number(self, name: str, default: float | None = None) -> int | float | Unknown:
@@ -136,21 +137,21 @@ class NodeInputs:
         return self.file_of(self(name), name, kind)
 
     def file_of(self, value: Any, name: str, kind: str) -> File:
-        """Return the file with the name that an input has."""
+        """Return the file whose name is the value of an input."""
         if not isinstance(value, str) or not value:
             raise WanjaxError(f"{self.graph_node} names no file as its {name}: choose one in ComfyUI, and save again")
         return File(value, kind, self.graph_node)
 
 
 class MissingInput(WanjaxError):
-    """An input that must be linked and is not."""
+    """A required input is not linked."""
 
     def __init__(self, node: Node, name: str):
         super().__init__(f"{node} has nothing linked to {name}: link it in ComfyUI, and save again")
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Tell whether a value is a number that is neither infinite nor huge.
+    """Return True for a finite number that is not huge.
 
     Args:
         value: The value.
@@ -159,7 +160,7 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def repr_value(value: Any) -> str:
-    """Return a value as a message shows it. A description of nodes may be too large to be shown.
+    """Format a value for a message. A description of nodes may be too large for a message.
 
     Args:
         value: The value.

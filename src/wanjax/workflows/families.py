@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The families whose workflows are read, and what names in a workflow mean: files, nodes, outputs and services."""
+"""The families whose workflows are read, and the meaning of names in a workflow: files, nodes, outputs and services."""
 
 import re
 
@@ -21,7 +21,7 @@ OTHER_NODES = {name: words for family in FAMILIES for name, words in family.othe
     "LTXVConditioning": "LTX",
     "SeedVR2Conditioning": "SeedVR2",
 }
-"""Nodes of models that are not here, each with the model's name."""
+"""Nodes of unsupported models, each with the model's name."""
 OTHER_FILES = (
     *(row for family in FAMILIES for row in family.other_files),
     (r"ltx", "LTX"),
@@ -40,7 +40,7 @@ OTHER_FILES = (
     (r"z[ _-]?image", "Z-Image"),
     (r"sd_?xl|sd3|v1-5", "Stable Diffusion"),
 )
-"""Patterns of names of files with models that are not here, each with the model's name."""
+"""Patterns of file names of unsupported models, each with the model's name."""
 VIDEO_OUTPUTS = ("SaveVideo", "VHS_VideoCombine", "SaveWEBM", "SaveAnimatedWEBP", "SaveAnimatedPNG")
 PICTURE_OUTPUTS = ("SaveImage", "PreviewImage")
 OTHER_OUTPUTS = (
@@ -50,7 +50,7 @@ OTHER_OUTPUTS = (
     (r"SaveImage|PreviewImage|ImageCompare|MaskPreview", "pictures"),
     (r"SaveText|PreviewAny|ShowText", "text"),
 )
-"""Patterns of types of output nodes, and what their workflows make. The first match wins."""
+"""Patterns of types of output nodes, each with the product of such a workflow. The first match wins."""
 SERVICES = re.compile(
     r"Api$|^(?:Beeble|Bria|ByteDance|Clarity|Claude|ElevenLabs|FishAudio|Gemini|Grok|HappyHorse|HeyGen|Higgsfield|"
     r"HitPaw|Ideogram(?!4Sched)|Kling|LtxApi|LTXVApi|Luma|Magnific|Meshy|MetaMuse|Minimax[HTI]|Mirelo|Moonvalley|"
@@ -72,7 +72,7 @@ def model_of(file_name: str) -> str | None:
 
 
 def other_model_of(file_name: str) -> str | None:
-    """Return the name of a model that is not here, by the name of its file, or None.
+    """Return the name of the unsupported model that a file holds, or None.
 
     Args:
         file_name: The file's name, without folders.
@@ -81,7 +81,7 @@ def other_model_of(file_name: str) -> str | None:
 
 
 def is_component_of(model: str | None, file_name: str) -> bool:
-    """Tell whether a file has a text encoder, vision encoder or VAE of a published model, in any number format.
+    """Return True if a file has a text encoder, vision encoder or VAE of a published model, in any number format.
 
     Args:
         model: The name of the model; None for an unknown model, which may be of any family.
@@ -93,7 +93,7 @@ def is_component_of(model: str | None, file_name: str) -> bool:
 
 
 def default_shift(model: str) -> float | None:
-    """Return ComfyUI's shift of a model if no node sets it; None for an unknown model.
+    """Return the shift that ComfyUI uses for a model if no node sets the shift. Return None for an unknown model.
 
     Args:
         model: The name of a published model.
@@ -102,7 +102,7 @@ def default_shift(model: str) -> float | None:
 
 
 def by_id(graph: Graph) -> list[Node]:
-    """Sort nodes by the numbers in their ids, which both forms of a workflow share.
+    """Sort nodes by the numbers in their ids. Both forms of a workflow have the same numbers.
 
     Args:
         graph: The graph with the nodes.
@@ -113,14 +113,14 @@ def by_id(graph: Graph) -> list[Node]:
 
 
 def ancestors(graph: Graph, node: Node) -> list[Node]:
-    """Return a node and all nodes before it, the nearest ones first.
+    """Return a node and all nodes before it, the nearest nodes first.
 
     Args:
         graph: The graph.
         node: The node.
     """
     names, nodes = {node.id}, [node]
-    for current in nodes:  # the list grows while it is read
+    for current in nodes:  # the loop appends to this list
         for value in current.inputs.values():
             if isinstance(value, Output) and value.node not in names and value.node in graph.nodes:
                 names.add(value.node)

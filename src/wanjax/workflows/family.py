@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ComfyUI calls the files and nodes of one family of models."""
+"""The names of the files and nodes of one family of models in ComfyUI."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -17,11 +17,11 @@ class WorkflowFamily(NamedTuple):
         title: The family's name in sentences.
         files: Patterns of names of files, each with the published model that such a file holds. The first match wins.
         components: Patterns of names of files with the text encoders, vision encoders and VAEs of these models.
-        other_files: Patterns of names of files with related models that are not here, each with the model's name.
-        other_nodes: Types of nodes of related models that are not here, each with the model's name.
+        other_files: Patterns of file names of unsupported related models, each with the model's name.
+        other_nodes: Types of nodes of unsupported related models, each with the model's name.
         default_shift: The shift if no node sets one.
-        node_types: The widgets of its nodes.
-        functions: The functions that describe its nodes.
+        node_types: The widgets of the family's nodes.
+        functions: The functions that describe the family's nodes.
     """
 
     title: str

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the files that a workflow names.
 
-A file is found by its name inside the folders that the user gives, and nowhere else. A file of weights may also come
-from the hub, by the address in the workflow.
+A file is only looked up by its name in the folders that the user gives. A file of weights may also come from the hub,
+by its URL in the workflow.
 """
 
 import os
@@ -26,7 +26,7 @@ KINDS = {
     "loras": ("loras",),
 }
 """The folders of ComfyUI in which a denoiser or a LoRA may be."""
-MAX_ENTRIES = 200_000  # files that are looked at in a folder
+MAX_ENTRIES = 200_000  # the maximum number of files in a folder that is searched
 HUB_ADDRESS = re.compile(
     r"https://huggingface\.co/(?P<repository>[\w.-]+/[\w.-]+)/(?:resolve|blob)/main/(?P<file>[\w./ +%-]+)(?:\?.*)?",
     re.ASCII,
@@ -35,10 +35,10 @@ HUB_ADDRESS = re.compile(
 
 @dataclass(frozen=True)
 class Folders:
-    """The folders in which files are looked for.
+    """The folders in which files are looked up.
 
     Args:
-        models: ComfyUI's folder `models`, or the one that holds it; None to look only on the hub.
+        models: ComfyUI's folder `models`, or its parent folder; None looks only on the hub.
         inputs: A folder with pictures and clips; None if there is none.
     """
 
@@ -46,7 +46,7 @@ class Folders:
     inputs: Path | None = None
 
     def of(self, kind: str) -> list[Path]:
-        """List the folders in which a kind of file may be.
+        """List the folders that may have files of a kind.
 
         Args:
             kind: A key of `KINDS`, or `INPUT`.
@@ -63,11 +63,11 @@ class Folders:
 
 
 class Located(NamedTuple):
-    """A file that a workflow names: what to give to an option, and where it is, in words.
+    """A file that a workflow names, with its path for an option, and its location in words.
 
     Args:
         name: The path, or OWNER/NAME/FILE on the hub.
-        place: Where the file is.
+        place: The location of the file, in words.
         to_download: Whether it must be downloaded.
     """
 
@@ -93,7 +93,7 @@ def check_name(file: File) -> str:
 
 
 def locate(file: File, folders: Folders, addresses: Mapping[str, str]) -> Located:
-    """Find a file of weights in a folder, in the hub's cache, or by its address in the workflow.
+    """Find a file of weights in a folder, in the hub's cache, or by its URL in the workflow.
 
     Args:
         file: The file.
@@ -150,7 +150,7 @@ def find_file(file: File, folders: Folders) -> Path | None:
 
 
 def _with_name(folder: Path, name: str) -> Iterator[Path]:
-    """Yield the files below a folder that have a name. Links to folders are not followed."""
+    """Yield the files with this name in a folder and its subfolders. Links to folders are not followed."""
     seen = 0
     for parent, folder_names, names in os.walk(folder):
         folder_names.sort()
@@ -162,19 +162,19 @@ def _with_name(folder: Path, name: str) -> Iterator[Path]:
 
 
 def is_cached(hub_name: str) -> bool:
-    """Tell whether OWNER/NAME/FILE is in the cache of the hub's client.
+    """Return True if OWNER/NAME/FILE is in the cache of the hub's client.
 
     Args:
         hub_name: The name.
     """
-    from huggingface_hub import try_to_load_from_cache  # imported late: it takes a while
+    from huggingface_hub import try_to_load_from_cache  # imported late, because the import takes long
 
     owner, name, file = hub_name.split("/", 2)
     return isinstance(try_to_load_from_cache(f"{owner}/{name}", file), str)
 
 
 def describe_download(hub_names: Sequence[str]) -> str:
-    """Describe downloads with their sizes and licences, as far as the hub tells them.
+    """Describe downloads with their sizes and licences, if the hub lists these.
 
     Args:
         hub_names: OWNER/NAME/FILE of each file.
@@ -199,12 +199,12 @@ def _licence(repository: str) -> str | None:
 
 
 def check_pair(high: str, low: str, companion_files: Callable[[str], Sequence[str]]) -> None:
-    """Raise WanjaxError unless loading the file of one expert also finds that of the other.
+    """Raise WanjaxError unless loading the file of one expert also finds the file of the other expert.
 
     Args:
         high: The path, or the name on the hub, of the expert at high noise.
-        low: The same of the expert at low noise.
-        companion_files: Lists the files that belong to a file, by its path. The paths are relative to its folder.
+        low: The path, or the name on the hub, of the expert at low noise.
+        companion_files: Lists the paths of the files that belong to a file, relative to the file's folder.
     """
     folder = PurePath(high).parent
     if os.path.normpath(low) not in (os.path.normpath(folder / other) for other in companion_files(high)):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parse a ComfyUI workflow into one small graph.
 
-A workflow has one of two forms. The editor's form has nodes with slots, links between them, and subgraphs. The form of
-the API maps ids to types and inputs. Both become a `Graph`. Links through subgraphs, reroutes, primitives and bypassed
-nodes are resolved, so that each input has a value or the output of a node that computes something.
+A workflow has one of two forms. The editor's form has nodes with slots, links between slots, and subgraphs. The form of
+the API maps the ids of nodes to their types and inputs. Both forms become a `Graph`. Links through subgraphs, reroutes,
+primitives and bypassed nodes are resolved, so that each input has a value or the output of a node that computes
+something.
 """
 
 import json
@@ -15,20 +16,20 @@ from typing import Any, NamedTuple
 from wanjax.errors import WanjaxError, printable
 from wanjax.workflows.node_types import CONTROL_WORDS, SEED_WIDGETS, NodeType
 
-MAX_NODES = 20_000  # of a graph with all its subgraphs
-MAX_LINKS = 100  # links that are followed from an input to the node that computes its value
-MAX_DEPTH = 32  # of subgraphs in subgraphs
-MAX_USES = 16 * 2**20  # characters of JSON of all uses of subgraphs
-MAX_SHOWN = 80  # characters of a text of a workflow in a message
-INPUT_NODE, OUTPUT_NODE = -10, -20  # the ids at the two ends of a subgraph
-MUTED, BYPASSED = (2, 4)  # modes of a node in the editor
+MAX_NODES = 20_000  # the maximum number of nodes, including subgraphs
+MAX_LINKS = 100  # the maximum number of links from an input to the node that computes its value
+MAX_DEPTH = 32  # the maximum depth of nested subgraphs
+MAX_USES = 16 * 2**20  # the maximum number of characters of JSON of all uses of subgraphs
+MAX_SHOWN = 80  # the maximum number of characters of a workflow's text in a message
+INPUT_NODE, OUTPUT_NODE = -10, -20  # the ids of a subgraph's input node and output node
+MUTED, BYPASSED = (2, 4)  # the values of a node's mode in the editor
 ANY_TYPE = "*"
 NOTES = ("Note", "MarkdownNote")
 REROUTES = ("Reroute", "Reroute (rgthree)")
 
 
 def shown(text: str) -> str:
-    """Return a workflow's text for a message: printable, and of bounded length.
+    """Format a text of a workflow for a message: printable, and not too long.
 
     Args:
         text: The text.
@@ -61,7 +62,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """A workflow's nodes by id, and the URLs of files of weights that it names, by file name."""
+    """The nodes of a workflow by id, and the URLs of its files of weights by file name."""
 
     nodes: Mapping[str, Node]
     addresses: Mapping[str, str] = field(default_factory=dict)
@@ -79,7 +80,7 @@ def parse_graph(workflow: Any, node_types: Mapping[str, NodeType]) -> Graph:
     """
     try:
         return _parse(workflow, node_types)
-    except WanjaxError:  # some errors of wanjax are also of Python's classes below
+    except WanjaxError:  # before Python's errors, because some errors of wanjax are subclasses of them
         raise
     except (*(AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError),) as error:
         raise WanjaxError(
@@ -88,7 +89,7 @@ def parse_graph(workflow: Any, node_types: Mapping[str, NodeType]) -> Graph:
 
 
 def is_workflow(value: Any) -> bool:
-    """Tell whether JSON has one of the two forms of a workflow.
+    """Return True if JSON has one of the two forms of a workflow.
 
     Args:
         value: The JSON.
@@ -129,14 +130,14 @@ def _api_node(key: str, node: Mapping[str, Any]) -> Node:
 
 
 def _api_input(value: Any) -> Any:
-    """Return the output of a node for a pair of an id and a slot, and other values unchanged."""
+    """Convert a pair of an id and a slot to the output of a node. Return other values unchanged."""
     if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str | int) and type(value[1]) is int:
         return Output(str(value[0]), value[1])
     return value
 
 
 class _Missing:
-    """The value of an input that comes from a muted node or an open end."""
+    """The value of an input that comes from a muted node, or that is not linked."""
 
 
 MISSING = _Missing()
@@ -159,7 +160,7 @@ class _Scope:
 
     @cached_property
     def setters(self) -> dict[str, Mapping[str, Any]]:
-        """The nodes that give a link a name, by that name."""
+        """The nodes that name a link, by this name."""
         return {str(_widgets(node)[0]): node for node in self.nodes.values() if node["type"] == "SetNode"}
 
     @property
@@ -168,7 +169,7 @@ class _Scope:
 
 
 def _mappings(values: Any, *names: str) -> list[Mapping[str, Any]]:
-    """Check that a value is a list of JSON objects with these names, and return it. Null is an empty list."""
+    """Return a list of JSON objects after checking that each object has these names. Null is an empty list."""
     values = [] if values is None else values
     if not isinstance(values, list) or not all(isinstance(value, Mapping) for value in values):
         raise TypeError("a list of objects, which is something else")
@@ -178,7 +179,7 @@ def _mappings(values: Any, *names: str) -> list[Mapping[str, Any]]:
 
 
 def _checked_node(node: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check the parts of a node that are read, and return the node with them."""
+    """Check the parts of a node that this module reads. Return the node with these parts."""
     properties = node.get("properties")
     return {
         "id": node["id"],
@@ -201,7 +202,7 @@ def _read_link(link: Any) -> tuple[Any, tuple[str, int, str, int]]:
 
 
 class _Editor:
-    """The editor's form of a workflow: the workflow and each use of a subgraph, as `scopes`."""
+    """The editor's form of a workflow. `scopes` has the workflow and each use of a subgraph."""
 
     def __init__(self, workflow: Mapping[str, Any], node_types: Mapping[str, NodeType]):
         self.node_types = node_types
@@ -213,7 +214,7 @@ class _Editor:
         if self.node_count > MAX_NODES:
             raise _too_many()
         self.scopes = [_Scope(workflow, "", None, None)]
-        for scope in self.scopes:  # the list grows while it is read
+        for scope in self.scopes:  # the loop appends to this list
             for key, node in scope.nodes.items():
                 if (subgraph := self.subgraphs.get(name := node["type"])) is not None:
                     self._check_use(scope, name)
@@ -221,7 +222,8 @@ class _Editor:
                     self.scopes.append(scope.children[key])
 
     def _check_use(self, scope: _Scope, name: str) -> None:
-        """Count a use of a subgraph before it is opened. Raises WanjaxError for one in itself, and for too many."""
+        """Count a use of a subgraph before it is opened. Raises WanjaxError for a subgraph inside itself, and for too
+        many uses."""
         outer: _Scope | None = scope
         while outer is not None and outer.user is not None:
             if outer.user["type"] == name:
@@ -252,13 +254,13 @@ class _Editor:
         return Graph(nodes, addresses)
 
     def _is_active(self, scope: _Scope, node: Mapping[str, Any]) -> bool:
-        """Tell whether neither the node nor a subgraph around it is muted or bypassed."""
+        """Return True if the node and the subgraphs around it are neither muted nor bypassed."""
         if node["mode"] in (MUTED, BYPASSED):
             return False
         return scope.parent is None or scope.user is None or self._is_active(scope.parent, scope.user)
 
     def _inputs(self, scope: _Scope, node: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs of a node: values of its widgets, replaced by what is linked to them."""
+        """Return the inputs of a node: the values of its widgets, overridden by linked values."""
         inputs = named_widgets(node, self.node_types)
         for slot in node["inputs"]:
             value = self._input(scope, slot, MAX_LINKS)
@@ -267,7 +269,7 @@ class _Editor:
         return inputs
 
     def _input(self, scope: _Scope, slot: Mapping[str, Any], max_links: int) -> Any:
-        """Resolve a slot: the output of a node, a value, or `MISSING`."""
+        """Resolve a slot to the output of a node, a value, or `MISSING`."""
         link = slot.get("link")
         return MISSING if link is None or link not in scope.links else self._link(scope, link, max_links)
 
@@ -293,7 +295,7 @@ class _Editor:
         return self._promoted(scope).get(str(definition["name"]), MISSING)
 
     def _promoted(self, scope: _Scope) -> dict[str, Any]:
-        """Return the values that a use of a subgraph has for the widgets of its nodes, by the names of its inputs."""
+        """Return the values with which a use of a subgraph sets the widgets of its nodes, by the subgraph's inputs."""
         assert scope.user is not None
         values = scope.user.get("widgets_values")
         if isinstance(values, Mapping):
@@ -302,7 +304,7 @@ class _Editor:
         return dict(zip(names, values, strict=True)) if isinstance(values, list) and len(values) == len(names) else {}
 
     def _is_widget(self, scope: _Scope, definition: Mapping[str, Any], depth: int) -> bool:
-        """Tell whether an input of a subgraph leads to a widget."""
+        """Return True if an input of a subgraph leads to a widget."""
         for link in definition.get("linkIds") or ():
             if link not in scope.links:
                 continue
@@ -318,7 +320,7 @@ class _Editor:
         return False
 
     def _output(self, scope: _Scope, node: Mapping[str, Any], output_index: int, max_links: int) -> Any:
-        """Resolve an output of a node: itself, or what the node passes on."""
+        """Resolve an output of a node to the output itself, or to the value that the node passes on."""
         key, kind = str(node["id"]), node["type"]
         if node["mode"] == MUTED:
             return MISSING
@@ -338,8 +340,8 @@ class _Editor:
 
 
 def _bypass(node: Mapping[str, Any], output_index: int) -> Mapping[str, Any] | None:
-    """Return the input that a bypassed node passes on as an output: of the same type, and at the same slot if it can
-    be."""
+    """Return the input that a bypassed node passes on as an output. The input has the type of the output and, if
+    possible, the same slot."""
     slots, output_type = node["inputs"], str(node["outputs"][output_index].get("type"))
 
     def fits(slot: Mapping[str, Any]) -> bool:
@@ -358,8 +360,8 @@ def _widgets(node: Mapping[str, Any]) -> Sequence[Any]:
 def named_widgets(node: Mapping[str, Any], node_types: Mapping[str, NodeType]) -> dict[str, Any]:
     """Return the values of a node's widgets by name.
 
-    The editor saves a list, whose order is that of the node's definition. `node_types` has the order. For other nodes,
-    the inputs that are widgets have it, if all are saved.
+    The editor saves the values as a list, in the order of the node's definition. `node_types` has this order. For other
+    nodes, the order comes from the inputs that are widgets, if all of them are saved.
 
     Args:
         node: The node in the editor's form.

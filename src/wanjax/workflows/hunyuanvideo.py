@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ComfyUI calls the files and nodes of HunyuanVideo 1.5."""
+"""The names of the files and nodes of HunyuanVideo 1.5 in ComfyUI."""
 
 from wanjax.workflows.family import FORMATS, WorkflowFamily
 from wanjax.workflows.node_functions import condition, empty_latents
@@ -31,7 +31,7 @@ FAMILY = WorkflowFamily(
         "HunyuanVideo15ImageToVideo": shaped(),
     },
     functions={
-        "EmptyHunyuanLatentVideo": empty_latents,  # which other families use too
+        "EmptyHunyuanLatentVideo": empty_latents,  # other families use these nodes too
         "EmptyHunyuanVideo15Latent": empty_latents,
         "HunyuanVideo15ImageToVideo": condition({"start_image": "image"}, "start_image"),
     },

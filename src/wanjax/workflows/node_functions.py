@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of nodes that any model may have. A family adds those of its own nodes."""
+"""The functions that describe nodes for any model. A family adds the functions of its own nodes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -32,9 +32,9 @@ from wanjax.workflows.values import (
     base_name,
 )
 
-MAX_TEXT = 1_000_000  # characters of a text that nodes join
+MAX_TEXT = 1_000_000  # the maximum number of characters of a text that nodes join
 FUNCTIONS: dict[str, Callable[[NodeInputs], Any]] = {}
-"""Describes the outputs of a node, for each type that any model may have."""
+"""For each type of node that any model may have, the function that describes its outputs."""
 
 
 def _node(*types: str) -> Callable[[Callable[[NodeInputs], Any]], Callable[[NodeInputs], Any]]:
@@ -121,7 +121,7 @@ def _rounded(number: float | Unknown) -> float | Unknown:
 
 @_node("PathchSageAttentionKJ", "ModelPatchTorchSettings", "TorchCompileModel")
 def change_speed(node: NodeInputs) -> Model:
-    """Describe a model that a node makes faster in ComfyUI.
+    """Describe the model of a node that only makes the model faster in ComfyUI.
 
     Args:
         node: The node.
@@ -175,7 +175,7 @@ def condition(inputs: Mapping[str, str], needed: str | None = None) -> Callable[
 
     Args:
         inputs: The names of the node's pictures, each with the name of wanjax's input.
-        needed: A picture without which the node is of no use.
+        needed: The name of a required picture; without it the node has no effect.
     """
 
     def describe(node: NodeInputs) -> tuple[Condition, Condition, Latents, int]:
@@ -219,7 +219,7 @@ def empty_latents(node: NodeInputs) -> Latents:
 
 
 def image_latents(node: NodeInputs) -> Latents:
-    """Describe latents that may have a first picture in them.
+    """Describe latents that may contain a first picture.
 
     Args:
         node: The node.
@@ -378,7 +378,7 @@ def _load_clip(node: NodeInputs) -> tuple[Pictures, Any, None, None]:
 
 
 def measured(node: NodeInputs, file: File, name: str) -> Any:
-    """Return a number of a file, or `Unknown` if the file is missing.
+    """Return the size, the number of frames or the frame rate of a file, or `Unknown` if the file is missing.
 
     Args:
         node: A node.
@@ -418,7 +418,7 @@ def side_of(node: NodeInputs, pictures: Pictures | None, name: str) -> Any:
 
 
 def _resized(node: NodeInputs, pictures: Pictures, compute: Callable[[int, int], tuple[int, int]]) -> Pictures:
-    """Return pictures of the size that a function computes from their size."""
+    """Return pictures with the size that `compute` returns for their size."""
     width, height = side_of(node, pictures, "width"), side_of(node, pictures, "height")
     if isinstance(width, Unknown) or isinstance(height, Unknown):
         unknown = width if isinstance(width, Unknown) else height
@@ -463,7 +463,8 @@ def _resize_in_proportion(node: NodeInputs) -> Any:
 
 
 def _fitted(sides: tuple[int, int], width: int, height: int) -> tuple[int, int]:
-    """Return the largest size in a frame that has the proportion of a size. A side of 0 does not bound it."""
+    """Return the largest size with the aspect ratio of `sides` that fits into a frame. A frame's side of 0 sets no
+    limit."""
     factor = min(limit / side for limit, side in zip((width, height), sides, strict=True) if limit)
     return round(sides[0] * factor), round(sides[1] * factor)
 

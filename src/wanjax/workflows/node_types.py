@@ -2,7 +2,8 @@
 """The widgets of nodes that any model may have.
 
 The editor saves the values of a node's widgets as a list without names. This table has the names, in the order of the
-node's definition. A type that is not in the table is unknown: it may only be beside the path to the video.
+node's definition. A type that is not in the table is unknown. A node of an unknown type must not lie on the path to the
+video.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 SEED_WIDGETS = ("seed", "noise_seed", "value")
-"""Widgets behind which the editor saves what happens to their value after a run."""
+"""Widgets after which the editor saves an additional value: what happens to the widget after a run."""
 CONTROL_WORDS = ("fixed", "increment", "decrement", "randomize")
 RESIZE_TYPES = {
     "scale dimensions": ("width", "height", "crop"),
@@ -23,7 +24,7 @@ RESIZE_TYPES = {
     "match size": ("crop",),
     "scale to multiple": ("multiple",),
 }
-"""The widgets of a resizing node for each way to resize."""
+"""The widgets of a resizing node, by the type of resizing."""
 
 
 class NodeType(NamedTuple):
@@ -32,8 +33,8 @@ class NodeType(NamedTuple):
     Args:
         widgets: The names, in order.
         variants: Further names, by the value of the first widget.
-        last: Names behind those of a variant.
-        numbered: The name of widgets that are JSON objects, which the API's form numbers: `lora_1`, `lora_2`.
+        last: Names after the names of a variant.
+        numbered: The name of widgets that are JSON objects. The API's form numbers them: `lora_1`, `lora_2`.
     """
 
     widgets: tuple[str, ...] = ()

@@ -22,21 +22,21 @@ from wanjax.workflows.evaluate import MediaSize
 from wanjax.workflows.families import NODE_TYPES
 from wanjax.workflows.graph import Graph, is_workflow, parse_graph
 
-MAX_BYTES = 16 * 2**20  # of a workflow's JSON; those of people have at most some hundred thousand
+MAX_BYTES = 16 * 2**20  # the maximum bytes of a workflow's JSON; usual workflows have at most some hundred thousand
 API, EDITOR = "prompt", "workflow"  # the names that ComfyUI gives to the two forms in a file's metadata
 TURNED = range(5, 9)  # orientations in EXIF that swap the sides of a picture
-PREFIX = re.compile(rf"({API}|{EDITOR}):\s*", re.IGNORECASE)  # of an entry in EXIF
+PREFIX = re.compile(rf"({API}|{EDITOR}):\s*", re.IGNORECASE)  # the maximum bytes of an entry in EXIF
 
 
 class UnreadJsonError(WanjaxError):
-    """JSON that is damaged, or too large or nested too deep for a workflow. It may be something else."""
+    """JSON that is damaged, too large, or nested too deep. It may not be a workflow."""
 
 
 def find_workflow(file: Path) -> Graph | None:
     """Return the graph of the workflow in a file, or None if the file has none.
 
-    A file that ComfyUI has made holds both forms. The nodes are then those of the API's form, which is what ran, and
-    the addresses of files those of the editor's form.
+    A file that ComfyUI made holds both forms. The graph then has the nodes of the API's form, which were executed, and
+    the URLs of the editor's form.
 
     Args:
         file: A JSON file, a video or a picture.
@@ -78,7 +78,7 @@ def _texts(file: Path) -> dict[str, str]:
 
 
 def _from_tags(tags: Mapping[str, str]) -> dict[str, str]:
-    """Return the entries of a workflow in a file's metadata. Some nodes write them as JSON in the comment."""
+    """Return the entries of a workflow in a file's metadata. Some nodes write these entries as JSON in the comment."""
     texts = {name: tags[name] for name in (API, EDITOR) if name in tags}
     if not texts and len(tags.get("comment", "")) <= MAX_BYTES:
         with suppress(ValueError, RecursionError):
@@ -90,7 +90,7 @@ def _from_tags(tags: Mapping[str, str]) -> dict[str, str]:
 
 
 def _from_exif(exif: Mapping[int, Any]) -> dict[str, str]:
-    """Return the entries of a workflow in the EXIF of a WebP picture, each of which begins with its name."""
+    """Return the entries of a workflow in the EXIF of a WebP picture. Each entry begins with its name."""
     entries = [(PREFIX.match(value), value) for value in exif.values() if isinstance(value, str)]
     return {match[1].lower(): value[match.end() :].rstrip("\0") for match, value in entries if match}
 
@@ -103,7 +103,7 @@ def _parse(file: Path, text: str) -> Any:
     except RecursionError as error:
         raise UnreadJsonError(f"the workflow in {file} is damaged, it is nested too deep: save it again") from error
     except ValueError as error:
-        if file.suffix.lower() != ".json" or not text.strip():  # of a picture or a video, it may be a text for people
+        if file.suffix.lower() != ".json" or not text.strip():  # the comment of a picture or a video may be any text
             return None
         raise UnreadJsonError(f"{file} is not valid JSON, {reason(error)}: get a complete copy") from error
 

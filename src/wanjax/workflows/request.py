@@ -33,19 +33,19 @@ from wanjax.workflows.graph import Graph, Node, Output, shown
 from wanjax.workflows.segments import join_segments
 from wanjax.workflows.values import Batch, File, Film, Latents, Pictures, Sampled, Steps, Unknown, base_name
 
-SAME_SOLVERS = ("euler",)  # the videos of these are the same in both
-CLASSIFIER_FREE = "none"  # the guidance rule without a name of its own
-ZERO_STAR = "cfg-zero"  # a guidance rule that needs guidance
-MIN_DENOISE = 0.01  # the least in ComfyUI's nodes
-FRAMES_PER_LATENT = 4  # of all models here
+SAME_SOLVERS = ("euler",)  # solvers with which wanjax and ComfyUI make the same video
+CLASSIFIER_FREE = "none"  # classifier-free guidance, the default rule
+ZERO_STAR = "cfg-zero"  # a guidance rule that needs a guidance scale above 1
+MIN_DENOISE = 0.01  # the minimum in ComfyUI's nodes
+FRAMES_PER_LATENT = 4  # the temporal factor of all supported models
 COMPONENTS = {"text_encoders": "text encoder", "clip_vision": "vision encoder", "vae": "VAE", "checkpoints": "networks"}
-"""What a kind of file has, beside the denoiser."""
+"""The components, other than the denoiser, in each kind of file."""
 LOADERS = ("unet_name", "ckpt_name")  # the inputs with the files of denoisers
 
 
 @dataclass(frozen=True)
 class Missing:
-    """A value that a workflow does not give, with the sentence that says so, and what to give instead."""
+    """A value that a workflow does not determine. The sentence says why, and which option to give."""
 
     sentence: str
 
@@ -65,10 +65,10 @@ class LoraUse:
 
 @dataclass(frozen=True)
 class Workflow:
-    """The request that a workflow makes.
+    """A workflow, converted to the parts of a request.
 
     Args:
-        model: The published model, by the names of its files; None if they do not tell it.
+        model: The published model; None if the names of its files do not identify it.
         files: The files of the denoisers: one, or the experts at high and low noise.
         loras: The LoRAs.
         settings: Settings of the video by name. A value may be `Missing`.
@@ -95,12 +95,12 @@ class Workflow:
 def read_workflow(
     graph: Graph, measure: Callable[[File], MediaSize | None] = lambda file: None, *, steps: int | None = None
 ) -> Workflow:
-    """Read the request for the video that a workflow makes.
+    """Convert a workflow to the request for its video.
 
     Args:
         graph: The workflow's graph.
         measure: Returns the size of a picture or clip, or None if the file is missing.
-        steps: The number of steps that replaces one that is not known.
+        steps: The number of steps to use if the workflow's number is not known.
 
     Raises:
         WanjaxError: The workflow makes no video, or has a node that wanjax cannot replace. The sentence names the node,
@@ -128,7 +128,7 @@ def read_workflow(
 
 
 def _is_video(graph: Graph, output: Node) -> bool:
-    """Tell whether an output of pictures is at the end of a graph that gives a video its shape."""
+    """Return True if the graph before an output of pictures has a node that sets the shape of a video."""
     return any("length" in node.inputs and node.type in FUNCTIONS for node in ancestors(graph, output))
 
 
@@ -137,7 +137,7 @@ def _segment_count(graph: Graph, output: Node) -> int:
 
 
 def _without_video(graph: Graph) -> str:
-    """Say what a workflow without a video makes."""
+    """Return the error for a workflow without a video, with its product."""
     nodes = by_id(graph)
     if service := _service(nodes):
         return service
@@ -149,7 +149,7 @@ def _without_video(graph: Graph) -> str:
 
 
 def _service(nodes: Sequence[Node]) -> str | None:
-    """Say that one of these nodes calls a service, or return None."""
+    """Return the message that a node calls a paid service, or None."""
     for node in nodes:
         if SERVICES.search(node.type):
             return f"{node} calls a paid service, which wanjax does not: {READABLE}, on your own devices"
@@ -179,7 +179,7 @@ def _read_output(
 
 
 def _other_model(nodes: Sequence[Node]) -> Unknown | None:
-    """Return the first node of a model that is not here."""
+    """Return the first node of an unsupported model."""
     for node in nodes:
         if (model := OTHER_NODES.get(node.type)) is not None:
             return Unknown(node, f"belongs to {model}, whose workflows wanjax does not read")
@@ -196,7 +196,7 @@ def _other_model(nodes: Sequence[Node]) -> Unknown | None:
 
 
 def _rest(without: Node, nodes: Sequence[Node], workflow: Workflow | None) -> str:
-    """Say what is left of a workflow without a node."""
+    """Describe the video that remains if a node is removed from a workflow."""
     models = [
         shown(base_name(value))
         for node in nodes
@@ -227,7 +227,7 @@ def _is_whole(settings: Mapping[str, Any]) -> bool:
 
 
 def _workflow(reader: Reader, film: Any, steps: int | None) -> Workflow:
-    """Describe the request for a film."""
+    """Return the request for a video with these pictures and frame rate."""
     film = reader.require(film, Film)
     pictures = film and film.pictures
     if isinstance(pictures, Batch):
@@ -276,7 +276,8 @@ def _workflow(reader: Reader, film: Any, steps: int | None) -> Workflow:
 
 
 def _check_frames(latents: Any, pictures: Pictures, notes: list[str]) -> None:
-    """Raise WanjaxError for frames that continue others without them, and note frames that are left out."""
+    """Raise WanjaxError for a segment that is saved without the segment before it. Note frames that the workflow does
+    not save."""
     assert isinstance(latents, Latents)
     if latents.segment is not None and latents.segment.previous is not None:
         raise WanjaxError(
@@ -296,7 +297,7 @@ def _check_frames(latents: Any, pictures: Pictures, notes: list[str]) -> None:
 
 
 def _stages(latents: Any, steps: int | None) -> list[Sampled]:
-    """Return the nodes that sample, in the order of their steps. `steps` replaces a number of steps that is not known.
+    """Return the sampling nodes in the order of their steps. `steps` replaces an unknown number of steps.
     Raises WanjaxError for a chain that wanjax cannot run."""
     stages: list[Sampled] = []
     while isinstance(latents, Sampled):
@@ -319,12 +320,12 @@ def _stages(latents: Any, steps: int | None) -> list[Sampled]:
 
 
 def _with_steps(stage: Sampled, steps: int) -> Sampled:
-    """Replace the number of steps of a stage if it is not known."""
+    """Replace the number of steps of a stage if this number is unknown."""
     return replace(stage, steps=replace(stage.steps, count=steps)) if isinstance(stage.steps.count, Unknown) else stage
 
 
 def _check_stage(stage: Sampled) -> None:
-    """Raise WanjaxError for a number that a node's widget lacks."""
+    """Raise WanjaxError for an unknown number in a stage."""
     if isinstance(count := stage.steps.count, Unknown):
         raise WanjaxError(f"{count.node} {count.reason}: give --steps")
     for value in (stage.steps.start, stage.steps.end, stage.steps.denoise):
@@ -333,7 +334,7 @@ def _check_stage(stage: Sampled) -> None:
 
 
 def _check_experts(high: Sampled, low: Sampled) -> None:
-    """Raise WanjaxError unless two nodes sample one after the other as the two experts of a model do."""
+    """Raise WanjaxError unless two nodes sample one after the other, as the two experts of a model."""
     problem = None
     if high.guider.model.file.name == low.guider.model.file.name:
         problem = f"samples again with the same model, {shown(base_name(low.guider.model.file.name))}"
@@ -358,7 +359,7 @@ def _end(steps: Steps) -> int:
 
 
 def _value(value: Any, option: str) -> Any:
-    """Return a value, or what to say about one that is not known."""
+    """Return a value. For an unknown value, return a `Missing` with the option to give."""
     if not isinstance(value, Unknown):
         return value
     folder = " or --inputs FOLDER" if value.is_missing_file else ""
@@ -383,10 +384,10 @@ def _text_settings(stages: Sequence[Sampled], notes: list[str]) -> dict[str, Any
 
 
 def _guidance_settings(stages: Sequence[Sampled], negative: Any, notes: list[str]) -> dict[str, Any]:
-    """Return the guidance rule, and the negative prompt that it brings."""
+    """Return the guidance rule, and the negative prompt of a rule that has one."""
     settings, is_guided = dict(stages[0].guider.model.settings), any(stage.guider.scale != 1 for stage in stages)
     if not is_guided and str(settings.get("guidance_rule")).startswith(ZERO_STAR):
-        del settings["guidance_rule"]  # without guidance it changes nothing
+        del settings["guidance_rule"]  # without guidance the rule has no effect
     if skip := settings.pop("skip", None):
         rule = settings.get("guidance_rule", CLASSIFIER_FREE)
         settings["guidance_rule"] = f"{rule}{',' if ':' in rule else ':'}{skip}"
@@ -396,7 +397,7 @@ def _guidance_settings(stages: Sequence[Sampled], negative: Any, notes: list[str
 
 
 def _shape_settings(latents: Any, film: Film, notes: list[str]) -> dict[str, Any]:
-    """Return the size, the number of frames and the rate."""
+    """Return the size, the number of frames and the frame rate."""
     assert isinstance(latents, Latents)
     shape = latents.shape
     if isinstance(shape.count, int) and shape.count != 1:
@@ -421,7 +422,7 @@ def _shape_settings(latents: Any, film: Film, notes: list[str]) -> dict[str, Any
 
 
 def _step_settings(stages: Sequence[Sampled], notes: list[str]) -> dict[str, Any]:
-    """Return the steps, the guidance scales, and where the second expert takes over."""
+    """Return the steps, the guidance scales, and the step at which the second expert takes over."""
     first, last = stages[0], stages[-1]
     steps, has_clip = first.steps, VIDEO.name in getattr(first.latents, "inputs", {})
     if (first.steps.start and not has_clip) or _end(last.steps) < last.steps.count:
@@ -450,13 +451,13 @@ def _step_settings(stages: Sequence[Sampled], notes: list[str]) -> dict[str, Any
 
 
 def _strength(steps: int, run: int) -> float:
-    """Return the strength at which the last `run` of so many steps run. It is rounded up, because steps are rounded
-    down."""
+    """Return the strength with which the last `run` of `steps` steps run. The strength is rounded up, because wanjax
+    rounds the number of steps down."""
     return math.ceil(run / max(1, steps) * 1e6) / 1e6
 
 
 def _shift_settings(stages: Sequence[Sampled], model: str | None) -> dict[str, Any]:
-    """Return the shift. Where noise levels have a model of their own, it is that model's shift which counts."""
+    """Return the shift. If the noise levels come from a separate model node, the shift of that node counts."""
     schedule = stages[0].steps.model
     shift = schedule.shift if schedule is not None else stages[0].guider.model.shift
     return {"flow_shift": default_shift(model or "") if shift is None else _value(shift, "--flow-shift")}
@@ -475,7 +476,7 @@ def _solver(stage: Sampled, notes: list[str]) -> Any:
 
 
 def _loras(stages: Sequence[Sampled]) -> tuple[LoraUse, ...]:
-    """Return the LoRAs. Those that both experts have are given once."""
+    """Return the LoRAs. A LoRA of both experts is listed once."""
     per_stage = [[(file.name, strength) for file, strength in stage.guider.model.loras] for stage in stages]
     if len(stages) == 1 or per_stage[0] == per_stage[1]:
         return tuple(LoraUse(file, strength) for file, strength in stages[0].guider.model.loras)
@@ -487,7 +488,7 @@ def _loras(stages: Sequence[Sampled]) -> tuple[LoraUse, ...]:
 
 
 def _composition(stage: Sampled) -> Composition:
-    """Return the pictures and clips of a stage by input, and the settings of those that wanjax composes too."""
+    """Return the pictures and clips of a stage by input, with the settings of compositions that wanjax can make."""
     assert isinstance(stage.latents, Latents)
     composition = read_composition({**stage.guider.positive.inputs, **stage.latents.inputs}, stage.latents.shape.frames)
     settings = {
@@ -498,7 +499,7 @@ def _composition(stage: Sampled) -> Composition:
 
 
 def _inputs(values: Mapping[str, Any], latents: Any, notes: list[str]) -> dict[str, Any]:
-    """Return the files of pictures and clips by input, or what to say about those that nodes compose."""
+    """Return the files of pictures and clips by input. For pictures that nodes compose, return a `Missing`."""
     frames = latents.shape.frames
     for value in values.values():
         if isinstance(value, Pictures) and value.is_loaded and value.frames not in (None, 1, frames):
@@ -524,5 +525,5 @@ def _component_files(stage: Sampled, pictures: Pictures) -> tuple[File, ...]:
     encoder = stage.guider.positive.encoder
     vision = stage.guider.positive.inputs.get("vision")
     files = [*(encoder.files if encoder else ()), vision and vision.file, pictures.decoder and pictures.decoder.file]
-    checkpoint = stage.guider.model.file.name  # a file with several networks is read as a whole
+    checkpoint = stage.guider.model.file.name  # skipped: a file with several networks is read as a whole
     return tuple(file for file in files if file and file.name != checkpoint)

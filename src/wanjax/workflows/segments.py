@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments of a video: each goes on where the segment before it ends, and the workflow joins their frames."""
+"""Segments of a video. Each segment continues the segment before it, and the workflow joins their frames."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,10 +12,10 @@ MAX_SEGMENTS = 1000
 
 
 def joined_parts(pictures: Pictures) -> Iterator[Pictures]:
-    """Yield the pictures that are joined, in their order.
+    """Yield the parts of joined pictures, in order.
 
     Args:
-        pictures: The pictures; if nothing is joined, they are yielded themselves.
+        pictures: The pictures. Pictures that are not joined have a single part.
     """
     if not isinstance(pictures, Batch) or pictures.times != 1:
         yield pictures
@@ -25,16 +25,17 @@ def joined_parts(pictures: Pictures) -> Iterator[Pictures]:
 
 
 def join_segments(pictures: Batch) -> Pictures:
-    """Describe the joined frames of segments as those of the first segment, whose condition has the number of segments.
+    """Describe the joined frames of segments as the frames of the first segment, with the number of segments in its
+    condition.
 
     Args:
         pictures: The joined frames.
 
     Returns:
-        The pictures unchanged if they are not all from models.
+        The description. The pictures unchanged if a part does not come from a model.
 
     Raises:
-        WanjaxError: They are not the segments of one video.
+        WanjaxError: The parts are not the segments of one video.
     """
     leaves = []
     for leaf in joined_parts(pictures):
@@ -70,7 +71,7 @@ def _segment(leaf: Pictures, pictures: Pictures) -> tuple[Sampled, Latents]:
 
 
 def _check_follows(number: int, leaves: list[Pictures], segments: list[tuple[Sampled, Latents]]) -> None:
-    """Raise WanjaxError unless a segment goes on where the one before it ends, and is made in the same way."""
+    """Raise WanjaxError unless a segment starts where the segment before it ends, and has the same settings."""
     sampled, latents = segments[number]
     segment, shape = latents.segment, latents.shape
     assert segment is not None
@@ -98,7 +99,7 @@ def _overlap(latents: Latents) -> int:
 
 
 def _settings(sampled: Sampled) -> tuple[Any, ...]:
-    """Return what the segments of a video share."""
+    """Return the settings that all segments of a video must share."""
     guider = sampled.guider
     texts = guider.positive.text, guider.negative and guider.negative.text
     return guider.model, guider.scale, sampled.steps, sampled.sampler, texts, dict(guider.positive.inputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the outputs of a workflow's nodes are: descriptions of models, conditions, latents, pictures and videos."""
+"""The types of node outputs: descriptions of models, conditions, latents, pictures and videos."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,8 +15,8 @@ class Unknown:
 
     Args:
         node: The node.
-        reason: Why there is no value, as the end of a sentence that begins with the node.
-        is_missing_file: Whether the value is that of a picture or clip that is missing.
+        reason: The reason why the value is unknown. It ends a sentence that begins with the node.
+        is_missing_file: Whether the reason is that a picture or clip is missing.
     """
 
     node: Node
@@ -24,11 +24,11 @@ class Unknown:
     is_missing_file: bool = False
 
 
-INPUT = "input"  # the kind of a picture or clip, and the name of ComfyUI's folder with them
+INPUT = "input"  # the kind of pictures and clips, which is also the name of their folder in ComfyUI
 
 
 def base_name(name: str) -> str:
-    """Return the last part of a file's name in a workflow, which may come from Windows.
+    """Return the last part of a file's name in a workflow. The name may be a path of Windows.
 
     Args:
         name: The name.
@@ -45,8 +45,8 @@ class File:
     """A file that a node loads.
 
     Args:
-        name: Its name in the workflow, which may have folders.
-        kind: The folder of ComfyUI in which it is, such as "loras".
+        name: The name of the file in the workflow, which may have folders.
+        kind: The folder of ComfyUI that holds the file, such as "loras".
         node: The node.
     """
 
@@ -57,7 +57,7 @@ class File:
 
 @dataclass(frozen=True)
 class Model:
-    """A denoiser with its LoRAs, each with its strength, and the settings that nodes attach to it."""
+    """A denoiser with its LoRAs and their strengths, and with the settings that nodes attach to it."""
 
     file: File
     loras: tuple[tuple[File, float], ...] = ()
@@ -68,7 +68,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Text encoders, which only their files describe."""
+    """Text encoders, described by their files."""
 
     files: tuple[File, ...]
 
@@ -104,13 +104,13 @@ class Pictures:
     Args:
         file: The file, or None for pictures that nodes compose or make.
         node: The node that loads or composes them.
-        width: The width after all resizing, None for that of the file.
-        height: The height after all resizing, None for that of the file.
-        frames: The number of frames, None for all of the file.
+        width: The width after all resizing; None is the width of the file.
+        height: The height after all resizing; None is the height of the file.
+        frames: The number of frames; None is all frames of the file.
         latents: The latents from which pictures are decoded, or None.
-        is_tiled: Whether they are decoded in tiles.
+        is_tiled: Whether the pictures are decoded in tiles.
         decoder: The decoder of the latents.
-        skipped: The number of decoded frames at the start that are left out.
+        skipped: The number of first decoded frames that are left out.
     """
 
     file: File | None
@@ -125,20 +125,20 @@ class Pictures:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether these are the pictures of a file, at most resized."""
+        """Whether the pictures come from a file, possibly resized."""
         return self.file is not None
 
 
 @dataclass(frozen=True)
 class Solid(Pictures):
-    """Frames or masks of one level, which a node makes: 0 is black, and 1 is white."""
+    """Frames or masks of one level that a node makes: 0 is black, and 1 is white."""
 
     level: float = 0.0
 
 
 @dataclass(frozen=True)
 class Batch(Pictures):
-    """Pictures one after the other, and all of them again as many times as `times` says."""
+    """Pictures one after another. The whole sequence is repeated `times` times."""
 
     parts: tuple[Pictures, ...] = ()
     times: int = 1
@@ -150,7 +150,7 @@ class Margins:
 
     Args:
         sides: The pixels at the left, the top, the right and the bottom, or `Unknown`.
-        feathering: The pixels over which their mask fades into the pictures.
+        feathering: The number of pixels over which the mask fades into the pictures.
     """
 
     sides: tuple[int, ...] | Unknown
@@ -177,7 +177,7 @@ class Border(Pictures):
 
 @dataclass(frozen=True)
 class Condition:
-    """What a prompt and pictures say about a video.
+    """The condition of a video: a prompt and pictures.
 
     Args:
         text: The prompt; None if a node has replaced it by zeros.
@@ -201,9 +201,9 @@ class Segment:
     """A segment of a video that follows a clip.
 
     Args:
-        start: The number of the clip's frame with which the segment goes on.
-        overlap: The frames that a segment takes over from the segment before it.
-        previous: The pictures that it continues; None for the first segment.
+        start: The index of the clip's frame at which the segment starts.
+        overlap: The number of frames that a segment repeats from the segment before it.
+        previous: The pictures that the segment continues; None for the first segment.
     """
 
     start: int
@@ -213,13 +213,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class Latents(AnyLatents):
-    """Latents before sampling: of zeros in a shape, with the inputs that a node has put into them.
+    """Latents before sampling: zeros of a shape, with the inputs that a node has added.
 
     Args:
         shape: The shape of the video.
         node: The node that made them.
-        inputs: Pictures by the names of wanjax's inputs, for models that take them in their latents.
-        segment: Which part of a longer video they are; None for a whole video.
+        inputs: Pictures by the names of wanjax's inputs, for models whose latents contain pictures.
+        segment: The segment of a longer video; None for a whole video.
     """
 
     shape: Shape
@@ -230,7 +230,7 @@ class Latents(AnyLatents):
 
 @dataclass(frozen=True)
 class Steps:
-    """Noise levels: the schedule's name, the number of steps of the whole schedule, and the part that is run."""
+    """Noise levels: the schedule's name, the number of steps of the whole schedule, and the range of steps that run."""
 
     schedule: Any
     count: Any
@@ -252,7 +252,7 @@ class Guider:
 
 @dataclass(frozen=True)
 class Noise:
-    """The noise at the start. The seed is None where no noise is added."""
+    """The initial noise. The seed is None if no noise is added."""
 
     seed: Any
 
@@ -266,7 +266,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class Sampled(AnyLatents):
-    """Latents that a node has sampled from others."""
+    """Latents that a node has sampled."""
 
     node: Node
     guider: Guider

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ComfyUI calls the files and nodes of Wan."""
+"""The names of the files and nodes of Wan in ComfyUI."""
 
 import re
 from dataclasses import replace
@@ -13,7 +13,7 @@ from wanjax.workflows.node_types import NodeType, shaped
 from wanjax.workflows.segments import joined_parts
 from wanjax.workflows.values import Condition, Latents, Model, Pictures, Sampled, Segment, Shape, Unknown, Vision
 
-FIRST = r"wan[ _-]?2[._]?1"  # the first generation in names of files
+FIRST = r"wan[ _-]?2[._]?1"  # matches the first generation in file names
 SECOND = r"wan[ _-]?2[._]?2"
 SMALL, LARGE = r"1[._]3b", "14b"
 EXPERT = "(high|low)"
@@ -87,15 +87,15 @@ def _nag(node: NodeInputs) -> Any:
 SEGMENT_NODE = "WanAnimateToVideo"
 SEGMENT_INPUTS = {"reference_image": IMAGE.name, "pose_video": VIDEO.name, "face_video": FACE.name}
 REPLACEMENT_INPUTS = {"background_video": BACKGROUND.name, "character_mask": MASK.name}
-OVERLAPS = (1, 5)  # frames that a segment can take over
+OVERLAPS = (1, 5)  # the numbers of frames that a segment can repeat from the segment before it
 
 
 def _segment(node: NodeInputs) -> tuple[Condition, Condition, Latents, int, int, int | Unknown]:
-    """Describe a character that follows a pose clip and a clip of a face. In a loop over the clip, this is the first
-    round.
+    """Describe a character that follows a pose clip and a clip of a face. In a loop over the clip, describe the first
+    iteration.
 
-    The last three outputs are the latents to trim, the frames that the segment takes over, and the number of the clip's
-    frame with which the next segment goes on.
+    The last three outputs are the number of latents to trim, the number of frames that the segment repeats, and the
+    index of the clip's frame at which the next segment starts.
     """
     overlap, start = _number(node, "continue_motion_max_frames", 5), _number(node, "video_frame_offset", 0)
     previous = node.maybe("continue_motion", Pictures)
@@ -135,7 +135,7 @@ def _segment(node: NodeInputs) -> tuple[Condition, Condition, Latents, int, int,
 
 
 def _number(node: NodeInputs, name: str, default: int) -> int:
-    """Return a whole number. Note one that is not known, and return the default in its place."""
+    """Return a whole number. For an unknown number, record a note and return the default."""
     if isinstance(number := node.integer(name, default), Unknown):
         node.reader.problems.append(number)
         return default
@@ -146,11 +146,11 @@ ANIMATE_NODE = "WanAnimate2ToVideo"
 ANIMATE_INPUTS = {"reference_image": "image", "pose_video": "video"}
 ANIMATE_GRID = 16  # pixels; sizes of Animate's videos are multiples of it
 ANIMATE_NUMBERS = {"pose_strength": 1, "pose_start_percent": 0, "pose_end_percent": 1, "reference_image_strength": 1}
-"""The numbers of Animate's node, each with the value that wanjax has."""
+"""The numbers of Animate's node, each with the only value that wanjax supports."""
 
 
 def _animate(node: NodeInputs) -> tuple[Condition, Condition, Latents, int, None, int]:
-    """Describe a character that follows a clip. In a loop over the clip, this is the first round."""
+    """Describe a character that follows a clip. In a loop over the clip, describe the first iteration."""
     for name, value in {**ANIMATE_NUMBERS, "video_frame_offset": 0}.items():
         number = node.number(name, value)
         if isinstance(number, Unknown):
@@ -192,12 +192,13 @@ def _on_grid(side: int | Unknown) -> int | Unknown:
 
 
 def _start_loop(_: NodeInputs) -> tuple[None, bool, bool, int, None]:
-    """Describe the first round of a loop: it is the first, it is not the last, and no round is before it."""
+    """Describe the outputs of a loop's start in the first iteration: first, not last, and without an iteration before
+    it."""
     return None, True, False, 0, None
 
 
 def _end_loop(node: NodeInputs) -> Any:
-    """Describe the pictures of a loop over a clip, whose rounds are Animate's segments."""
+    """Describe the pictures of a loop over a clip. The iterations are Animate's segments."""
     pictures = node("output_value")
     latents = pictures.latents if isinstance(pictures, Pictures) else None
     while isinstance(latents, Sampled):
@@ -223,7 +224,7 @@ SKIP_NUMBERS = ("scale", "start_percent", "end_percent", "rescaling_scale")
 
 
 def _skip_layers(node: NodeInputs) -> Any:
-    """Describe a model with skip-layer guidance. The node's percents are those of the schedule before the shift, which
+    """Describe a model with skip-layer guidance. The percents of the node apply to the schedule before the shift that
     the model has at this node."""
     model, layers = node.take("model", Model), node.text("double_layers")
     numbers: list[float] = []
