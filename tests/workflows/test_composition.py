@@ -75,7 +75,10 @@ def test_frames_of_another_colour_are_a_note():
     nodes = {"V": batch("A", "7 white", "Z"), "M": MASK, **SEVEN}
     workflow = composed(["V", 0], ["M", 0], **nodes)
     assert files(workflow) == {"image": "a.png", "last_image": "z.png"}
-    assert any(note.startswith("node white (SolidMask) fills the frames that are made anew") for note in workflow.notes)
+    assert any(
+        note.startswith("node white (SolidMask) sets the colour of the frames that the model replaces")
+        for note in workflow.notes
+    )
 
 
 def test_a_fully_white_mask_is_dropped():
@@ -157,7 +160,7 @@ def test_a_continued_clip_is_refused():
         nodes["start"]["inputs"]["batch_index"] = first
         inputs = composed(["V", 0], ["M", 0], **nodes, V=batch("start", "4 grey"), M=batch("5 black", "4 white")).inputs
         assert inputs["video"] == inputs["mask"]
-        assert "of 5 frames of a clip that goes on" in inputs["video"].sentence
+        assert "with 5 frames of a longer clip" in inputs["video"].sentence
         assert "--video FILE and --mask FILE" in inputs["video"].sentence
 
 

@@ -202,7 +202,7 @@ def test_a_long_chain_is_refused():
         ({"n3__steps": None}, "which is not a number"),
         ({"n3__steps": ["48", 0]}, "has something else as its steps"),
         ({"n3__steps": float("nan")}, "has nan as its steps"),
-        ({"n3__denoise": 0.5}, "denoises only by 0.5"),
+        ({"n3__denoise": 0.5}, "has a denoise of 0.5"),
         ({"n37__unet_name": ""}, "names no file"),
         ({"n37__unet_name": 7}, "names no file"),
         ({"n3__latent_image": 1}, "has nothing linked to latent_image"),
@@ -296,7 +296,7 @@ def test_a_guidance_rule_of_only_one_expert_is_refused():
 def test_the_schedule_is_that_of_the_workflow_or_a_note(schedule, sigmas):
     workflow = request_of(edited(T2V, n3__scheduler=schedule))
     assert workflow.settings["sigmas"] == (sigmas or "comfy")
-    notes = [note for note in workflow.notes if "noise levels here are those of the schedule simple" in note]
+    notes = [note for note in workflow.notes if "wanjax uses the noise levels of the schedule simple" in note]
     assert len(notes) == (sigmas is None)
 
 
@@ -312,7 +312,7 @@ def test_cfg_zero_has_no_zero_steps_and_needs_guidance():
     workflow = patched("CFGZeroStar", 6)
     assert workflow.settings["guidance_rule"] == "cfg-zero:zero_steps=0"
     assert guidance_rule(workflow.settings["guidance_rule"]) == ZeroStar(zero_steps=0)
-    assert any("close, and not the same" in note for note in workflow.notes)
+    assert any("close but not the same" in note for note in workflow.notes)
     assert "guidance_rule" not in patched("CFGZeroStar", 1).settings
 
 
@@ -322,7 +322,7 @@ def test_nag_brings_its_negative_prompt(cfg):
     workflow = patched("WanVideoNAG", cfg, conditioning=["N", 0], **numbers)
     assert workflow.settings["guidance_rule"] == "nag:scale=11,alpha=0.25,tau=2.5"
     assert workflow.settings["negative_prompt"] == "blurry"
-    assert any("another one in the workflow" in note for note in workflow.notes) == (cfg == 6)
+    assert any("different negative prompts in the workflow" in note for note in workflow.notes) == (cfg == 6)
     without = patched("WanVideoNAG", cfg, **numbers).settings["negative_prompt"]
     assert without == edited(T2V)["7"]["inputs"]["text"]
 
@@ -333,8 +333,8 @@ ANIMATE = "video_wan_animate2_distilled"
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [
-        ({"pose_strength": 0.5}, "has 0.5 as its pose_strength, and wanjax has only 1"),
-        ({"video_frame_offset": 77}, "has 77 as its video_frame_offset, and wanjax has only 0"),
+        ({"pose_strength": 0.5}, "has 0.5 as its pose_strength, but wanjax supports only 1"),
+        ({"video_frame_offset": 77}, "has 77 as its video_frame_offset, but wanjax supports only 0"),
         ({"continue_motion": ["189", 0]}, "continues other frames"),
         ({"pose_end_percent": "x"}, "has 'x' as its pose_end_percent, which is not a number"),
     ],
@@ -375,7 +375,7 @@ def clip(kind: str, **inputs: Any) -> dict[str, Any]:
 def test_changes_of_a_clip_are_noted():
     assert "changes a clip to 12 frames per second" in sentence(clip("VHS_LoadVideo", force_rate=12))
     notes = request_of(clip("ImageFromBatch", length=7)).notes
-    assert any("gives 7 frames of a clip" in note for note in notes)
+    assert any("takes 7 frames of a clip" in note for note in notes)
     assert request_of(clip("VHS_LoadVideo", force_rate=0)).inputs["video"].name == "a.mp4"
 
 
@@ -496,7 +496,7 @@ def test_latents_of_other_pictures_are_refused():
     nodes["C"] = {"class_type": "LoadImage", "inputs": {"image": "a.png"}}
     assert "node E (VAEEncode) encodes something else than a clip" in sentence(nodes)
     for denoise in (0, 1e-320, -1):
-        assert f"denoises only by {denoise:g}" in sentence(from_clip(denoise=denoise))
+        assert f"has a denoise of {denoise:g}" in sentence(from_clip(denoise=denoise))
     assert request_of(from_clip(steps=0, denoise=0.5)).settings["steps"] == 0  # which the request refuses
 
 

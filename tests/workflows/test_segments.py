@@ -151,12 +151,12 @@ def test_a_mask_of_one_picture_is_a_mask():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"follow_1": {"video_frame_offset": 60}}, "goes on at frame 55 of the clip"),
+        ({"follow_1": {"video_frame_offset": 60}}, "starts at frame 55 of the clip"),
         ({"follow_1": {"width": 832}}, "has another shape than node follow 0"),
         ({"follow_0": {"video_frame_offset": 10}}, "has 10 as its video_frame_offset"),
         ({"sample_1": {"steps": 8}}, "is made with other settings or inputs than node follow 0"),
         ({"new_1": {"batch_index": 0}}, "leaves out 0 frames of a segment that takes over 5"),
-        ({"all_1": {"image1": ["new 1", 0]}}, "continues frames that are not before it"),
+        ({"all_1": {"image1": ["new 1", 0]}}, "continues frames that do not precede it"),
         ({"film_1": {"images": ["decode 1", 0]}}, "join both by ImageBatch"),
         ({"follow_1": {"continue_motion_max_frames": 9}}, "has 9 as its continue_motion_max_frames"),
         ({"follow_1": {"continue_motion": ["picture", 0]}}, "continues the frames of a file"),
@@ -169,7 +169,7 @@ def test_unsupported_segments_are_refused(changes, words):
 def test_a_shorter_video_is_read_in_place_of_segments_that_cannot_be():
     workflow = request(2, follow_1={"video_frame_offset": 60})
     assert workflow.settings["windows"] == 1
-    assert any("goes on at frame 55 of the clip" in note for note in workflow.notes)
+    assert any("starts at frame 55 of the clip" in note for note in workflow.notes)
 
 
 def test_skipped_frames_are_noted():

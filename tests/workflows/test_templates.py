@@ -246,8 +246,8 @@ def test_a_loop_over_a_driving_clip_makes_segments():
     assert looped.settings["clip_prompt"].startswith("A girl doing energetic street dance")
     assert single.settings["clip_prompt"].startswith("A man doing energetic street dance")
     assert looped.settings["prompt"].startswith("Character Description")
-    assert any("has the same noise in each round of its loop" in note for note in looped.notes)
-    assert all(any("keeps keys and values in int8" in note for note in each.notes) for each in (looped, single))
+    assert any("has the same noise in each iteration of its loop" in note for note in looped.notes)
+    assert all(any("stores keys and values in int8" in note for note in each.notes) for each in (looped, single))
 
 
 @pytest.mark.parametrize("name", ["video_hunyuan_video_1.5_720p_t2v", "video_hunyuan_video_1.5_720p_i2v"])

@@ -52,7 +52,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "log2": math.log2,
     "max": max,
     "min": min,
-    # `round` with a number of digits would compute a power of ten, which may be huge
+    # of a float, because rounding an integer computes a power of ten, which may be huge
     "round": lambda number, *digits: round(float(number), *digits),
     "sqrt": math.sqrt,
 }

@@ -37,7 +37,7 @@ def _invert(node: NodeInputs) -> Solid | Unknown:
     mask = node("mask")
     if isinstance(mask, Solid):
         return replace(mask, node=node.graph_node, level=1 - mask.level)
-    return Unknown(node.graph_node, "inverts a mask when it runs, which wanjax does not")
+    return Unknown(node.graph_node, "inverts a mask when it runs, which wanjax does not support")
 
 
 def _repeat(node: NodeInputs) -> Any:
@@ -121,7 +121,9 @@ def _in_pixels_of_file(
             return original
         ratios.append(original / max(1, resized or 1))
     if max(ratios) > (1 + MAX_CROPPING) * min(ratios):
-        return Unknown(node.graph_node, "widens a clip that is cropped or stretched before, which wanjax does not")
+        return Unknown(
+            node.graph_node, "widens a clip that is cropped or stretched before, which wanjax does not support"
+        )
     return tuple(round(side * ratio) for side, ratio in zip(known_sides, ratios * 2, strict=True))
 
 

@@ -58,7 +58,7 @@ def read_composition(inputs: Mapping[str, Any], frames: Any) -> Composition:
     ):
         return Composition({**inputs, MASK.name: masks[0]})  # one picture is the mask of all frames
     if isinstance(video, Widened) and masks == [video.margins] * frames:
-        notes = (f"{video.node} fades the mask of its margins, and here the mask has an edge",)
+        notes = (f"{video.node} fades the mask of its margins: in wanjax the mask has a hard edge",)
         return Composition(
             others | {VIDEO.name: Pictures(video.file, video.node, frames=video.frames)},
             {"outpaint": video.margins.sides},
@@ -71,7 +71,7 @@ def read_composition(inputs: Mapping[str, Any], frames: Any) -> Composition:
         return Composition(others | pictures, notes=_colour_notes(video, masks))
     if isinstance(video, Pictures | Unknown) and masks is not None and (count := _continued(masks)):
         sentence = (
-            f"{video.node} composes a video when it runs, of {count} frames of a clip that goes on: save that video "
+            f"{video.node} composes a video when it runs, with {count} frames of a longer clip: save that video "
             f"and its mask in ComfyUI, and give them by {VIDEO.option} FILE and {MASK.option} FILE"
         )
         return Composition(inputs, missing=dict.fromkeys((VIDEO.name, MASK.name), sentence))
@@ -148,6 +148,6 @@ def _colour_notes(video: Pictures, masks: list[Any]) -> tuple[str, ...]:
         if level == 1 and isinstance(leaf, Solid) and abs(leaf.level - GREY) > TOLERANCE
     ]
     return tuple(
-        f"{node} fills the frames that are made anew, and here they are grey, as the model was trained"
+        f"{node} sets the colour of the frames that the model replaces: in wanjax they are grey, as in training"
         for node in dict.fromkeys(nodes)
     )

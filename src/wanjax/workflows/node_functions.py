@@ -134,8 +134,8 @@ def change_speed(node: NodeInputs) -> Model:
 def _cfg_zero(node: NodeInputs) -> Model:
     model = with_settings(node.take("model", Model), guidance_rule="cfg-zero:zero_steps=0")
     note = (
-        f"{node.graph_node} scales clean latents, and cfg-zero here the prediction of the network: "
-        "close, and not the same"
+        f"{node.graph_node} scales clean latents: cfg-zero of wanjax scales the prediction of the network, "
+        "which is close but not the same"
     )
     return replace(model, notes=(*model.notes, note))
 
@@ -186,7 +186,7 @@ def condition(inputs: Mapping[str, str], needed: str | None = None) -> Callable[
             node.reader.problems.append(strength)
         elif round(strength, 6) != 1:
             node.reader.problems.append(
-                Unknown(node.graph_node, f"has the strength {strength:g}, and wanjax has only 1")
+                Unknown(node.graph_node, f"has the strength {strength:g}, but wanjax supports only 1")
             )
         if needed and not node.has(needed):
             raise MissingInput(node.graph_node, needed)

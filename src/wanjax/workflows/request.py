@@ -144,7 +144,7 @@ def _without_video(graph: Graph) -> str:
     for pattern, product in OTHER_OUTPUTS:
         for node in nodes:
             if re.search(pattern, node.type):
-                return f"the workflow makes {product}, by {node}, and no video: {READABLE}"
+                return f"the workflow makes {product} with {node}, not a video: {READABLE}"
     return f"the workflow has no node that saves a video, such as SaveVideo: {READABLE}"
 
 
@@ -152,7 +152,7 @@ def _service(nodes: Sequence[Node]) -> str | None:
     """Return the message that a node calls a paid service, or None."""
     for node in nodes:
         if SERVICES.search(node.type):
-            return f"{node} calls a paid service, which wanjax does not: {READABLE}, on your own devices"
+            return f"{node} calls a paid service, which wanjax does not support: {READABLE}, on your own devices"
     return None
 
 
@@ -292,7 +292,7 @@ def _check_frames(latents: Any, pictures: Pictures, notes: list[str]) -> None:
     frames = latents.shape.frames
     if isinstance(pictures.frames, int) and isinstance(frames, int) and pictures.frames < frames:
         notes.append(
-            f"only {pictures.frames} frames of {pictures.node} are saved in the workflow, and here all {frames}"
+            f"only {pictures.frames} frames of {pictures.node} are saved in the workflow: wanjax saves all {frames}"
         )
 
 
@@ -351,7 +351,7 @@ def _check_experts(high: Sampled, low: Sampled) -> None:
     elif high.guider.model.settings != low.guider.model.settings:
         problem = f"has another guidance rule than {high.node}"
     if problem:
-        raise WanjaxError(f"{low.node} {problem}, which wanjax cannot do: without it {high.node} is left")
+        raise WanjaxError(f"{low.node} {problem}, which wanjax does not support: without it {high.node} is left")
 
 
 def _end(steps: Steps) -> int:
@@ -375,11 +375,11 @@ def _text_settings(stages: Sequence[Sampled], notes: list[str]) -> dict[str, Any
     negative = first.negative and first.negative.text
     if (last.positive.text, last.negative and last.negative.text) != (first.positive.text, negative):
         raise WanjaxError(
-            f"{stages[-1].node} has another prompt than {stages[0].node}, which wanjax cannot do: without it "
+            f"{stages[-1].node} has another prompt than {stages[0].node}, which wanjax does not support: without it "
             f"{stages[0].node} is left"
         )
     if negative is None and any(stage.guider.scale != 1 for stage in stages):
-        notes.append("the negative prompt is empty here, and zeros in the workflow")
+        notes.append("the workflow replaces the negative prompt by zeros: wanjax uses an empty negative prompt")
     return {"prompt": prompt, "negative_prompt": _value(negative or "", "--negative-prompt")}
 
 
@@ -392,7 +392,9 @@ def _guidance_settings(stages: Sequence[Sampled], negative: Any, notes: list[str
         rule = settings.get("guidance_rule", CLASSIFIER_FREE)
         settings["guidance_rule"] = f"{rule}{',' if ':' in rule else ':'}{skip}"
     if is_guided and settings.get("negative_prompt", negative) != negative:
-        notes.append("the negative prompt is that of attention (nag), and guidance has another one in the workflow")
+        notes.append(
+            "guidance and attention (nag) have different negative prompts in the workflow: wanjax uses the one of nag"
+        )
     return settings
 
 
@@ -409,7 +411,7 @@ def _shape_settings(latents: Any, film: Film, notes: list[str]) -> dict[str, Any
     }
     if isinstance(shape.frames, int) and (shape.frames - 1) % FRAMES_PER_LATENT:
         settings["frames"] = max(1, (shape.frames - 1) // FRAMES_PER_LATENT * FRAMES_PER_LATENT + 1)
-        notes.append(f"{latents.node} asks for {shape.frames} frames, and gets {settings['frames']} in ComfyUI")
+        notes.append(f"{latents.node} asks for {shape.frames} frames, but ComfyUI makes {settings['frames']}")
     if isinstance(film.fps, Unknown):
         notes.append(
             f"{film.fps.node} {film.fps.reason}: the frames per second are the model's own, unless --fps is given"
@@ -417,7 +419,9 @@ def _shape_settings(latents: Any, film: Film, notes: list[str]) -> dict[str, Any
     elif film.fps is not None:
         settings["fps"] = max(1, round(film.fps))
         if settings["fps"] != film.fps:
-            notes.append(f"{film.node} has {film.fps:g} frames per second, and a file here has a whole number")
+            notes.append(
+                f"{film.node} has {film.fps:g} frames per second: wanjax writes {settings['fps']}, a whole number"
+            )
     return settings
 
 
@@ -428,14 +432,16 @@ def _step_settings(stages: Sequence[Sampled], notes: list[str]) -> dict[str, Any
     if (first.steps.start and not has_clip) or _end(last.steps) < last.steps.count:
         raise WanjaxError(
             f"{last.node if first.steps.start == 0 else first.node} runs only the steps from {first.steps.start} to "
-            f"{_end(last.steps)} of {steps.count}, which wanjax cannot do: without it nothing is left"
+            f"{_end(last.steps)} of {steps.count}, which wanjax does not support: without it nothing is left"
         )
     if steps.denoise != 1 and not (has_clip and MIN_DENOISE <= steps.denoise < 1):
         raise WanjaxError(
-            f"{first.node} denoises only by {steps.denoise:g}, and has no video to start from: set it to 1"
+            f"{first.node} has a denoise of {steps.denoise:g} but no video to start from: set denoise to 1"
         )
     if first.noise.seed is None:
-        raise WanjaxError(f"{first.node} starts without noise, which wanjax cannot do: without it nothing is left")
+        raise WanjaxError(
+            f"{first.node} starts without noise, which wanjax does not support: without it nothing is left"
+        )
     settings: dict[str, Any] = {"steps": steps.count, "guidance_scale": _value(first.guider.scale, "--guidance-scale")}
     if has_clip:
         total = int(steps.count / steps.denoise)
@@ -445,7 +451,7 @@ def _step_settings(stages: Sequence[Sampled], notes: list[str]) -> dict[str, Any
         settings["boundary_step"] = settings["steps"] - steps.count + _end(first.steps)
     if isinstance(steps.schedule, Unknown) or steps.schedule not in COMFY_SCHEDULES:
         name = steps.schedule.node if isinstance(steps.schedule, Unknown) else shown(steps.schedule)
-        notes.append(f"{first.node} has the schedule {name}: the noise levels here are those of the schedule simple")
+        notes.append(f"{first.node} has the schedule {name}: wanjax uses the noise levels of the schedule simple")
         return settings | {"sigmas": COMFY}
     return settings | {"sigmas": COMFY_SCHEDULES[steps.schedule]}
 
@@ -471,7 +477,9 @@ def _solver(stage: Sampled, notes: list[str]) -> Any:
     if name == "lcm":
         notes.append(f"{stage.node} has the solver lcm: its steps are the same, and its later noise differs")
     elif name not in SAME_SOLVERS:
-        notes.append(f"{stage.node} has the solver {name}: {COMFY_SOLVERS[name]} here is close, and not the same")
+        notes.append(
+            f"{stage.node} has the solver {name}: wanjax uses {COMFY_SOLVERS[name]}, which is close but not the same"
+        )
     return COMFY_SOLVERS[name]
 
 
@@ -504,7 +512,9 @@ def _inputs(values: Mapping[str, Any], latents: Any, notes: list[str]) -> dict[s
     for value in values.values():
         if isinstance(value, Pictures) and value.is_loaded and value.frames not in (None, 1, frames):
             count = "another number of" if isinstance(value.frames, Unknown) else f"{value.frames:,}"
-            notes.append(f"{value.node} gives {count} frames of a clip, and here it is read to the video's length")
+            notes.append(
+                f"{value.node} takes {count} frames of a clip: wanjax reads the clip up to the length of the video"
+            )
     return {name: _input(name, value) for name, value in values.items() if name in INPUT_SPECS}
 
 
@@ -515,7 +525,7 @@ def _input(name: str, value: Any) -> Any:
     if isinstance(value, Unknown) and value.reason != Unknown.reason:
         return Missing(f"{node} {value.reason}: give {spec.noun} by {spec.option} FILE")
     return Missing(
-        f"{node or 'a node'} composes {spec.noun} when it runs, which wanjax does not: "
+        f"{node or 'a node'} composes {spec.noun} when it runs, which wanjax does not support: "
         f"save the result in ComfyUI, and give it by {spec.option} FILE"
     )
 

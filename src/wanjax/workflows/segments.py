@@ -53,7 +53,7 @@ def join_segments(pictures: Batch) -> Pictures:
     sampled, latents = segments[-1]
     assert latents.segment is not None
     settings = {"windows": len(segments), "overlap": latents.segment.overlap}
-    note = f"{sampled.node} has noise of its own seed, and here each segment has its own noise of one seed"
+    note = f"{sampled.node} has noise of its own seed: wanjax draws the noise of all segments from one seed"
     sampled = segments[0][0]
     positive = replace(sampled.guider.positive, settings=settings, notes=(*sampled.guider.positive.notes, note))
     return replace(first, latents=replace(sampled, guider=replace(sampled.guider, positive=positive)))
@@ -79,18 +79,19 @@ def _check_follows(number: int, leaves: list[Pictures], segments: list[tuple[Sam
     previous = None if segment.previous is None else [*joined_parts(segment.previous)][-1].latents
     problem = None
     if number == 0:
-        problem = None if previous is None else "continues frames that are not before it in the video"
+        problem = None if previous is None else "continues frames that do not precede it in the video"
     elif previous is not segments[number - 1][0]:
         problem = f"does not continue the frames of {leaves[number - 1].node}"
     elif isinstance(shape.frames, int) and segment.start != number * (shape.frames - segment.overlap):
-        problem = f"goes on at frame {segment.start} of the clip, and not where {segments[number - 1][1].node} ends"
+        problem = f"starts at frame {segment.start} of the clip, not where {segments[number - 1][1].node} ends"
     elif shape != first_latents.shape or segment.overlap != _overlap(segments[1][1]):
         problem = f"has another shape than {first_latents.node}"
     elif _settings(sampled) != _settings(first):
         problem = f"is made with other settings or inputs than {first_latents.node}"
     if problem:
         raise WanjaxError(
-            f"{latents.node} {problem}, which wanjax cannot do: without it {first.node} is left, a video of one segment"
+            f"{latents.node} {problem}, which wanjax does not support: without it {first.node} is left, "
+            "a video of one segment"
         )
 
 

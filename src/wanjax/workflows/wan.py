@@ -102,14 +102,14 @@ def _segment(node: NodeInputs) -> tuple[Condition, Condition, Latents, int, int,
     in_loop = node.has("continue_motion") and previous is None
     if previous is not None and not all(leaf.latents is not None for leaf in joined_parts(previous)):
         node.reader.problems.append(
-            Unknown(node.graph_node, "continues the frames of a file, which wanjax does not do")
+            Unknown(node.graph_node, "continues the frames of a file, which wanjax does not support")
         )
     if previous is None and start:
         node.reader.problems.append(
-            Unknown(node.graph_node, f"has {start} as its video_frame_offset, and wanjax has only 0")
+            Unknown(node.graph_node, f"has {start} as its video_frame_offset, but wanjax supports only 0")
         )
     if (previous is not None or in_loop) and overlap not in OVERLAPS:
-        problem = f"has {overlap} as its continue_motion_max_frames, and wanjax has only 1 and 5"
+        problem = f"has {overlap} as its continue_motion_max_frames, but wanjax supports only 1 and 5"
         node.reader.problems.append(Unknown(node.graph_node, problem))
     inputs = {ours: node(theirs) for theirs, ours in (SEGMENT_INPUTS | REPLACEMENT_INPUTS).items() if node.has(theirs)}
     for theirs, ours in SEGMENT_INPUTS.items():
@@ -121,8 +121,8 @@ def _segment(node: NodeInputs) -> tuple[Condition, Condition, Latents, int, int,
     start = start if previous is None else max(0, start - overlap)
     settings = {"overlap": overlap} if in_loop else {"windows": 1}
     notes = (
-        f"{node.graph_node} crops pictures to one size, and here the character has bars and the clips are stretched",
-        f"{node.graph_node} repeats the last frame of a short clip, and here the video ends with the pose clip",
+        f"{node.graph_node} crops pictures to one size: wanjax adds bars to the character and stretches the clips",
+        f"{node.graph_node} repeats the last frame of a short clip: in wanjax the video ends with the pose clip",
     )
     return (
         replace(positive, inputs=inputs, node=node.graph_node, settings=settings, notes=notes),
@@ -156,10 +156,10 @@ def _animate(node: NodeInputs) -> tuple[Condition, Condition, Latents, int, None
         if isinstance(number, Unknown):
             node.reader.problems.append(number)
         elif number != value:
-            problem = f"has {number:g} as its {name}, and wanjax has only {value}"
+            problem = f"has {number:g} as its {name}, but wanjax supports only {value}"
             node.reader.problems.append(Unknown(node.graph_node, problem))
     if node("continue_motion") is not None:
-        node.reader.problems.append(Unknown(node.graph_node, "continues other frames, which wanjax does not do"))
+        node.reader.problems.append(Unknown(node.graph_node, "continues other frames, which wanjax does not support"))
     in_loop, clip = node.has("continue_motion"), node.maybe("positive_pose", Condition)
     settings: dict[str, Any] = {"clip_prompt": clip.text} if clip is not None and clip.text is not None else {}
     notes = [
@@ -168,7 +168,8 @@ def _animate(node: NodeInputs) -> tuple[Condition, Condition, Latents, int, None
     ]
     if in_loop:
         notes.append(
-            f"{node.graph_node} has the same noise in each round of its loop, and here each segment has its own"
+            f"{node.graph_node} has the same noise in each iteration of its loop: "
+            "in wanjax each segment has its own noise"
         )
     else:
         settings["windows"] = 1
@@ -205,7 +206,7 @@ def _end_loop(node: NodeInputs) -> Any:
         latents = latents.latents
     if isinstance(latents, Latents) and latents.node.type in (ANIMATE_NODE, SEGMENT_NODE):
         return pictures
-    return Unknown(node.graph_node, "repeats other nodes, which wanjax does not do")
+    return Unknown(node.graph_node, "repeats other nodes, which wanjax does not support")
 
 
 def _rebatch(node: NodeInputs) -> Any:
@@ -216,7 +217,7 @@ def _animate_cache(node: NodeInputs) -> Model:
     model = node.take("model", Model)
     if node("dtype") != "int8":
         return model
-    note = f"{node.graph_node} keeps keys and values in int8, which here --precision int8 does"
+    note = f"{node.graph_node} stores keys and values in int8: in wanjax --precision int8 does this"
     return replace(model, notes=(*model.notes, note))
 
 
@@ -242,7 +243,7 @@ def _skip_layers(node: NodeInputs) -> Any:
     if scale <= 0 or not blocks:
         return model
     if rescaling:
-        return Unknown(node.graph_node, f"has {rescaling:g} as its rescaling_scale, and wanjax has only 0")
+        return Unknown(node.graph_node, f"has {rescaling:g} as its rescaling_scale, but wanjax supports only 0")
     levels = [shift * (1 - percent) / (1 + (shift - 1) * (1 - percent)) for percent in (start, end)]
     high, low = (f"{min(1.0, max(0.0, level)):.6g}" for level in levels)
     return with_settings(model, skip=f"skip={blocks},skip_scale={scale:g},skip_start={high},skip_end={low}")
