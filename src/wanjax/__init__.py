@@ -75,7 +75,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _suggest_name(name: str) -> str | None:
-    """Return a message that suggests a name similar to a missing name, or None if there is no such name."""
+    """Return a message that suggests a name similar to a missing name. Return None if there is no similar name."""
     if name.startswith("_"):
         return None
     similar = import_module("wanjax.errors").near_names(name, __all__, 1)

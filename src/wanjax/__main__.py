@@ -9,11 +9,12 @@ import sys
 
 from wanjax.signals import stop
 
-NEW_OBJECTS = 100_000  # objects before a garbage collection; with Python's 700 these take a tenth of a short command
+# objects before a garbage collection; with Python's 700, collections take a tenth of a short command
+NEW_OBJECTS = 100_000
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C ends it from the first moment on."""
+    """Run the command line. Ctrl-C ends the command even while modules are imported."""
     signal.signal(signal.SIGINT, stop)
     gc.set_threshold(NEW_OBJECTS, 50, 50)
     sys.modules.setdefault("IPython", None)  # pyright: ignore[reportArgumentType]  # else Flax imports it in vain
@@ -28,7 +29,7 @@ def main() -> None:
 
 
 def _has_running_threads() -> bool:
-    """Return whether threads are running for which Python would wait at its exit."""
+    """Return whether Python would wait for running threads at its exit."""
     import threading  # imported late, so that Ctrl-C works sooner
 
     return any(not thread.daemon and thread is not threading.main_thread() for thread in threading.enumerate())

@@ -45,7 +45,7 @@ class ReadableHint(NamedTuple):
                 DTYPE_LIKE_TEXT, "DTypeLike"
             )
         text = re.sub(r"\b(?:\w+\.)+(?=\w)", "", formatannotation(self.hint))
-        if "Union[" in text and not isinstance((parts := get_args(self.hint))[0], list):  # Callable's first
+        if "Union[" in text and not isinstance((parts := get_args(self.hint))[0], list):  # the first part of a Callable
             return f"{text.partition('[')[0]}[{', '.join(repr(ReadableHint(part)) for part in parts)}]"
         return text.replace("NoneType", "None").replace("'", '"')
 
@@ -88,7 +88,7 @@ class NamedDefault(NamedTuple):
 
 
 def _readable_default(default: Any, factory: Any) -> Any:
-    """Return a default in a form that prints readably; call a dataclass field's `factory` unless it is MISSING."""
+    """Return a default in a form that prints readably. Call the `factory` of a dataclass field unless it is MISSING."""
     if default is not Parameter.empty and factory is not MISSING:
         return factory()
     return (

@@ -23,9 +23,9 @@ FILE_NAME_ERRNOS = (
     errno.EROFS,
 )
 """Error numbers of the operating system that mean a wrong name or wrong permissions of a file."""
-MAX_LISTED_NAMES = 8  # the most names in a message
-MIN_PREFIX = 3  # a shorter mistyped name is not taken for the start of a name
-# The least similarity of a mistyped name and a suggestion, from 0 to 1: "mesh" and "frames" have 0.6
+MAX_LISTED_NAMES = 8  # the maximum number of names in a message
+MIN_PREFIX = 3  # a shorter mistyped name does not count as the start of a name
+# The minimum similarity of a mistyped name and a suggestion, from 0 to 1: "mesh" and "frames" have 0.6
 MIN_SIMILARITY = 0.72
 COMFY_SOLVERS = {
     "uni_pc": "unipc",
@@ -53,13 +53,13 @@ class WanjaxError(ValueError):
     """An error that the caller can correct. The message of the error is one sentence that says what is wrong, then what
     to do.
 
-    The command line prints it without a traceback. The exit status is 1 if `is_failure` returns True for the error,
-    else 2.
+    The command line prints the error without a traceback. The exit status is 1 if `is_failure` returns True for the
+    error, otherwise 2.
     """
 
 
 class RequestError(WanjaxError):
-    """A wrong request: the same command would only repeat the error."""
+    """A wrong request. Running the same command again would repeat the error."""
 
 
 class SettingError(RequestError):
@@ -91,8 +91,8 @@ class WanjaxWarning(UserWarning):
 
 
 def user_stack_level() -> int:
-    """Return the `stacklevel` of a warning in the calling function that points to the user's line: the first caller
-    that is not in this library."""
+    """Return the `stacklevel` with which a warning in the calling function points to the user's line. This is the first
+    caller outside this library."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == LIBRARY:
         frame, level = frame.f_back, level + 1
@@ -100,7 +100,7 @@ def user_stack_level() -> int:
 
 
 def causes(error: BaseException | None, *, contexts: bool = False) -> Iterator[BaseException]:
-    """Yield an error and its causes, each only once. A cycle of causes does no harm.
+    """Yield an error and its causes, each only once, even if the causes form a cycle.
 
     With `contexts`, also follow `__context__`: network libraries often raise an error while they handle another error.
     """
@@ -126,8 +126,8 @@ def is_full(error: BaseException) -> bool:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return True if an error is not a mistake of the user, but comes from a full or broken disk, or an unreachable
-    network or server."""
+    """Return True if an error is not a mistake of the user. Such an error comes from a full or broken disk, or from an
+    unreachable network or server."""
     return is_full(error) or any(
         # SQLite raises SQLITE_IOERR if the disk is full when it creates a file
         getattr(cause, "sqlite_errorname", "").startswith("SQLITE_IOERR")
@@ -168,7 +168,8 @@ _READS_JSON = ContextVar("_READS_JSON", default=False)
 
 @contextmanager
 def json_values() -> Iterator[None]:
-    """Within the block, `repr_short` writes true, null and Infinity as JSON does, for values that were read from it."""
+    """Within the block, `repr_short` writes values in the form of JSON, such as true, null and Infinity, because they
+    were read from JSON."""
     token = _READS_JSON.set(True)
     try:
         yield
@@ -177,7 +178,7 @@ def json_values() -> Iterator[None]:
 
 
 def repr_short(value: object) -> str:
-    """Format a value for a message: by `repr` if the result is short, else by the type of the value."""
+    """Format a value for a message: by `repr` if the result is short, otherwise by the type of the value."""
     is_json = _READS_JSON.get() and (value is None or isinstance(value, bool | float | list | dict))
     text = json.dumps(value, ensure_ascii=False) if is_json else repr(value)
     if len(text) <= 40 and "\n" not in text and not text.startswith("<"):
@@ -207,7 +208,7 @@ def near_names(name: str, choices: Iterable[str], limit: int = 4) -> list[str]:
 
 
 def install_extra(extra: str) -> str:
-    """Say, for a message, how to install an extra of this package, which is installed from a clone."""
+    """Return advice for a message: how to install an extra of this package from a clone."""
     return f"run `pip install '.[{extra}]'` in wanjax's clone"
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs, and three strategies for calling them: execute a program, trace it, or inline it into another program.
 
-A program is a function that is compiled as a whole. The code of a run calls programs through a strategy. The code of a
-run computes no array outside of programs:
+A program is a function that is compiled as a whole. The code of a run calls programs through a strategy, and computes
+no array outside of programs:
 
     state, x0, finite = strategy.call(take_step, site, denoiser, state, inputs, guidance, schedule)
 
 `Execute` compiles the program once for each shape of its arguments, and runs it. `Trace` records the program and
-returns shapes: a traced run makes the same calls as an executed one, but loads and computes nothing. `Inline` traces
+returns shapes. A traced run makes the same calls as an executed run, but loads and computes nothing. `Inline` traces
 the program into the function that is being traced, as training does.
 """
 
@@ -47,7 +47,8 @@ from wanjax.sharding import (
     use_partitioner,
 )
 
-MAX_PARALLEL_COMPILES = 2  # programs that are compiled at the same time; most passes of a compiler use one core
+# the number of programs that are compiled at the same time; most passes of a compiler use one core
+MAX_PARALLEL_COMPILES = 2
 Result = TypeVar("Result")
 Options = Callable[[Target | None], Mapping[str, Any]]
 CacheContext = Callable[[], AbstractContextManager[Any]]  # a context that turns JAX's own compilation cache on or off
@@ -68,9 +69,9 @@ class Program:
     """A function that is compiled as a whole, and its compiler options.
 
     Attributes:
-        function: The function. The first argument of the function is static: it is hashable, and each value gives a
-            separate program. The last `constrain` or `replicate` of a result decides its sharding; without them, the
-            result is replicated.
+        function: The function. Its first argument is static: the argument is hashable, and each value gives a separate
+            program. The last `constrain` or `replicate` of a result decides its sharding. Without them, the result is
+            replicated.
         options: Returns the compiler's options for a device.
         donated: Names of arguments whose buffers the results reuse.
         fast_options: Returns the options that the set `fast` adds for a device.
@@ -86,7 +87,7 @@ class Program:
         return self.function.__name__
 
     def compiler_options(self, compile_context: CompileContext) -> dict[str, Any]:
-        """Return the compiler's options for a site."""
+        """Return the compiler's options for the context of a compilation."""
         target = target_of(compile_context.partitioner.device)
         options = {
             **self.options(target),
@@ -103,8 +104,8 @@ def program(
 
 
 class TracedProgram:
-    """A program that was traced for a site and for the shapes of its arguments. `results` has the shapes of its
-    outputs."""
+    """A program that was traced for a `CompileContext` and for the shapes of its arguments. `results` has the shapes of
+    the outputs."""
 
     def __init__(self, program: Program, compile_context: CompileContext, static: Any, shapes: tuple[Shapes, ...]):
         self.program, self.compile_context, self.static, self.shapes = program, compile_context, static, shapes
@@ -228,8 +229,8 @@ def _shape(x: Any, partitioner: Partitioner) -> jax.ShapeDtypeStruct:
 class Execute(Strategy):
     """Run each program; compile it first if its arguments have new shapes.
 
-    If two sets of compiler options give a program the same options, they share one executable. If the compiler rejects
-    an option, there is a warning, and from then on programs are compiled without the option. Under `jax.disable_jit`,
+    If two sets of compiler options give a program the same options, the two sets share one executable. If the compiler
+    rejects an option, a warning says so, and later programs are compiled without the option. Under `jax.disable_jit`,
     functions are run operation by operation.
 
     Args:
@@ -262,7 +263,7 @@ class Execute(Strategy):
         """Compile traced programs before they are called, a few at a time.
 
         Args:
-            traced_programs: The traced programs. Those that are already compiled are skipped.
+            traced_programs: The traced programs. Programs that are already compiled are skipped.
             on_start: Called before each compilation with the number of the program, from 1, and the total. `on_start`
                 may raise an error to stop the compilations.
         """
@@ -289,8 +290,8 @@ class Execute(Strategy):
 
     @contextmanager
     def compile_ahead(self, trace: Callable[[], Iterable[TracedProgram]]) -> Iterator[None]:
-        """Within the block, as soon as a program has to be compiled, start a thread that compiles the other programs of
-        the run.
+        """Within the block, start a thread when the first program has to be compiled. The thread compiles the other
+        programs of the run.
 
         If the run has several processes, this does nothing, because some compilers must compile a program on all
         processes together.
@@ -318,7 +319,7 @@ class Execute(Strategy):
             block_ended.set()
 
     def key_of(self, traced_program: TracedProgram) -> Any:
-        """Return the key under which the executable of an instance is stored."""
+        """Return the key under which the executable of a traced program is stored."""
         _, shapes_key = _shapes_and_key(traced_program.shapes, traced_program.compile_context)
         return *_options_key(traced_program.program, traced_program.compile_context), traced_program.static, shapes_key
 
@@ -359,7 +360,7 @@ class Execute(Strategy):
             return executable
         # without JAX's cache, because executables from that cache cannot be serialized
         executable = self._compile(self._start_ahead(key) or trace(), without_cache)
-        # Without this condition, the next process would not warn
+        # a program that needed a rejected option is not stored: otherwise the next process would not warn
         if self.compiler_options(program, compile_context) == program.compiler_options(compile_context):
             self.executables.store(name, executable)
         return executable

@@ -68,7 +68,7 @@ from wanjax.sharding import (
 BFLOAT16_REMEDY = (
     "load them in bfloat16, with wanjax.load(..., param_dtype='bfloat16') or `wanjax convert --dtype bfloat16`"
 )
-WEIGHTS_OF_8_BITS = "int8-weights"  # the precision to propose where memory is short
+WEIGHTS_OF_8_BITS = "int8-weights"  # the precision that messages propose if memory is short
 Progress = Callable[[str, int, int], Any]
 SomeDescription = TypeVar("SomeDescription", bound=ModelDescription)
 
@@ -184,8 +184,8 @@ def with_precision(description: SomeDescription, precision: str | Precision | No
         precision: The precision, or None for the precision of the stored weights.
 
     Raises:
-        WanjaxError: The precision is unknown, or its weights are stored in another one.
-        SettingError: The model does not offer it.
+        WanjaxError: The precision is unknown, or the weights are stored in another precision.
+        SettingError: The model does not offer the precision.
     """
     if precision is None:
         return description
@@ -200,7 +200,8 @@ def with_precision(description: SomeDescription, precision: str | Precision | No
 
 
 def _rare_kernels(attention: AttentionConfig, precision: Precision) -> list[str]:
-    """Return the kernels that a model's attention and precision need, and that are not tried for every model."""
+    """Return the kernels, among the kernels that are not tried for every model, that a model's attention and precision
+    need."""
     uses = {
         "sparse_linear_tpu": attention.sparse is not None,
         "flash_tpu_radial": attention.radial,
@@ -236,7 +237,7 @@ def _parse_loras(loras: Loras) -> tuple[Lora, ...]:
 
 
 def _make_pipeline(checkpoint: Checkpoint, options: LoadOptions) -> Pipeline:
-    """Build the pipeline of a checkpoint; its components are loaded at first use."""
+    """Build the pipeline of a checkpoint. Each component is loaded at its first use."""
     param_dtype = options.param_dtype or checkpoint.param_dtype
     names = ("size", *schema(type(checkpoint.settings)))
     for name in sorted((options.video or {}).keys() - set(names)):
@@ -272,8 +273,8 @@ def _make_pipeline(checkpoint: Checkpoint, options: LoadOptions) -> Pipeline:
 def _decoder(
     decoder: DecoderFile | None, partitioner: Partitioner, dtype: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the loading function and the abstract network of a decoder that replaces the decoder of the VAE, by
-    component name. If there is no such decoder, both mappings are empty."""
+    """Return two mappings by component name: the loading function and the abstract network of a decoder that replaces
+    the VAE's decoder. Both mappings are empty if there is no such decoder."""
     if decoder is None:
         return {}, {}
 
@@ -287,8 +288,8 @@ def _decoder(
 def _network_sizes(checkpoint: Checkpoint, options: LoadOptions, partitioner: Partitioner) -> dict[str, int]:
     """Return the bytes of the weights of each network whose shapes are known, as `bytes_needed` counts them.
 
-    If weights keep their stored dtype they are counted in bfloat16, because reading the dtype may need a download. The
-    autoencoder is excluded, because it is small. Raises WanjaxError if a network is larger than the memory.
+    If weights keep their stored dtype, they count as bfloat16, because reading the stored dtype may need a download.
+    The autoencoder is excluded, because it is small. Raises WanjaxError if a network is larger than the memory.
     """
     sizes: dict[str, int] = {}
     description = replace(checkpoint, settings=replace(checkpoint.settings, dtype=options.dtype or "bfloat16"))
@@ -375,13 +376,14 @@ def check_memory(
 def _remedies(
     network: nnx.Module, quantized: Callable[[], nnx.Module] | None, available_bytes: int, *, is_cpu: bool
 ) -> list[str]:
-    """Return the remedies by a precision and by offloaded blocks with which a network fits: both only if neither does.
+    """Return the remedies with which a network fits: 8-bit weights, and offloaded blocks. If neither remedy suffices,
+    return the combination of both, if it suffices.
 
     Args:
         network: The network, or its shapes.
         quantized: As in `check_memory`.
         available_bytes: The memory of a device.
-        is_cpu: Whether the device is a CPU, whose memory is that of the host.
+        is_cpu: Whether the device is a CPU, which uses the host's memory.
     """
     quantized_network = None if quantized is None else quantized()
     sharded = any(len(x.sharding.device_set) > 1 for x in jax.tree.leaves(nnx.state(network)) if x.sharding)
@@ -419,7 +421,7 @@ def _known_networks(checkpoint: Checkpoint) -> dict[str, Network]:
 
 
 def _options_metadata(checkpoint: Checkpoint, options: LoadOptions, partitioner: Partitioner) -> dict[str, Any]:
-    """Return the explicit options of `load` that shape a video, for its metadata."""
+    """Return, for the metadata of a video, the explicit options of `load` that shape the video."""
     entries = {
         "attention": options.attention,
         "param_dtype": options.param_dtype,
@@ -440,7 +442,7 @@ def _options_metadata(checkpoint: Checkpoint, options: LoadOptions, partitioner:
 
 
 def _digests(checkpoint: Checkpoint, options: LoadOptions) -> dict[str, str]:
-    """Return the digests of the local checkpoint, LoRAs and decoder, by the paths that the metadata has for them."""
+    """Return the digests of the local checkpoint, LoRAs and decoder, by their paths in the metadata."""
     source, name = checkpoint.source, checkpoint.settings.model
     paths = {source_to_json(lora.file): lora.path for lora in source.loras}
     if source.revision is None and name not in presets():

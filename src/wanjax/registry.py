@@ -54,8 +54,8 @@ def register(family: Family) -> None:
         family: The family.
 
     Raises:
-        WanjaxError: One of its presets or pipelines has a registered name, or an input has the name of a setting or of
-            an input of another kind.
+        WanjaxError: A preset or a pipeline of the family has a registered name, or an input has the name of a setting
+            or of an input of another kind.
     """
     if not isinstance(family, Family):
         advice = (
@@ -89,7 +89,7 @@ def kinds() -> list[NetworkKind]:
 
 
 def layouts() -> list[Layout]:
-    """Return the checkpoint layouts of all families, besides diffusers' layout."""
+    """Return the checkpoint layouts of all families, except diffusers' layout."""
     return [layout for family in FAMILIES for layout in family.layouts]
 
 
@@ -98,10 +98,10 @@ class ModelDescription:
     """A model without its weights.
 
     Args:
-        family: Its family.
+        family: The model's family.
         preset: The model's preset; None if the model is not published.
-        model: Its `VideoModel`.
-        settings: Its default settings.
+        model: The model's `VideoModel`.
+        settings: The model's default settings.
         distillation: How the model's weights were distilled, or None.
         distilled_name: The file name from which the distillation was recognised; "" if the preset says that the model
             is distilled.
@@ -177,7 +177,8 @@ def _notify(sentence: str, note: Note | None, stack_level: int) -> None:
 
 
 def describe_distillation(model: str, checkpoint: "Checkpoint") -> str | None:
-    """Describe a model's distillation, or say that it is unknown for a file; return None for other models."""
+    """Return a note about a model's distillation. For a file of unknown distillation, the note says so. Return None for
+    other models."""
     if checkpoint.distillation is not None:
         return checkpoint.distillation.note(model, checkpoint.settings, checkpoint.model.scheduler)
     if (
@@ -246,7 +247,8 @@ def read_configs(
     if distillation is None or checkpoint.distillation is not None:
         return checkpoint
     checkpoint = _apply_distillation(checkpoint, distillation, name)
-    if source.manifest is not None:  # a checkpoint's stored settings may be older than a LoRA merged into it
+    # a checkpoint's stored settings may be older than the LoRA that is merged into the checkpoint
+    if source.manifest is not None:
         return checkpoint
     return replace(checkpoint, settings=checkpoint.settings.updated(read_json(source.root / CONFIG, missing={})))
 
@@ -268,8 +270,8 @@ def find_checkpoint(model: str | Path, revision: str | None = None) -> tuple[Sou
 def open_source(name: str | Path, revision: str | None = None) -> Source:
     """Open a checkpoint: a folder, a file, a Hugging Face repository, or OWNER/NAME/FILE on the hub.
 
-    The layout is diffusers' or a family's. In a store the layout must be the one that `wanjax convert` writes. Raises
-    WanjaxError if no checkpoint is found, or if its layout is unknown.
+    The checkpoint has the layout of diffusers or of a family. A checkpoint in a store must have the layout that `wanjax
+    convert` writes. Raises WanjaxError if no checkpoint is found, or if its layout is unknown.
     """
     path = parse_path(name)
     if isinstance(path, RemotePath):
@@ -320,7 +322,8 @@ def find_preset(name: str) -> Preset | None:
 
 
 def find_preset_of_copy(folder: str) -> Preset | None:
-    """Return the preset of which a folder of `wanjax convert` is a copy. Return None for anything else."""
+    """If a folder was written by `wanjax convert` from a preset's checkpoint, return the preset. Otherwise return
+    None."""
     path = parse_path(folder)
     if isinstance(path, RemotePath) or not os.path.isfile(path / MANIFEST):
         return None
@@ -328,7 +331,7 @@ def find_preset_of_copy(folder: str) -> Preset | None:
 
 
 def model_description(model: str) -> ModelDescription:
-    """Describe a model without its weights; this downloads nothing for a preset."""
+    """Describe a model without its weights. For a preset, nothing is downloaded."""
     preset = find_preset(model)
     if preset is not None and preset.model is not None:
         family = family_with(preset)
@@ -446,9 +449,10 @@ def _apply_distillation(
 def apply_distilled_loras(description: SomeDescription, loras: Sequence[Lora], note: Note | None) -> SomeDescription:
     """Return a model with the settings and the solver of its distilled LoRAs. Names identify distilled LoRAs.
 
-    A LoRA that is distilled only for no guidance complements one for few steps, whose settings count. `note` is called
-    with a sentence about the new settings, or about why the settings do not change; None issues a warning. The settings
-    do not change if the model is already distilled, or if only one of two experts has a distilled LoRA.
+    A LoRA that is distilled only to need no guidance complements a LoRA for few steps. The settings of the LoRA for few
+    steps then count. `note` is called with a sentence about the new settings, or with the reason why the settings do
+    not change. Without `note`, a warning has the sentence. The settings do not change if the model is already
+    distilled, or if only one of two experts has a distilled LoRA.
     """
     distillations, experts = description.family.distillations, NOISE_LEVELS[: len(description.model.spec.denoisers)]
     distilled_loras = [
@@ -500,12 +504,12 @@ def apply_options(
             (`apply_distilled_loras`).
         note: Called with sentences for the user; None issues warnings.
         attention: The attention; None is the attention that a LoRA was trained with, or the default. If neither the
-            checkpoint nor a LoRA has the projection of sparse-linear attention, it is initialised with zeros, with a
-            warning.
+            checkpoint nor a LoRA has the projection of sparse-linear attention, the projection is initialised with
+            zeros, and a warning says so.
         scheduler: The scheduler; None is the checkpoint's scheduler.
 
     Raises:
-        WanjaxError: The scheduler is of another kind than the checkpoint's.
+        WanjaxError: The scheduler and the checkpoint's scheduler are of different kinds.
     """
     checkpoint = apply_distilled_loras(checkpoint, loras, note)
     lora_attention, model = first_lora_attention(loras), checkpoint.settings.model
@@ -540,8 +544,8 @@ def resolve_size(
 def models_that_fit(memory: int) -> list[str]:
     """Return the names of up to three published models of different sizes whose largest networks fit in memory.
 
-    `memory` is in bytes. Models count as the same size if they have equally many parameters, rounded to a tenth of a
-    billion. Only the first model of each size is returned.
+    `memory` is in bytes. Models count as the same size if their numbers of parameters are equal after rounding to a
+    tenth of a billion. Only the first model of each size is returned.
     """
     by_size: dict[tuple[int, int], str] = {}
     for preset in presets().values():

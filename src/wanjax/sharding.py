@@ -38,7 +38,7 @@ from wanjax.figures import format_mesh, pluralize
 
 MESH_AXES = ("dp", "sp", "tp")
 HOST_MEMORY_KIND = "pinned_host"  # JAX's name of host memory from which a device copies directly
-MAX_RING = 16  # the most devices for which a ring of neighbouring chips is searched
+MAX_RING = 16  # for more devices, no ring of neighbouring chips is searched
 TILE_ROWS = 16  # the rows of a bfloat16 tile on TPUs; shards of complete tiles can be concatenated without a copy
 Axes = Sequence[str | None]
 
@@ -92,8 +92,8 @@ class Partitioner:
         rules: The sharding rules.
         smallest_frame: The height and width of an autoencoder's smallest frames. Larger frames get a sharding that also
             divides the smallest frames evenly.
-        num_device_blocks: The number of blocks of a stack that are on the device at a time, while the stack stays in
-            the host's memory; 0 keeps it on the device.
+        num_device_blocks: The number of blocks of a stack that are on the device at a time; the stack stays in the
+            host's memory. 0 keeps the stack on the device.
     """
 
     mesh: Mesh | AbstractMesh
@@ -136,8 +136,8 @@ class Partitioner:
     def weight_sharding(self, axes: Axes, shape: Sequence[int]) -> NamedSharding:
         """Return the sharding of a stored weight. Vectors are replicated if the rules gather weights before use.
 
-        With `num_device_blocks`, the matrices of stacks are in the host's memory: weights of which at least two axes
-        have names.
+        With `num_device_blocks`, the matrices of stacks are in the host's memory. A matrix is a weight with at least
+        two named axes.
         """
         is_vector = sum(axis != "layers" for axis in axes) < 2
         rules = {} if is_vector and self.rules.gather_weights else self.rules.weights
@@ -148,7 +148,7 @@ class Partitioner:
         """Map a function over the shards of its arguments. On one device the function is unchanged."""
         if self.is_single_device:
             return function
-        # `check_vma` would fail, because kernels do not declare along which mesh axes their results vary
+        # `check_vma` would fail, because kernels do not declare the mesh axes along which their results vary
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def _best_spec(self, rules: Mapping[str, tuple[str, ...]], axes: Axes, shape: Sequence[int]) -> PartitionSpec:
@@ -160,7 +160,7 @@ class Partitioner:
         """
         mesh_axes = [axis for axis in MESH_AXES if self.axis_size(axis) > 1]
         sharded_dims = [axes.index(name) for name in rules if name in axes]
-        # for each mesh axis: the dimensions that it may shard, and None for leaving the axis unused
+        # for each mesh axis: the dimensions that it may shard, and None, which leaves the axis unused
         dim_choices = [[dim for dim in sharded_dims if axis in rules[axes[dim] or ""]] + [None] for axis in mesh_axes]
         candidates = (
             [
@@ -214,7 +214,8 @@ def use_partitioner(partitioner: Partitioner) -> Iterator[None]:
 
 @contextmanager
 def align_shardings(height: int, width: int) -> Iterator[None]:
-    """Within the block, prefer shardings that also divide (height, width) evenly if they use equally many devices."""
+    """Within the block, if several shardings use equally many devices, prefer a sharding that also divides (height,
+    width) evenly."""
     with use_partitioner(replace(current_partitioner(), smallest_frame=(height, width))):
         yield
 
@@ -279,12 +280,12 @@ def shard_tokens(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def is_offloadable(axes: Axes) -> bool:
-    """Return whether a weight with these logical axes goes to the host's memory if blocks are offloaded."""
+    """Return whether a weight with these logical axes is in the host's memory when blocks are offloaded."""
     return "layers" in axes and sum(axis not in ("layers", None) for axis in axes) > 1
 
 
 def is_in_host_memory(x: Any) -> bool:
-    """Return whether an array or shape is in the host's memory, for a device to copy when it is needed."""
+    """Return whether an array or shape is in the host's memory, from which a device copies it when needed."""
     return getattr(x.sharding, "memory_kind", None) == HOST_MEMORY_KIND
 
 
@@ -364,7 +365,8 @@ def make_mesh(
         The mesh, for `wanjax.load(..., mesh=...)`.
 
     Raises:
-        WanjaxError: An axis does not exist, JAX has no devices, or the product of the axes is not their number.
+        WanjaxError: An axis does not exist, JAX has no devices, or the product of the axes is not the number of
+            devices.
     """
     for axis in unknown_axes:
         raise WanjaxError(f"a mesh has no axis {axis!r}: use {', '.join(MESH_AXES)}, as in make_mesh(dp=2, tp=4)")
@@ -392,27 +394,29 @@ def make_mesh(
 def arrange_mesh(devices: Sequence[Any], axes: Mapping[str, int]) -> Mesh:
     """Make a mesh of the given axis sizes. Its last axes connect neighbouring chips if the topology allows this.
 
-    Along `sp`, each chip is a neighbour of the next one, and the last of the first, if the chips' links form such a
-    ring. Keys, values and weights then take one link to the next chip.
+    If the chips' links form a ring, the chips along `sp` are in the order of this ring. Keys, values and weights then
+    take one link to the next chip.
     """
     sizes = tuple(axes.values())
     # on 4 × 4 chips an axis of size 8 needs half of a physical axis; JAX must be allowed to split it
     device_array = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    if axes.get("sp", 1) > 2 and axes.get("tp", 1) == 1:  # with `tp`, its devices have to stay neighbours
+    # not with `tp`, because the devices along `tp` must stay neighbours
+    if axes.get("sp", 1) > 2 and axes.get("tp", 1) == 1:
         device_array = np.apply_along_axis(_order_as_ring, list(axes).index("sp"), device_array)
     return Mesh(device_array, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def _order_as_ring(devices: np.ndarray) -> np.ndarray:
-    """Return the devices in an order in which neighbours in the ring are neighbours on the chips' links.
+    """Return the devices in an order in which the chips of successive devices are linked, and the last is linked to the
+    first.
 
-    If there is no such order, or the devices have no coordinates, the order stays as it is.
+    If there is no such order, or if the devices have no coordinates, the order does not change.
     """
     if len(devices) > MAX_RING or not all(hasattr(device, "coords") for device in devices):
         return devices
 
     def are_linked(a: Any, b: Any) -> bool:
-        return sum(abs(i - j) for i, j in zip(a.coords, b.coords, strict=True)) <= 1  # 0 for two cores of a chip
+        return sum(abs(i - j) for i, j in zip(a.coords, b.coords, strict=True)) <= 1  # 0 for the two cores of a chip
 
     def extend(path: list[Any], rest: list[Any]) -> list[Any] | None:
         if not rest:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signal handlers that end a process immediately, for example on Ctrl-C, and output that nobody reads any longer.
+"""End a process immediately on a signal such as Ctrl-C, and discard output that no process reads any more.
 
 The module imports little, so that the handlers can be installed early.
 """
@@ -15,7 +15,7 @@ _cleanups: list[Callable[[], Any]] = []
 
 def stop(number: int, frame: object) -> None:
     """Handle a signal by ending the process. The handler is active until the command starts its work."""
-    with suppress(OSError):  # nobody reads a closed pipe
+    with suppress(OSError):  # the pipe may be closed
         os.write(2, b"\nwanjax: stopped\n")
     os._exit(INTERRUPTED)
 
@@ -29,7 +29,7 @@ def discard_output(stream: IO[Any] | None) -> None:
 
 
 class cleanup_on_exit:
-    """Call `clean_up` if the process ends immediately within the block. No `finally` clause runs in that case."""
+    """Call `clean_up` if the process ends immediately within the block. In this case no `finally` clause runs."""
 
     def __init__(self, clean_up: Callable[[], Any]):
         self.clean_up = clean_up

@@ -93,7 +93,7 @@ def _synthetic_array(shape_dtype: jax.ShapeDtypeStruct, index: int) -> Any:
 
 
 def _host_array(shape_dtype: jax.ShapeDtypeStruct, index: int) -> np.ndarray:
-    """Make an array of small integers, or of decreasing floats between 0 and 1 like the noise levels of a schedule."""
+    """Make an array of small integers, or of decreasing floats between 0 and 1, like the noise levels of a schedule."""
     if not jnp.issubdtype(shape_dtype.dtype, jnp.floating):
         return np.full(shape_dtype.shape, 1 + index % 7).astype(shape_dtype.dtype)
     levels = 0.9 / (1 + index % 13 + np.arange(prod(shape_dtype.shape), dtype=np.float32))

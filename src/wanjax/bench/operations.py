@@ -92,7 +92,7 @@ def check_attention(
     """Compute the relative L2 error of each implementation that runs on this device, against the reference.
 
     The reference computes in float32 at the highest precision, with the same operands. `configs` maps names of
-    implementations to tile configs that replace the default ones.
+    implementations to tile configs that replace the default configs.
     """
     device = jax.local_devices()[:1]
     sizes = {"queries": tokens, "keys": tokens, "heads": heads, "head_dim": head_dim, "dtype": dtype}

@@ -80,7 +80,7 @@ class LocalHardware:
 
 
 def find_local_hardware(devices: Sequence[Any]) -> LocalHardware:
-    """Find the hardware in a plan's tables that these devices are."""
+    """Find these devices in the hardware tables of plans."""
     device_kind, platform = devices[0].device_kind, devices[0].platform
     if device_kind in CHIPS_BY_DEVICE_KIND:
         slices = [
@@ -164,8 +164,8 @@ class Measurement:
 class BenchReport:
     """The results of a bench.
 
-    `attention_errors` has the relative error of each attention against the reference. `option_sets_error` is the
-    relative error of the results with one set of compiler options against those with the other set.
+    `attention_errors` has the relative error of each implementation of attention against the reference.
+    `option_sets_error` is the relative error between the results with the two sets of compiler options.
     `faster_option_set` is the set to use on these devices; None if the two sets are equal on these devices.
     """
 
@@ -253,7 +253,7 @@ class BenchSuite:
         self._programs: dict[Any, dict[str, AbstractCall]] = {}
 
     def compare_attention(self) -> dict[str, float]:
-        """Compare each implementation of attention with the reference; add a fault for each wrong implementation."""
+        """Compare each implementation of attention with the reference. Add a fault for each wrong implementation."""
         self.announce("attention, compared with the reference")
         dtype = self.settings.dtype
         errors = check_attention(
@@ -267,7 +267,7 @@ class BenchSuite:
         return errors
 
     def measure_attention(self) -> Measurement:
-        """Measure self-attention on one device, with the share of the heads that a device of the mesh has."""
+        """Measure self-attention on one device, with as many heads as a device of the mesh computes."""
         tokens, heads = self.forward_cost.num_tokens, ceil(self.forward_cost.num_heads / self.axes["tp"])
         shape = (1, tokens, heads, self.forward_cost.width // self.forward_cost.num_heads)
         sizes: dict[str, Any] = {"heads": heads, "head_dim": shape[3], "dtype": self.settings.dtype}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time compiled programs. The first run is a warm-up, and has a time of its own."""
+"""Time compiled programs. The first run is a warm-up, and its time is reported separately."""
 
 import statistics
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class Timing:
 def time_program(
     run: Callable[..., Any], make_arguments: Callable[[], tuple[Any, ...]], compilation: float, budget: float
 ) -> tuple[Timing, Any]:
-    """Run and time a compiled program at least twice, until `budget` seconds are over; also return the first result.
+    """Run and time a compiled program at least twice, until `budget` seconds have passed. Also return the first result.
 
     `make_arguments` returns arguments whose buffers the program may reuse. The time to make the arguments does not
     count. `compilation` is the number of seconds that compiling took, and becomes a part of the result.

@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two caches of compiled programs: JAX's own cache, which workers can share, and a cache of executables, which need no
-lowering."""
+"""Two caches of compiled programs. Workers can share the first, which is JAX's own cache. The second has executables,
+which load without lowering."""

@@ -29,8 +29,8 @@ CACHE_ALL_PROGRAMS = {
 
 
 class _ConfigContext:
-    """JAX settings that apply while any thread is in this context. The last thread to leave restores the previous
-    settings."""
+    """JAX settings that apply while at least one thread is in this context. The last thread that leaves restores the
+    previous settings."""
 
     def __init__(self, settings: Mapping[str, Any], on_change: Callable[[], Any] = lambda: None):
         self.settings, self.on_change = settings, on_change
@@ -72,13 +72,13 @@ def compile_cache() -> Iterator[None]:
 
 
 def set_cache_folder() -> None:
-    """Set the folder of JAX's compile cache to the shared folder or to the user's cache folder. A folder that is
-    already set stays.
+    """Set the folder of JAX's compile cache to the shared folder or to the user's cache folder. Do nothing if a folder
+    is already set.
 
     JAX's key covers the traced program with its kernels, the versions of JAX and the compiler, the compiler's options
     and flags, the devices and the shardings. The key may leave out the processor for which a CPU program was compiled,
-    so each kind of processor has its own folder. If that folder cannot be created, this warns that nothing is cached.
-    Raises WanjaxError as `use_shared` does.
+    so each kind of processor has its own folder. If the folder cannot be created, a warning says that nothing is
+    cached. Raises WanjaxError as `use_shared` does.
     """
     use_shared()
     if compile_cache_folder() is None:
@@ -96,7 +96,7 @@ def use_shared(name: str | None = None, *, trusted: bool = False, platform: str 
 
     Args:
         name: The folder. By default, the environment variable names it, unless another cache is already set.
-        trusted: True if everybody who can write to the folder is trusted. The environment variable can also set this.
+        trusted: Whether everybody who can write to the folder is trusted. The environment variable can also say this.
         platform: The platform for which programs are compiled; by default the platform of JAX's devices.
 
     Raises:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events for compilations and cache hits in this process.
 
-JAX reports what it compiles and reads from its cache by events. When wanjax reads a program from its own cache, it
-emits the same events.
+JAX emits an event when it compiles a program or reads it from its cache. wanjax emits the same events when it reads a
+program from its own cache.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ WAITING_EVENT = "/wanjax/waited_for_compiler"
 
 
 class Compilation(NamedTuple):
-    """A compilation or a cache hit: the program, the seconds, and, if a stored executable was rejected, the reason."""
+    """A compilation or a cache hit: the program, the seconds, and the reason if a stored executable was rejected."""
 
     name: str
     seconds: float
@@ -32,8 +32,8 @@ def watch_compiler(
 ) -> Iterator[None]:
     """Within the block, call `begin` before and `end` after each program is compiled or read from a cache.
 
-    With `this_thread`, watch only the programs that this thread compiles, and those that it waits for while another
-    thread compiles.
+    With `this_thread`, watch only the programs that this thread compiles, and the programs for which it waits while
+    another thread compiles them.
     """
     from jax import monitoring  # imported late, because some commands compute nothing
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executables on disk, so that a second run neither traces nor lowers nor compiles.
+"""Executables on disk. With them, a second run need not trace, lower or compile.
 
-The key of JAX's own cache needs the lowered program, and lowering takes longer than running a short video. Here the key
-covers everything that determines the compiled program: the function's name, its static values and shapes, the code of
-this package, the versions of JAX and of the compiler, the processor, and the flags.
+The key of JAX's own cache needs the lowered program, and lowering takes longer than the run of a short video. The key
+of this cache covers everything that determines the compiled program: the function's name, its static values and shapes,
+the code of this package, the versions of JAX and of the compiler, the processor, and the flags.
 
 A stored executable is machine code in a pickle, so anybody who can write the file can run any code. An executable is
 therefore read only if its folder belongs to the user and is closed to others, its digest matches, and its pickle
@@ -35,7 +35,7 @@ from wanjax.compile_cache.cache import processor
 from wanjax.compile_cache.fingerprint import fingerprint
 from wanjax.stores.user_folders import user_cache
 
-MAX_TOTAL_BYTES = 2 << 30  # of all executables together; the least recently used ones are deleted first
+MAX_TOTAL_BYTES = 2 << 30  # of all executables together; the least recently used executables are deleted first
 SUFFIX = ".executable"
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # do not follow links when opening files
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
@@ -57,7 +57,7 @@ ALLOWED_NAMES = frozenset(
         ("jax._src.mesh", "AxisType"),
         ("jax._src.mesh", "Mesh"),
         ("jax._src.named_sharding", "_unpickle_named_sharding"),
-        # for a program on a mesh if all its arguments are host arrays
+        # needed for a program on a mesh if all its arguments are host arrays
         ("jax._src.sharding_impls", "_unpickle_gspmd_sharding"),
         ("jax._src.sharding_impls", "_unpickle_single_device_sharding"),
         ("jax._src.stages", "ArgInfo"),

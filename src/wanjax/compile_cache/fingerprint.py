@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute fingerprints of values. The fingerprint of a value is the same in every process. The module supports the
 values that determine a program: settings, definitions of networks, functions by their names, pytrees, shapes and
-shardings. The code of functions is not covered: a key that depends on it must add a digest of the code.
+shardings. A fingerprint does not cover the code of functions. A key that depends on code must add a digest of the code.
 """
 
 import hashlib
@@ -18,7 +18,8 @@ from flax.nnx import GraphDef
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 VERSIONED_PACKAGES = {"wanjax", "flax", "jax", "jaxlib", "numpy", "ml_dtypes", "builtins", "functools"}
-"""Packages whose code need not be covered, because keys contain their version or a digest of their code."""
+"""Packages whose functions may have fingerprints, because keys contain the package's version or a digest of its
+code."""
 
 
 class NoFingerprint(TypeError):
@@ -26,7 +27,7 @@ class NoFingerprint(TypeError):
 
 
 def fingerprint(value: Any) -> str:
-    """Return the fingerprint of a value in hexadecimal. Raises NoFingerprint if the value has none."""
+    """Return the fingerprint of a value in hexadecimal. Raises NoFingerprint if the value has no fingerprint."""
     texts: list[str] = []
     stack = [value]
     while stack:  # a loop instead of recursion, because values are deeply nested

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compile cache that workers share. The first worker that misses a program compiles it. The other workers wait and
-read the program.
+"""A compile cache that workers share. The first worker that does not find a program in the cache compiles it. The other
+workers wait, and then read the program.
 
-An entry is one file or object named by JAX's key, and appears when it is complete. A process that misses an entry
-acquires its lease. Only one process can create a lease: in a folder by exclusive creation, and in a store by a
-conditional write, which S3 and Google Cloud Storage offer. While the owner compiles, a thread renews the lease every
-few seconds. Other processes check for renewals by their own clocks, so clocks need not agree. If renewals stop, the
-owner is dead, and another process acquires the lease with the next number in the same way.
+An entry is one file or object. Its name is JAX's key, and it appears when it is complete. A process that does not find
+an entry acquires the lease of the entry. Only one process can create a lease: in a folder by exclusive creation, and in
+a store by a conditional write, which S3 and Google Cloud Storage offer. While the owner compiles, a thread renews the
+lease every few seconds. Other processes measure the time since a renewal by their own clocks, so clocks need not agree.
+If renewals stop, the owner is dead, and another process acquires the lease with the next number in the same way.
 
 Leases only save work. If two processes compile the same program, both write the same entry.
 """
@@ -30,7 +30,7 @@ from wanjax.stores.writing import missing_first_folder, write_atomically
 
 HEARTBEAT_INTERVAL = 5.0  # seconds between two renewals of a lease
 LEASE_TIMEOUT = 30.0  # seconds without a renewal after which the owner counts as dead
-POLL_INTERVALS = 0.1, 2.0  # first and longest seconds between two polls of a waiting process
+POLL_INTERVALS = 0.1, 2.0  # the first and the longest pause between two polls of a waiting process, in seconds
 
 
 class Lease:
@@ -55,8 +55,8 @@ class Lease:
         return True
 
     def wait(self, pause: float, last_seen: tuple[bytes, float]) -> tuple[bytes, float] | None:
-        """Wait for a short time. Then return the other process's lease and the time of its last renewal, or None if the
-        lease was released."""
+        """Wait for a short time. Then return the lease of the other process and the time of its last renewal. Return
+        None if the lease was released."""
         self._ended.wait(pause)
         if (content := read(self._file())) is None:
             return None
@@ -85,15 +85,16 @@ class Lease:
 
 
 class EntryExists(Exception):
-    """While the cache is filled ahead of time, an entry exists already. The entry cannot be read, because its devices
-    are absent."""
+    """Raised if an entry already exists while the cache is filled ahead of time. The entry cannot be read, because this
+    machine does not have its devices."""
 
 
 class SharedCache(CacheInterface):
     """JAX's cache in a folder that workers share. The first failure causes a warning. After that, this process compiles
     its programs itself.
 
-    With `ahead_of_time`, the cache is filled for absent devices, and `get` raises EntryExists for an existing entry.
+    With `ahead_of_time`, the cache is filled for devices that this machine does not have, and `get` raises EntryExists
+    for an existing entry.
     """
 
     def __init__(self, folder: AnyPath, *, ahead_of_time: bool = False):
@@ -132,7 +133,7 @@ class SharedCache(CacheInterface):
 
     def _read_or_lease(self, key: str) -> bytes | None:
         held_leases, file = getattr(self._leases, "held_leases", None), self.folder / f"{key}-cache"
-        # processes of one run compile a program together, so none of them may wait for a lease
+        # the processes of a run compile a program together, so no process may wait for a lease
         if (entry := read(file)) is not None or held_leases is None or jax.process_count() > 1:
             return entry
         lease, pause, last_seen = Lease(self.folder, key), POLL_INTERVALS[0], (b"", monotonic())

@@ -10,10 +10,10 @@ class MediaLimits:
     """Limits that are checked before a file is decoded, because a small file may expand to gigabytes.
 
     Args:
-        max_pixels: The most pixels of one picture or frame.
-        clip_factor: All frames of a clip together may have this many times `max_pixels`.
+        max_pixels: The maximum number of pixels of one picture or frame.
+        clip_factor: All frames of a clip together may have `clip_factor` times `max_pixels` pixels.
         max_side: The largest width or height in pixels.
-        max_animation_frames: The most frames of an animation.
+        max_animation_frames: The maximum number of frames of an animation.
     """
 
     max_pixels: int = 60_000_000
@@ -23,17 +23,17 @@ class MediaLimits:
 
     @property
     def max_clip_pixels(self) -> int:
-        """The most pixels that all frames of a clip may have together."""
+        """The maximum number of pixels of all frames of a clip together."""
         return self.clip_factor * self.max_pixels
 
 
 def largest_size(width: int, height: int, pixels: int) -> str:
-    """Format the largest size of these proportions, WIDTHxHEIGHT, that has at most `pixels` pixels and an allowed side.
+    """Format the largest allowed size WIDTHxHEIGHT with these proportions and at most `pixels` pixels.
 
     Args:
         width: The width of a picture in pixels.
-        height: Its height.
-        pixels: The most pixels.
+        height: The height of the picture in pixels.
+        pixels: The maximum number of pixels.
     """
     ratio = min(1.0, math.sqrt(pixels / (width * height)), MEDIA_LIMITS.max_side / max(width, height))
     return f"{max(1, int(width * ratio))}x{max(1, int(height * ratio))}"

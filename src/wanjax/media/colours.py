@@ -18,7 +18,7 @@ def srgb_conversion(image: Image.Image) -> Conversion | None:
     """Return a function that converts this image, or a part of it, from the image's ICC profile to sRGB.
 
     The function takes the modes RGB, CMYK and L, and keeps the alpha channel of RGBA and LA. Returns None if the image
-    has no profile, or if the profile is broken or made for other modes than the image's.
+    has no profile, or if the profile is broken or does not fit the image's mode.
     """
     profile = image.info.get("icc_profile")
     if not isinstance(profile, bytes) or not 0 < len(profile) <= MAX_PROFILE_BYTES:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detect incomplete copies: holes (long runs of zero bytes in compressed data) and truncated files.
 
-Decoders of arithmetic codes accept such zeros, and return a wrong picture without an error. No encoder writes such long
-runs.
+Decoders of arithmetic codes accept such zeros, and return a wrong picture without an error. Encoders never write such
+long runs.
 """
 
 from bisect import bisect_right
@@ -24,7 +24,7 @@ EBML_ID, SEGMENT_ID = (
 )  # IDs of a WebM's header and of the element with all data
 SIGNATURES = (EBML_ID, b"RIFF", b"\x89PNG", b"GIF8", b"\xff\xd8")  # the first bytes of WebM, WebP, PNG, GIF and JPEG
 MP4_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free")  # the boxes with which an MP4 or MOV may begin
-UNKNOWN_LENGTH = 2**56 - 1  # size of a WebM element whose writer has not finished
+UNKNOWN_LENGTH = 2**56 - 1  # the size of a WebM element that the writer has not finished
 START_CODE_BYTE = 1  # the byte after 00 00 in a start code
 
 
@@ -37,8 +37,9 @@ class ZeroRuns:
 
     def __init__(self, pixels: int):
         self._min_run = max(MIN_HOLE_BYTES, pixels // PIXELS_PER_ZERO_BYTE)
-        self._runs: list[tuple[int, int, int]] = []  # the begin and the end of each run, and the byte after it
-        self._size, self._tail_begin = 0, 0  # the number of bytes until now, and the start of the zeros at their end
+        self._runs: list[tuple[int, int, int]] = []  # the start and the end of each run, and the byte after the run
+        # the number of bytes so far, and the start of the zeros at the end of these bytes
+        self._size, self._tail_begin = 0, 0
 
     def feed(self, piece: bytes | memoryview) -> None:
         """Scan the next piece."""
@@ -73,7 +74,7 @@ class ZeroRuns:
 
 
 def holed_frame(data: bytes, image_format: str, pixels: int, blobs: Sequence[bytes]) -> int | None:
-    """Return the index of the first frame of a WebP or AVIF whose data have a hole, or None.
+    """Return the index of the first frame with a hole in its data, in a WebP or AVIF. Return None without a hole.
 
     Lossless WebP is not checked, because it may contain many zeros.
 
@@ -81,7 +82,7 @@ def holed_frame(data: bytes, image_format: str, pixels: int, blobs: Sequence[byt
         data: The contents of the file.
         image_format: Pillow's name of the format; only WEBP and AVIF are checked.
         pixels: Pixels of a frame.
-        blobs: Data that may lie between a frame's bytes and are skipped, such as EXIF.
+        blobs: Data to skip, such as EXIF, which may lie between the bytes of a frame.
     """
     if image_format == "WEBP":
         frames = lossy_frames(data)
@@ -103,7 +104,7 @@ def holed_frame(data: bytes, image_format: str, pixels: int, blobs: Sequence[byt
 
 
 def _avif_frames(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield the index, begin and end of each frame of an AVIF; a still picture is one frame with all the data."""
+    """Yield the index, start and end of each frame of an AVIF. A still picture is one frame with all the data."""
 
     def read_uint(offset: int) -> int:
         return int.from_bytes(data[offset : offset + 4])
@@ -160,7 +161,7 @@ def has_media_signature(file: Path) -> bool:
 
 
 def is_cut_short(file: Path) -> bool:
-    """Return whether a video or picture is shorter than its own headers say, as after an interrupted copy.
+    """Return whether a video or picture is shorter than its headers say, as after an interrupted copy.
 
     Reads only the top-level headers of MP4, MOV, WebM, WebP, PNG and GIF.
     """

@@ -23,14 +23,14 @@ GENERAL_MESSAGE = re.compile(
     r"Conversion failed!|Error (opening|while|marking|submitting|sending)|Task finished|Terminating thread|\s*$|"
     r"Nothing was written|Could not open encoder|Cannot determine format|\s*Last message repeated|(frame|size)="
 )
-"""Messages of ffmpeg that only follow from another message. The other message says why ffmpeg failed."""
+"""Messages of ffmpeg that another message caused. The other message says why ffmpeg failed."""
 ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # ffmpeg's own decoders of these formats drop transparency
 HDR_TRANSFERS = ("smpte2084", "arib-std-b67")  # transfer functions PQ and HLG
 HDR_WHITE, HDR_PEAK = (
     203,
     1000,
 )  # cd/m² of diffuse white (BT.2408), and of the brightest light that tone mapping preserves
-HDR_KNEE = 0.8  # fraction of diffuse white, in linear light, from which tones are compressed
+HDR_KNEE = 0.8  # tones above this fraction of diffuse white, in linear light, are compressed
 WIDE_PRIMARIES = ("bt2020", "smpte431", "smpte432")  # primaries BT.2020 and P3
 # Primaries that zscale supports
 SDR_TRANSFERS = ("bt709", "smpte170m", "iec61966-2-1", "bt2020-10", "bt2020-12", "linear")
@@ -59,8 +59,8 @@ class VideoStream(NamedTuple):
         colours: The part of ffmpeg's description that names matrix, primaries and transfer.
         width: Pixels of a row; 0 if ffmpeg prints no size.
         height: Pixels of a column; 0 if ffmpeg prints no size.
-        min_fps: The least of the frame rates that ffmpeg prints; 0 if it prints none.
-        duration: Seconds; None if ffmpeg prints none.
+        min_fps: The lowest of the frame rates that ffmpeg prints; 0 if ffmpeg prints none.
+        duration: The duration in seconds; None if ffmpeg prints no duration.
     """
 
     stream: str
@@ -88,7 +88,7 @@ class VideoStream(NamedTuple):
         converted in linear light.
 
         Args:
-            is_non_colour: Whether pixels are values, such as a mask, whose primaries are not converted.
+            is_non_colour: Whether pixels are values, such as a mask, not colours. Their primaries are not converted.
         """
         match = re.search(r"\b([\w-]+)/([\w-]+)/([\w-]+)[,)]", self.colours)
         # Ffmpeg prints one name if all three are equal
@@ -144,7 +144,8 @@ def probe(source: str | Path) -> VideoStream:
 def container_tags(source: str | Path) -> dict[str, str]:
     """Return the metadata of a video file by lower-case names. Raises OSError if the file is unreadable."""
     text = run_ffmpeg([*input_arguments(source), "-f", "ffmetadata", "pipe:1"]).decode(errors="replace")
-    entries = reversed(METADATA_ENTRY.findall(text))  # the first of a name is the file's, others are those of streams
+    # the first entry with a name belongs to the file, and later entries belong to its streams
+    entries = reversed(METADATA_ENTRY.findall(text))
     return {name.lower(): re.sub(r"\\(.)", r"\1", value, flags=re.DOTALL) for name, value in entries}
 
 
@@ -203,9 +204,10 @@ def run_with_messages(
 
 
 def _ffmpeg_error(status: int, messages: str) -> OSError | None:
-    """Return the error of ffmpeg's last message that says why it failed.
+    """Return an error with ffmpeg's last message that says why ffmpeg failed.
 
-    If the disk is full from the first byte on, only the exit status shows it: 256 minus the system's error number.
+    If the disk is full from the first byte on, ffmpeg prints no message. The exit status is then 256 minus the system's
+    error number.
     """
     if not status:
         return None
@@ -224,7 +226,7 @@ def _without_prefix(line: str) -> str:
 
 
 def _ffmpeg_path() -> str:
-    import imageio_ffmpeg  # imported late: only video files need it
+    import imageio_ffmpeg  # imported late, because only video files need ffmpeg
 
     try:
         return imageio_ffmpeg.get_ffmpeg_exe()

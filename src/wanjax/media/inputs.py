@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs of a video beside its prompt: pictures, clips and masks.
+"""The inputs of a video in addition to its prompt: pictures, clips and masks.
 
 Options, fields of requests and the inputs of models are all derived from this table. This module imports no library, so
 that `--help` is quick.
@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from wanjax.errors import SettingError
 
-CLIP_SUFFIXES = (".mp4", ".mov", ".webm", ".mkv", ".m4v")  # of video files, which are never pictures
+CLIP_SUFFIXES = (".mp4", ".mov", ".webm", ".mkv", ".m4v")  # the suffixes of video files, which are never pictures
 
 
 class InputSpec(NamedTuple):
@@ -64,12 +64,13 @@ BACKGROUND = InputSpec("background", "clip", "a background", "A clip whose perso
 INPUT_SPECS = {spec.name: spec for spec in (IMAGE, LAST_IMAGE, VIDEO, FACE, BACKGROUND, MASK, REFERENCES)}
 """The inputs of all families, by name.
 
-`wanjax.register` adds those of a new family, so everything derived from this table is computed on use, not on import.
+`wanjax.register` adds the inputs of a new family. Values that depend on this table must therefore be computed on use,
+not on import.
 """
 
 
 def check_inputs(names: Collection[str], model: str, purpose: str, specs: Sequence[InputSpec]) -> None:
-    """Raise SettingError if the model does not take one of these inputs, or lacks one that it requires.
+    """Raise SettingError if the model does not take one of these inputs, or if an input that it requires is missing.
 
     Args:
         names: Names of the inputs of the request.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add margins to a clip, which a model that takes a mask makes anew."""
+"""Add margins to a clip. A model that takes a mask fills the margins."""
 
 from collections.abc import Sequence
 
@@ -14,9 +14,9 @@ GREY, KEEP, REPAINT = 127, 0, 255  # the colour of margins, and the values of a 
 
 
 def add_margins(pictures: Pictures, margins: Sequence[int]) -> Pictures:
-    """Return pictures whose clip has grey margins, and whose mask is white there.
+    """Add grey margins to the clip, and white margins to its mask.
 
-    A mask that is given keeps its place on the clip. Without one, the mask keeps all of the clip.
+    If there is a mask, it keeps its position on the clip. Without a mask, the new mask keeps the whole clip.
 
     Args:
         pictures: The pictures and clips of a video.

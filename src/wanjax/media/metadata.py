@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the metadata of a video, which has all settings that shaped the video, from any file that contains it."""
+"""Read the metadata of a video from any file that contains metadata. The metadata has all settings that shaped the
+video."""
 
 import json
 import os
@@ -38,7 +39,7 @@ def find_metadata(path: str | AnyPath) -> dict[str, Any]:
         file = next((file / name for name in (CONFIG, FRAME_FILE.format(0)) if (file / name).is_file()), file)
     if not file.exists():
         raise WanjaxError(missing_file(file))
-    if not (file.is_file() or file.is_dir()):  # refused, because a device may have no end
+    if not (file.is_file() or file.is_dir()):  # refused, because reading a device may never end
         raise WanjaxError(f"{file} is neither a file nor a folder: give a video, a picture or a stage's file")
     if file.is_dir():
         raise WanjaxError(_folder_without_settings(file))
@@ -68,10 +69,10 @@ def _folder_without_settings(folder: Path) -> str:
         if (folder / "transformer").is_dir():
             return f"{folder} is a checkpoint: `{shlex.join(['wanjax', 'models', str(folder)])}` describes it"
         advice = "give a video, a folder of its frames, or a stage's folder"
-        if any(name.endswith(".json") for name in names):  # as in the folder of a checkpoint
+        if any(name.endswith(".json") for name in names):  # a checkpoint's folder has such files
             advice += f"; if it is a checkpoint, `{shlex.join(['wanjax', 'models', str(folder)])}` describes it"
         return f"the folder {folder} holds no video: {advice}"
-    video = os.path.join(folder, videos[0])  # "./-a.mp4" in ".", because "-a.mp4" would be taken for an option
+    video = os.path.join(folder, videos[0])  # "./-a.mp4" in ".", because a command would read "-a.mp4" as an option
     advice = f"give one of them, such as {video}" if len(videos) > 1 else f"give {video}"
     return f"{folder} is a folder that holds {pluralize(len(videos), 'video')}: {advice}"
 

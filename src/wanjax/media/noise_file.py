@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open a file of initial noise, without JAX, so that a command can refuse a wrong file at once."""
+"""Open a file of initial noise without JAX. A command can then refuse a wrong file at once."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ class NoiseFile(SafetensorsFile):
 def open_noise(path: str | Path) -> NoiseFile:
     """Open a file of initial noise.
 
-    Raises WanjaxError if it is not a safetensors file, or if its tensor `noise` is missing or not of floats.
+    Raises WanjaxError if the file is not a safetensors file, or if its tensor `noise` is missing or has no floats.
     """
     file = NoiseFile(path)
     if NOISE not in file.specs:

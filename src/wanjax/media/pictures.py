@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the pictures and clips from which a video is made, derive the video's size from them, and resize them to this
-size.
+"""Read the pictures and clips of a request, derive the size of the video from them, and resize them to this size.
 
 A picture is read as a viewer shows it: rotated according to its EXIF data, in RGB, and with a background behind
 transparent pixels. The background is white for visible pictures, and black for masks and control clips.
@@ -43,10 +42,10 @@ ClipSource = str | Path | Sequence[PictureSource] | Shaped[np.ndarray, "..."]
 LANCZOS = Image.Resampling.LANCZOS
 READER_VERSION = 2  # increase this when the decoded pixels of files change, so that cached latents are encoded again
 GIF_TICK_MS = 10  # a GIF's times are multiples of this many milliseconds
-# In milliseconds: a frame of at most MIN_DURATION, or without a duration, lasts DEFAULT_DURATION, as in browsers.
+# In milliseconds. A frame that lasts at most MIN_DURATION, or has no duration, lasts DEFAULT_DURATION, as in browsers.
 MIN_DURATION_MS, DEFAULT_DURATION_MS = 10, 100
 DAMAGED_MESSAGE = "{} breaks at frame {}, where it is damaged or ends too early: give a complete copy"
-# MPO is missing, because it is a JPEG whose further frames are thumbnails
+# without MPO, which is a JPEG with thumbnails as further frames
 ANIMATED_FORMATS = ("GIF", "WEBP", "PNG", "AVIF", "TIFF")
 CHECKED_FOR_HOLES = ("WEBP", "AVIF")
 PICTURE_FORMATS = (*ANIMATED_FORMATS, "JPEG", "BMP", "PPM")
@@ -54,7 +53,7 @@ PICTURE_FORMATS = (*ANIMATED_FORMATS, "JPEG", "BMP", "PPM")
 Ghostscript."""
 JPEG_MARKER = re.compile(rb"\xff([\xc0-\xcf\xd9-\xfe])")  # markers of segments that have a length
 START_OF_SCAN, END_OF_IMAGE = 0xDA, 0xD9
-MAX_SCANS = 50  # the most scans of a progressive JPEG; each scan is a pass over all pixels, and about 10 are usual
+MAX_SCANS = 50  # the maximum scans of a progressive JPEG; each scan is a pass over all pixels, and about 10 are usual
 MODE_CONVERSIONS = {
     **dict.fromkeys(("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"), ("RGB",)),
     **dict.fromkeys(("LA", "PA", "RGBA", "RGBa"), ("RGBA",)),
@@ -64,14 +63,15 @@ MODE_CONVERSIONS = {
 WHITE_VALUES = {**dict.fromkeys(("I;16", "I;16L", "I;16B", "I;16N"), (65535,)), "I": (255, 65535), "F": (1, 255, 65535)}
 """The possible values of white in the deep grey modes. The smallest value that no pixel of a picture or clip exceeds is
 used."""
-WHITE_OVERSHOOT = 0.05  # the fraction of white by which a filter may exceed white or black
+WHITE_OVERSHOOT = 0.05  # a filter may exceed white or black by this fraction of white
 CHANNELS = (1, 3, 4)  # the numbers of channels of grey, RGB and RGBA
 STRIP_ROWS = 256  # rows of a picture that are converted at a time
 DECODE_LOCK = RLock()  # Pillow's limit on pixels is global, so only one picture is decoded at a time
 
 
 class HighBitDepthPicture(NamedTuple):
-    """A grey picture of more than 8 bits, its possible values of white, and a conversion of its 8-bit form to sRGB."""
+    """A grey picture of more than 8 bits, the possible values of its white, and the conversion of its 8-bit form to
+    sRGB."""
 
     values: GreyOfAnySize
     whites: tuple[int, ...]
@@ -104,7 +104,7 @@ class Pictures(Mapping[str, Any]):
         return self.get(name)
 
     def picture_list(self, name: str) -> tuple[PictureOfAnySize, ...]:
-        """Return the pictures, each [H W 3], of an input that takes several; may be empty."""
+        """Return the pictures, each [H W 3], of an input that takes several pictures. The list may be empty."""
         return tuple(self.get(name, ()))
 
     def with_inputs(self, **arrays: Any) -> "Pictures":
@@ -137,8 +137,8 @@ def read_pictures(
     Args:
         sources: Files or arrays by the names of inputs.
         specs: The inputs of the model.
-        frames: The most frames that are read of a clip.
-        fps: Frames a second of the video.
+        frames: The maximum number of frames to read from a clip.
+        fps: The frames per second of the video.
 
     Raises:
         WanjaxError: A file is missing, cannot be read, or is a clip where a picture is needed; or the mask and the
@@ -319,7 +319,7 @@ def _is_picture(source: str | Path) -> bool:
 def _read_animation(
     source: str | Path, fps: int | float, background: Background
 ) -> Generator[Picture | HighBitDepthPicture]:
-    """Yield the pictures of an animation that Pillow reads; a single picture is a clip of one frame."""
+    """Yield the pictures of an animation that Pillow reads. A single picture is a clip of one frame."""
     with open_image(source, str(source)) as image:
         if image.format not in ANIMATED_FORMATS:
             yield _render(image, background)
@@ -371,7 +371,7 @@ def _decode_frames(image: Image.Image, name: str) -> Iterator[Image.Image]:
 def _frame_durations(
     durations: Sequence[float | None], fps: float | None, *, ignores_times: bool
 ) -> tuple[list[float | None], float | None]:
-    """Return the milliseconds of each frame and of one tick. Frames without times have None.
+    """Return the milliseconds of each frame, None for a frame without a time, and the milliseconds of one tick.
 
     Missing durations, and durations of at most 10 ms, become 100 ms, as in browsers, unless the file's own metadata has
     such a frame rate.
@@ -395,7 +395,7 @@ def _saved_fps(source: str | Path) -> float | None:
 
 
 def _estimate_tick(durations: Sequence[float]) -> float:
-    """Return the milliseconds of one frame as they were before the encoder merged equal frames into longer ones.
+    """Estimate the milliseconds of one frame before the encoder merged equal frames into longer frames.
 
     The shortest frames, which differ only by rounding, last one tick. The other frames last whole multiples of a tick.
     """
@@ -411,17 +411,17 @@ def _resample(
     step: float,
     tolerance: float,
 ) -> Iterator[Picture | HighBitDepthPicture]:
-    """Yield the picture that is shown at each multiple of `step`, or of `tick` if that is longer, up to the last tick.
+    """Yield the picture that is shown at each multiple of the longer one of `step` and `tick`, up to the last tick.
 
-    Times are rounded, so a picture counts as shown a little before its time. If no picture is skipped, this is half a
-    tick.
+    Times are rounded, so a picture counts as shown a little before its time: half a tick before, if no picture is
+    skipped.
 
     Args:
         timed_pictures: Pictures with their durations in milliseconds.
         length: The sum of the durations.
         tick: The duration of one frame.
         step: The distance between the yielded pictures.
-        tolerance: By how much a time may be rounded.
+        tolerance: The maximum rounding error of a time.
     """
     step, lead_ms = (step, min(tolerance, tick / 2)) if step > tick else (tick, tick / 2)
     end, index = 0.0, 0
@@ -448,13 +448,14 @@ def _check_array(array: np.ndarray, rank: int) -> np.ndarray:
 
 
 def _array_advice(array: np.ndarray, rank: int) -> str:
-    """Write the expression that turns an array x of another dtype or layout into pictures, in one sentence."""
+    """Write advice for an array x of another dtype or layout: the expression that converts x to pictures."""
     shape, x = list(array.shape), "x"
     if 0 in shape:
         return "give an array with pixels"
-    if len(shape) == rank + 1:  # a batch, or the clip of a picture
+    if len(shape) == rank + 1:  # a batch, or a clip with a single picture
         shape, x = shape[1:], f"{x}[0]"
-    elif len(shape) == rank - 2 > 1 or (len(shape) == rank - 1 and shape[-1] in (3, 4)):  # the picture of a clip
+    # one picture in place of a clip
+    elif len(shape) == rank - 2 > 1 or (len(shape) == rank - 1 and shape[-1] in (3, 4)):
         shape, x = [1, *shape], f"{x}[None]"
     if len(shape) == rank - 1:
         shape, x = [*shape, 1], f"{x}[..., None]"
@@ -550,12 +551,12 @@ def _wrap_errors(name: str, max_pixels: int, *, is_opening: bool = False) -> Ite
     try:
         with _pixel_limit(
             2 * max_pixels if is_opening else max_pixels
-        ):  # so that `_check_size` can report a size slightly too large
+        ):  # Pillow's limit is twice as high, so `_check_size` can report a size slightly above the limit
             yield
     except WanjaxError:
         raise
     except Image.DecompressionBombError as error:
-        pixels = int("".join(re.findall(r"\d+", str(error))[:1]))  # the message has the number
+        pixels = int("".join(re.findall(r"\d+", str(error))[:1]))  # Pillow's message has the number of pixels
         raise WanjaxError(f"{name} has {pixels:,} pixels, and the limit is {max_pixels:,}: scale it down") from error
     except UnidentifiedImageError as error:
         if os.path.isfile(name) and not os.path.getsize(name):
@@ -567,7 +568,7 @@ def _wrap_errors(name: str, max_pixels: int, *, is_opening: bool = False) -> Ite
 
 
 def _render(image: Image.Image, background: Background) -> Picture | HighBitDepthPicture:
-    """Return the picture as a viewer shows it on this background; rotates the image in place."""
+    """Return the picture as a viewer shows it on this background. The function rotates the image in place."""
     ImageOps.exif_transpose(image, in_place=True)
     to_srgb = (
         srgb_conversion(image) if background == "white" else None
@@ -577,11 +578,11 @@ def _render(image: Image.Image, background: Background) -> Picture | HighBitDept
             (65535,) if image.mode == "I" and image.format == "PPM" else WHITE_VALUES[image.mode]
         )  # a PGM of 16 bits
         grey = np.asarray(image).astype(np.float32)
-        if (hidden := image.info.get("transparency")) is not None:  # one value is transparent
+        if (hidden := image.info.get("transparency")) is not None:  # one grey value is transparent
             grey[grey == hidden] = whites[0] if background == "white" else 0
         return HighBitDepthPicture(grey, whites, to_srgb)
     pixels = np.empty((image.height, image.width, 3), np.uint8)
-    for top in range(0, image.height, STRIP_ROWS):  # in strips, so that the copies stay small
+    for top in range(0, image.height, STRIP_ROWS):  # converted in strips, so that the copies stay small
         rows = pixels[top : top + STRIP_ROWS]
         rows[:] = _flatten(image.crop((0, top, image.width, top + len(rows))), background, to_srgb)
     return pixels
@@ -612,7 +613,7 @@ def _to_8_bits(pictures: Sequence[PictureOfAnySize | HighBitDepthPicture], name:
 
 
 def _find_white(whites: tuple[int, ...], values: Sequence[GreyOfAnySize], name: str) -> int:
-    """Return the least value of white that no picture exceeds; NaN exceeds every value."""
+    """Return the lowest value of white that no picture exceeds. NaN exceeds every value."""
     low, high = float(np.min([x.min() for x in values])), float(np.max([x.max() for x in values]))
     white = next((white for white in whites if high <= (1 + WHITE_OVERSHOOT) * white), 0)
     if white and low >= -WHITE_OVERSHOOT * white:
@@ -640,7 +641,7 @@ def size_for_area(shape: tuple[int, ...], area: int, grid: int) -> tuple[int, in
 
 
 def kept_share(shape: tuple[int, ...], size: tuple[int, int]) -> float:
-    """Return the share of a picture of shape [H W 3] that remains if it is scaled and cropped to a (height, width)."""
+    """Return the share of a picture of shape [H W 3] that remains after scaling and cropping to a (height, width)."""
     ratio = shape[0] * size[1] / (shape[1] * size[0])
     return min(ratio, 1 / ratio)
 

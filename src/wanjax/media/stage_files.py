@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files between the stages encode, denoise and decode: settings, conditioning, latents and initial noise.
 
-A stage's file has the settings that shaped it, so that files of different videos are not combined. Every file appears
-under its name only when it is complete.
+The file of a stage has the settings that shaped it. This prevents combining files of different videos. Every file
+appears under its name only when it is complete.
 """
 
 import json
@@ -34,7 +34,7 @@ STATE_FILE = "stage2_state.safetensors"
 PREVIEW_FILE = "preview.png"
 VIDEO_FILE = "output_video.mp4"
 PICTURE_SETTINGS = ("height", "width", "frames", "resize", "outpaint", "follow")
-"""Settings that shape the conditioning from pictures, beside the pictures."""
+"""The settings, in addition to the pictures, that shape the conditioning from pictures."""
 VIDEO_MODALITY = "video"  # the latents of this modality are the tensor "latents"
 MODALITY_SUFFIX = "_latents"  # suffix of the names of other modalities' tensors
 VIDEO_SHAPE_TENSOR = "video_shape"
@@ -60,7 +60,7 @@ def save_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     """Write generation_config.json, from which the later stages take their default settings."""
     text = json.dumps(dict(settings), indent=2, ensure_ascii=False) + "\n"
     with atomic_write(folder / CONFIG) as partial_file:
-        # surrogates stand for bytes of a path that are not UTF-8; they become JSON's escapes
+        # surrogates stand for bytes of a path that are not UTF-8; JSON writes them as escapes
         partial_file.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
@@ -69,8 +69,9 @@ def save_conditioning(
 ) -> None:
     """Write the conditioning, the output of the first stage, with the settings that shaped it.
 
-    The settings are the prompts. If there are pictures, or a tensor has the five axes of a video, they also include the
-    pictures and the video's size. The tensor `VIDEO_SHAPE_TENSOR` is not written, because the settings have its values.
+    These settings are the prompts. If there are pictures, or if a tensor has the five axes of a video, the settings
+    also include the pictures and the video's size. The tensor `VIDEO_SHAPE_TENSOR` is not written, because the settings
+    have its values.
 
     Args:
         folder: The video's folder.
@@ -90,8 +91,8 @@ def save_conditioning(
 def load_conditioning(folder: Path, settings: Mapping[str, Any]) -> dict[str, Shaped[Array, "1 ..."]]:
     """Return the conditioning in a folder: floats, and masks of integers or booleans.
 
-    The caller checks names and ranks. Raises WanjaxError if the file is missing or broken, or was made with other
-    prompts or pictures than those of `settings`, the output of `metadata.load_settings`.
+    The caller checks names and ranks. Raises WanjaxError if the file is missing or broken, or if `settings`, the output
+    of `metadata.load_settings`, has other prompts or pictures than the file.
     """
     file = _open_stage(folder, EMBEDDINGS_FILE, settings)
     return {name: _read(file, name, FLOAT_AND_MASK_KINDS) for name in file.specs}
@@ -100,7 +101,7 @@ def load_conditioning(folder: Path, settings: Mapping[str, Any]) -> dict[str, Sh
 def load_video_shape(folder: Path) -> dict[str, Int[np.ndarray, "1 4"]]:
     """Return the tensor `VIDEO_SHAPE_TENSOR` of a folder's conditioning by its name.
 
-    Empty if only prompts were encoded, or if another program wrote the file.
+    The result is empty if only prompts were encoded, or if another program wrote the file.
     """
     settings = json_entry(_open_file(folder, EMBEDDINGS_FILE), "settings")
     shape = [settings.get(name) for name in ("frames", "height", "width")]
@@ -121,10 +122,10 @@ def save_latents(folder: Path, latents: Any, settings: Mapping[str, Any]) -> Non
 
 
 def load_latents(folder: Path, settings: Mapping[str, Any]) -> Any:
-    """Return the latents [1 C T H W] in a folder, or those of several modalities by name.
+    """Return the latents [1 C T H W] in a folder, or the latents of several modalities by name.
 
-    Raises WanjaxError if they are missing, broken, not finite or of another rank, or if they were made with other
-    settings than `settings`, the output of `metadata.load_settings`.
+    Raises WanjaxError if the latents are missing, broken, not finite or of another rank, or if `settings`, the output
+    of `metadata.load_settings`, differs from the settings in the file.
     """
     file = _open_stage(folder, LATENTS_FILE, settings)
     modalities = {VIDEO_MODALITY: _read(file, "latents", FLOAT_KINDS, rank=5)}
@@ -139,8 +140,8 @@ def load_latents(folder: Path, settings: Mapping[str, Any]) -> Any:
 def load_noise(path: str | Path, names: Sequence[str] = ("noise",)) -> dict[str, Float[Array, "..."]]:
     """Return the tensors of these names in a safetensors file.
 
-    The first is the initial noise and required. The other tensors are optional. Raises WanjaxError if the initial noise
-    is missing, or if a tensor is not of finite floats.
+    The first name is the initial noise, which is required. The other tensors are optional. Raises WanjaxError if the
+    initial noise is missing, or if a tensor has values that are not finite floats.
     """
     file = open_noise(path)
     optional_names = [name for name in names[1:] if name in file.specs]
@@ -202,7 +203,8 @@ def _repr_short(value: Any) -> str:
 def _read(
     file: SafetensorsFile, name: str, kinds: Mapping[str, Any], *, rank: int | None = None, first: int | None = 1
 ) -> Shaped[Array, "..."]:
-    """Read a tensor, as bfloat16 if `dtype_info` in the file's metadata says that it was bfloat16 before it was stored.
+    """Read a tensor. If `dtype_info` in the file's metadata says that the tensor was bfloat16 before it was stored,
+    return bfloat16.
 
     Args:
         file: The file.

@@ -19,14 +19,14 @@ MAX_SLUG = 40  # characters
 
 
 def read_text(file: Path, errors: str = "strict") -> str:
-    """Return the text in a file; raise OSError if it cannot be read, and ValueError if it is not text."""
+    """Return the text in a file. Raise OSError if the file cannot be read, and ValueError if it is not a text file."""
     return decode_text(file.read_bytes(), errors)
 
 
 def decode_text(data: bytes, errors: str = "strict") -> str:
     """Decode text without its byte order mark, with \\n at the end of each line; raise ValueError if it is not text.
 
-    `errors` is that of `bytes.decode`.
+    `errors` is as in `bytes.decode`.
     """
     if BINARY_START.match(data):
         raise ValueError("it is a picture, a video or an archive, not text: give another file")
@@ -52,7 +52,7 @@ def is_visible(character: str) -> bool:
 
 
 def slug(prompt: str) -> str:
-    """Return the beginning of a prompt for a file name: its letters and digits, joined by dashes."""
+    """Return the start of a prompt for a file name: the letters and digits, joined by dashes."""
     words = re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", prompt).casefold())
     text = "-".join(words)
     if len(text) > MAX_SLUG:

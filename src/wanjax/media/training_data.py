@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the path of a data set, without JAX, so that a command can refuse a wrong path at once."""
+"""Check the path of a data set without JAX. A command can then refuse a wrong path at once."""
 
 import mimetypes
 import os

@@ -38,7 +38,7 @@ from wanjax.stores.writing import atomic_write, check_folder, check_free_space
 
 FRAME_FILE = "frame_{:05d}.png"
 FRAME_FILE_PATTERN = re.compile(r"frame_\d{5,}\.png")
-PLAYER_WIDTH = 256  # smaller videos are enlarged in a notebook, by a whole factor, to at most this many pixels
+PLAYER_WIDTH = 256  # a notebook enlarges smaller videos by a whole factor, to at most this many pixels
 H264_ARGUMENTS = ("-c:v", "libx264", "-crf", "17")
 VIDEO_ENCODERS = {
     ".mp4": (*H264_ARGUMENTS, "-movflags", "+faststart"),
@@ -50,7 +50,7 @@ VIDEO_ENCODERS = {
     ".webm": ("-c:v", "libvpx-vp9", "-crf", "20", "-b:v", "0", "-row-mt", "1", "-cpu-used", "4"),
 }
 """ffmpeg's arguments for the encoder and container of each suffix."""
-MAX_NAME_BYTES = 255  # of a file's name, in the file systems of all common systems
+MAX_NAME_BYTES = 255  # the maximum bytes of a file's name on all common systems
 ONE_FRAME_MESSAGE = (
     "{} is a picture, a video of one frame: give .mp4, .webm, .mov, .gif, .webp or a folder of PNG for more"
 )
@@ -166,7 +166,8 @@ def write_video(
 
 
 def max_name_bytes() -> int:
-    """Return the most bytes of a file's name that leave room for the name of its temporary file."""
+    """Return the maximum bytes of a file's name. The name of its temporary file, which is longer, must be allowed
+    too."""
     return MAX_NAME_BYTES - len(os.fsencode(sibling_path(Path("a")).name)) + 1
 
 
@@ -179,7 +180,7 @@ def check_suffix(path: str | AnyPath) -> str:
         raise WanjaxError("a video cannot be written to standard output (-): give the name of a file, or ./-")
     if not isinstance(name := parse_path(path), RemotePath):
         size, max_size = len(os.fsencode(name.name)), max_name_bytes()
-        if size > max_size:  # also that of the temporary file
+        if size > max_size:  # the limit also holds for the name of the temporary file
             short = f"{name.name[:40]}..."
             raise WanjaxError(f"the name {short} has {size} bytes: give one of at most {max_size}")
     if suffix not in VIDEO_WRITERS:
@@ -203,7 +204,7 @@ def prepare_output_path(path: str | AnyPath, frames: int = 1) -> AnyPath:
                 f"{path} is a folder of PNG, which a store cannot hold: give a file such as BUCKET/NAME.mp4"
             )
         return target
-    if suffix and os.path.isdir(target):  # raises nothing for a name that is too long
+    if suffix and os.path.isdir(target):  # os.path raises no error for a name that is too long
         raise WanjaxError(f"{path} is a folder: end the name with a slash for a folder of PNG, or name a file")
     if not suffix and os.path.exists(target):
         if not target.is_dir():
@@ -257,7 +258,7 @@ def write_trial_video(
 
 
 def read_metadata(path: str | AnyPath) -> dict[str, Any]:
-    """Return the settings that `write_video` wrote into a video; raise WanjaxError if it has none."""
+    """Return the settings that `write_video` wrote into a video. Raise WanjaxError if the video has no settings."""
     if not isinstance(path := parse_path(path), Path):
         with local_copy(path) as file:
             return read_metadata(file)
@@ -301,7 +302,8 @@ def _suffix(path: str | AnyPath) -> str:
 
 
 def _single_frames(chunks: Iterable[Shaped[np.ndarray, "..."]]) -> Iterator[Frame]:
-    """Yield the frames of all chunks one at a time; raise WanjaxError if there are none, or if they differ in size."""
+    """Yield the frames of all chunks one at a time. Raise WanjaxError if there are no frames, or if frames differ in
+    size."""
     size = None
     for chunk in chunks:
         if chunk.dtype != np.uint8 or chunk.ndim != 4 or chunk.shape[-1] != 3 or size not in (None, chunk.shape[1:]):
@@ -333,8 +335,8 @@ def _write_encoded(path: AnyPath, frames: Iterator[Frame], fps: int | float, com
 
 @contextmanager
 def _ffmetadata(comment: str) -> Iterator[list[str]]:
-    """Write a comment to a file, and yield ffmpeg's arguments that read the file. A file is used because an argument
-    has at most 128 KiB."""
+    """Write a comment to a file, and yield ffmpeg's arguments that read the file. An argument could have at most 128
+    KiB."""
     with temp_dir() as folder:
         escaped = re.sub(r"([=;#\\\n])", r"\\\1", comment)
         (folder / "comment.txt").write_bytes(f";FFMETADATA1\ncomment={escaped}\n".encode())
@@ -358,7 +360,7 @@ def _write_webp(path: AnyPath, frames: Iterator[Frame], fps: int | float, commen
 def _write_animation(path: AnyPath, frames: Iterator[Frame], fps: int | float, unit: int, **options: Any) -> None:
     """Write an animation with Pillow.
 
-    Times are rounded to multiples of `unit` milliseconds, without an error that adds up.
+    Times are rounded to multiples of `unit` milliseconds. The rounding errors do not add up.
     """
     first, *rest = [Image.fromarray(frame) for frame in frames]
     end_times = [round(1000 * i / fps / unit) * unit for i in range(len(rest) + 2)]
@@ -370,7 +372,7 @@ def _write_animation(path: AnyPath, frames: Iterator[Frame], fps: int | float, u
 
 
 def _write_picture(path: AnyPath, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
-    del fps  # for a picture it is only in the settings
+    del fps  # unused: for a picture, fps is only in the settings
     first, *rest = frames
     if rest:
         raise WanjaxError(ONE_FRAME_MESSAGE.format(path))
@@ -385,7 +387,7 @@ def _png_text(comment: str) -> PngImagePlugin.PngInfo:
 
 
 def _write_pngs(path: AnyPath, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
-    del fps  # for a folder of PNG it is only in the settings
+    del fps  # unused: for a folder of PNG, fps is only in the settings
     assert isinstance(path, Path), "a store cannot hold a folder of PNG"
     text = _png_text(comment)
     partial_folder, replaced_folder = (sibling_path(path, kind) for kind in ("partial", "old"))
@@ -408,7 +410,7 @@ def _write_pngs(path: AnyPath, frames: Iterator[Frame], fps: int | float, commen
 
 
 MIN_BYTES_PER_PIXEL = {**dict.fromkeys(VIDEO_ENCODERS, 0.01), ".gif": 0.05, ".webp": 0.02, ".png": 0.1, "": 0.1}
-"""A lower bound on a video's bytes per pixel, except for a nearly uniform one."""
+"""A lower bound of a video's bytes per pixel. Only nearly uniform videos are smaller."""
 VIDEO_WRITERS: dict[str, Callable[[AnyPath, Iterator[Frame], float, str], None]] = {
     **dict.fromkeys(VIDEO_ENCODERS, _write_encoded),
     ".gif": _write_gif,

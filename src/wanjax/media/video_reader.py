@@ -29,9 +29,9 @@ from wanjax.stores.temporary import temp_dir
 
 CHECKED_SECONDS = 10  # seconds after the last used frame that are checked for damage
 CHECKED_FACTOR = 4  # the check for damage decodes at most this many times the pixels that a clip may have
-TICKS_PER_SECOND = 90_000  # the resolution in which times are compared
+TICKS_PER_SECOND = 90_000  # times are compared in this unit
 TIME_ROUNDING = 0.0011  # seconds by which a container may round the time of a frame
-TIME_TOLERANCE = 0.0001  # a frame counts as shown from this many seconds before its time
+TIME_TOLERANCE = 0.0001  # a frame counts as shown this many seconds before its time
 DENSE_CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mpeg1video", "mpeg2video", "flv1", "wmv1", "wmv2")
 """Codecs that never write long runs of zeros. Other codecs, such as raw frames and JPEG, write such runs for black
 areas."""
@@ -55,13 +55,14 @@ Frame = UInt8[np.ndarray, "H W C"]
 def read_video_file(source: str | Path, frames: int, fps: int | float, *, is_non_colour: bool) -> Generator[Frame]:
     """Yield frames in RGB or RGBA: the frame at each time k/fps, up to the last frame.
 
-    A file with a lower frame rate keeps its own. Frames are rotated as the file says, and have square pixels.
+    A file with a lower frame rate keeps its frame rate. Frames are rotated as the file says, and have square pixels.
 
     Args:
         source: The path of the file.
-        frames: The most frames that are read.
+        frames: The maximum number of frames to read.
         fps: Frames a second.
-        is_non_colour: Whether pixels are values, such as a mask, whose primaries are not converted to sRGB.
+        is_non_colour: Whether pixels are values, such as a mask, not colours. Their primaries are not converted to
+            sRGB.
 
     Raises:
         WanjaxError: The file cannot be read, is too large, or is damaged; the message has the frame.
@@ -173,7 +174,7 @@ def _decode(
         str(2 * MEDIA_LIMITS.max_pixels + 2**20),
         *stream.decoder,
         *input_arguments(source),
-    ]  # a decoder counts padding
+    ]  # a decoder may count padding as frames
     pictures = [
         *(
             "-map",
@@ -371,7 +372,7 @@ def _first_gap(times: Sequence[float], packets: Sequence[FramecrcEntry], duratio
         )
     ]
     intervals = np.diff(times)
-    # If the frames reach about the end of the video, lost frames leave a gap; otherwise the last frame is the break.
+    # If the frames reach the end of the video, lost frames leave a gap. Otherwise the file breaks after the last frame.
     gaps = (
         np.flatnonzero(intervals > 1.5 * np.median(intervals)) + 1 if duration and times[-1] > 0.97 * duration else []
     )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The container of WebP: chunks of a four-letter name, a size, and data padded to an even size (RFC 9649)."""
+"""The container of WebP (RFC 9649). It consists of chunks with a four-letter name, a size, and data padded to an even
+size."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ def restore_duration(path: Path, size: tuple[int, int], milliseconds: int) -> No
 
 
 def chunks_in(data: bytes, begin: int = FIRST_CHUNK_OFFSET, end: int | None = None) -> Iterator[tuple[bytes, int, int]]:
-    """Yield the name, begin and end of the data of each chunk between two offsets."""
+    """Yield the name, and the start and end of the data, of each chunk between two offsets."""
     end = len(data) if end is None else end
     while begin + 8 <= end:
         size = int.from_bytes(data[begin + 4 : begin + 8], "little")
@@ -42,7 +43,7 @@ def chunks_in(data: bytes, begin: int = FIRST_CHUNK_OFFSET, end: int | None = No
 
 
 def lossy_frames(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield the index, begin and end of the data of each lossy frame."""
+    """Yield the index, and the start and end of the data, of each lossy frame."""
     index = 0
     for name, begin, end in chunks_in(data):
         if name == b"ANMF":

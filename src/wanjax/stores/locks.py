@@ -15,7 +15,7 @@ class FileLock:
     def __init__(self, file: Path, user: str, option: str):
         """Acquire the lock.
 
-        If another process has it, raise WanjaxError, whose message contains `user` and `option`.
+        If another process has the lock, raise WanjaxError. The message contains `user` and `option`.
         """
         try:
             self._connection = sqlite3.connect(file, timeout=0, isolation_level=None, check_same_thread=False)
@@ -42,7 +42,7 @@ def locked(file: Path, user: str, option: str) -> Iterator[None]:
         lock = FileLock(file, user, option)
         if file.exists():
             break
-        lock.close()  # another process has deleted the file, so this lock would exclude nobody
+        lock.close()  # another process has deleted the file, so this lock would not exclude other processes
     try:
         yield
     finally:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paths of local files, and of objects in a store. A URL such as s3://BUCKET/NAME names an object; fsspec reads it.
+"""Paths of local files, and of objects in a store. A URL such as s3://BUCKET/NAME names an object. The library fsspec
+reads objects.
 
 An object appears in a store only when it is complete, and cannot be renamed. Files are therefore written locally first
-and then uploaded. A single file takes one upload. Of a folder, the marker file is uploaded last; it tells readers that
-the folder is complete. The store's library reads credentials from the environment and from the user's files. URLs never
-contain credentials.
+and then uploaded. A single file takes one upload. A folder has a marker file, which is uploaded last and tells readers
+that the folder is complete. The store's library reads credentials from the environment and from the user's files. URLs
+never contain credentials.
 """
 
 import logging
@@ -51,7 +52,7 @@ class MissingObjectError(StoreError):
 
 @dataclass(frozen=True)
 class RemotePath:
-    """The path of an object in a store, or of a folder, which is a prefix of object names up to a slash.
+    """The path of an object or a folder in a store. A folder is a prefix of object names that ends in a slash.
 
     The class has the methods of `pathlib.Path` that wanjax needs. Methods raise StoreError if the store cannot be
     reached, its library is missing, or a permission is denied.
@@ -145,7 +146,7 @@ class RemotePath:
     def create(self, content: bytes) -> bool:
         """Create an object and return True. Return False if it already exists.
 
-        Of several processes, only one creates the object.
+        If several processes call this, only one process creates the object.
         """
         with self._store_errors("written"):
             try:
@@ -318,10 +319,10 @@ def file_names_in(folder: AnyPath) -> set[str]:
 
 @contextmanager
 def upload_after_writing(target: RemotePath) -> Iterator[Path]:
-    """Yield a temporary file of the same name, and upload it after the block.
+    """Yield a temporary file of the same name as `target`, and upload the file after the block.
 
-    If the upload fails, the local file is kept and the WanjaxError names it, because the file may be the result of
-    hours. An OSError in the block becomes a WriteError.
+    If the upload fails, the local file is kept, because it may be the result of hours of work. The WanjaxError then
+    names the file. An OSError in the block becomes a WriteError.
     """
     with wrap_write_errors(target), temp_dir() as folder:
         yield (file := folder / target.name)
@@ -361,7 +362,7 @@ def _batches(names: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _one_line_cause(error: Exception) -> str:
-    """Return in one line why a store's library failed: the error's message, or the message of its cause."""
+    """Return one line that says why a store's library failed: the message of the error, or of its cause."""
     if isinstance(error, FileNotFoundError) and " " not in str(error):  # an address
         return "there is no such object or bucket"
     message = next((text for cause in causes(error) if (text := str(cause).strip())), type(error).__name__)

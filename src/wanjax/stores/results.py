@@ -32,7 +32,7 @@ class ResultCache:
             write_atomically(file, json.dumps(value).encode())
 
     def has(self, kind: str) -> bool:
-        """Tell whether there is any value of a kind."""
+        """Return True if there is any value of a kind."""
         return any((user_cache() / kind).glob("*.json"))
 
     def _file(self, kind: str, key: Mapping[str, Any]) -> Path:

@@ -32,9 +32,11 @@ def temp_dir(within: Path | None = None) -> Iterator[Path]:
 
 
 def sibling_path(path: Path, kind: str = "partial") -> Path:
-    """Return this process's path beside `path`: `partial` for an incomplete file, or `old` for a replaced file.
+    """Return a path for this process in the folder of `path`. The `kind` is `partial` for an incomplete file, or `old`
+    for a replaced file.
 
-    Leftovers of dead processes of this machine are removed. If an `old` file was never replaced, it gets its name back.
+    Leftovers of dead processes of this machine are removed. An `old` file whose replacement is missing gets its
+    original name back.
     """
     with suppress(OSError):
         for leftover in list(path.parent.glob(".*")):

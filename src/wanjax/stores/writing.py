@@ -21,7 +21,7 @@ MIN_FREE_BYTES = 2**16  # the space for the smallest video and its temporary fil
 
 @contextmanager
 def atomic_write(path: AnyPath) -> Iterator[Path]:
-    """Yield a temporary file with the suffix of `path`, which replaces `path` if the block succeeds.
+    """Yield a temporary file with the suffix of `path`. If the block succeeds, the file replaces `path`.
 
     If `path` is an object of a store, the file is uploaded instead. An OSError in the block becomes a WriteError.
     """
@@ -79,7 +79,7 @@ def created_output_folder(folder: AnyPath) -> Iterator[None]:
 
 
 def missing_first_folder(folder: Path) -> Path | None:
-    """Return the first folder of a path, below the root, if it is missing; None if it exists."""
+    """Return the first folder below the root of a path, if this folder is missing. Return None if it exists."""
     top = Path(*folder.absolute().parts[:2])
     return None if os.path.lexists(top) else top
 
@@ -87,7 +87,8 @@ def missing_first_folder(folder: Path) -> Path | None:
 def check_folder(folder: AnyPath) -> None:
     """Create a folder if it is missing; raise WanjaxError if files cannot be written to it.
 
-    Missing folders above it are created too, but not the first folder of an absolute path: that is a mistyped one.
+    Missing parent folders are created too, except the first folder of an absolute path. A missing first folder is
+    probably a typing error.
     """
     if isinstance(folder, RemotePath):
         folder.check_writable()
