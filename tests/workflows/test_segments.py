@@ -107,7 +107,7 @@ def test_segments_are_windows_of_one_video(segments):
         **{"image": "character.png", "video": "pose.mp4", "face": "face.mp4"},
         **{"background": "street.mp4", "mask": "people.mp4"},
     }
-    assert any("the character has bars" in note for note in workflow.notes)
+    assert any("adds bars to the character" in note for note in workflow.notes)
     assert any("noise of its own seed" in note for note in workflow.notes) == (segments > 1)
     assert any("film" in note or "is read, and not" in note for note in workflow.notes) == (segments > 1)
 

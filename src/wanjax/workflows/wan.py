@@ -163,8 +163,8 @@ def _animate(node: NodeInputs) -> tuple[Condition, Condition, Latents, int, None
     in_loop, clip = node.has("continue_motion"), node.maybe("positive_pose", Condition)
     settings: dict[str, Any] = {"clip_prompt": clip.text} if clip is not None and clip.text is not None else {}
     notes = [
-        f"{node.graph_node} crops the picture and the clip to one size, "
-        "and here they have bars, and the size is an area"
+        f"{node.graph_node} crops the picture and the clip to one size: "
+        "wanjax adds bars to them, and uses the size as an area"
     ]
     if in_loop:
         notes.append(
