@@ -56,12 +56,12 @@ if TYPE_CHECKING:
 FAILURE, USAGE_ERROR = 1, 2  # exit statuses
 CANNOT_WRITE = "cannot write"
 LINE_END = "\n"
-NO_HOME_MESSAGE = "determine home directory"  # a part of the message that pathlib's error has
-GPU_DEVICE_FILES = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, and of both on Windows
+NO_HOME_MESSAGE = "determine home directory"  # a part of the message of pathlib's error
+GPU_DEVICE_FILES = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg")  # device files of NVIDIA, of AMD, and of both on Windows
 DEVICE_PLUGINS = (
     "libtpu",
     "jax_cuda13_plugin",
-)  # JAX tries these plugins, and prints pages of messages if no device is present
+)  # plugins that JAX tries; each prints pages of messages if no device is present
 DEFAULT_COMMAND = "generate"  # the command that runs if the arguments name no command
 
 
@@ -74,7 +74,7 @@ class Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [
             name for name in self.commands if not self.commands[name].hidden
-        ]  # in the order of their definitions, which the help shows; click would sort them by name
+        ]  # the help shows commands in the order of their definitions; click would sort them by name
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for command in self.commands.values():
@@ -85,7 +85,7 @@ class Commands(click.Group):
             ctx.meta[DEFAULT_COMMAND] = True
         try:
             return super().parse_args(ctx, args)
-        # An unknown option beside one of the group, such as --version
+        # an unknown option next to an option of the group, such as --version
         except (click.NoSuchOption, click.BadOptionUsage) as error:
             click.echo(f"wanjax: {in_words(error)}", err=True)
             ctx.exit(USAGE_ERROR)
@@ -98,7 +98,8 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if DEFAULT_COMMAND in ctx.meta and not ctx.resilient_parsing:  # resilient parsing: a shell asks for completions
+        # with resilient parsing, a shell asks for completions
+        if DEFAULT_COMMAND in ctx.meta and not ctx.resilient_parsing:
             check_prompt(ctx, args[1:], DEFAULT_COMMAND)
         return super().resolve_command(ctx, args)
 
@@ -156,7 +157,7 @@ class Commands(click.Group):
                 _print_outcome(ctx)
                 raise
         print_error(f"wanjax: {printable(message, keep=LINE_END)}\n")
-        if not is_wrong_request:  # with which the same command would fail again
+        if not is_wrong_request:  # the same command with a wrong request would fail again
             _print_outcome(ctx)
         ctx.exit(status)
 
@@ -172,10 +173,10 @@ def _print_outcome(ctx: click.Context) -> None:
 def main(ctx: click.Context) -> None:
     """Make videos from prompts, in JAX."""
     if libtpu.silence() and any(map(find_spec, DEVICE_PLUGINS)) and not any(map(glob, GPU_DEVICE_FILES)):
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # then JAX loads no plugin
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # without devices, JAX loads no plugin
     ctx.obj = Report()
     ctx.with_resource(ctx.obj.print_warnings())
-    if signal.getsignal(signal.SIGINT) is stop:  # true if nothing else runs in this process
+    if signal.getsignal(signal.SIGINT) is stop:  # True if no other code runs in this process
         ctx.obj.runs_alone = True
         ctx.with_resource(handle_interrupts(ctx.obj.interrupted))
 

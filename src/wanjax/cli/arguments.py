@@ -31,7 +31,7 @@ OLD_SCRIPT_OPTIONS = {
     "bkvcomputesize": "block-kv-compute",
     "window-size": "window",
 }
-"""Maps the options of the scripts that preceded wanjax, written with dashes, to the present options."""
+"""Maps the options of scripts before wanjax, written with dashes, to the present options."""
 OTHER_OPTION_NAMES = {
     "sampler": "scheduler",
     "sampler-name": "scheduler",
@@ -77,7 +77,7 @@ OTHER_OPTION_NAMES = {
 
 LENGTH_OPTIONS = ("seconds", "num-seconds", "duration")  # options that other programs have in place of --frames
 STAGES = ("encode", "denoise", "decode")
-MAX_NAME = 200  # the most characters of a name in a message
+MAX_NAME = 200  # the maximum number of characters of a name in a message
 
 
 def shorten(name: str) -> str:
@@ -89,7 +89,7 @@ OFFLOAD_VALUE = re.compile(r"(none|stages|blocks)(:.*)?", re.DOTALL)
 
 
 def with_offload_values(arguments: Sequence[str]) -> list[str]:
-    """Write `--offload VALUE` as `--offload=VALUE`, and `--offload` before anything else as `--offload=stages`."""
+    """Write `--offload VALUE` as `--offload=VALUE`, and `--offload` without such a value as `--offload=stages`."""
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
     complete: list[str] = []
     for argument in arguments[:end]:
@@ -101,25 +101,25 @@ def with_offload_values(arguments: Sequence[str]) -> list[str]:
 
 
 def our_name(name: str) -> str:
-    """Translate the name of an option of the scripts that preceded wanjax. Other names only get dashes for
-    underscores."""
+    """Translate the name of an option of scripts before wanjax. In other names, only replace underscores by dashes."""
     dashed = name.replace("_", "-")
     return OLD_SCRIPT_OPTIONS.get(dashed, dashed)
 
 
 OTHER_COMMANDS = {"remake": "generate --from FILE", "reproduce": "generate --from FILE", "price": "plan"}
-"""Words that a user probably means as a command, not as a prompt; each with the command that does the work."""
-MIN_PREFIX = 3  # a shorter word is not taken for the start of a command's name
+"""Words that are probably meant as a command, not as a prompt, each with the right command."""
+MIN_PREFIX = 3  # a shorter word does not count as the start of a command's name
 PREFIX_WORDS = ("bat", "con", "den", "gene", "mod", "mode", "pla", "self", "war", "warm", "work")
-"""English words that are the start of a command's name; they are taken as prompts."""
+"""English words that are the start of a command's name, but count as prompts."""
 ARGUMENTS = {"source": ("model", "from"), "target": ("out", "dir")}
 """For an argument, the options of other commands that have the same meaning."""
 SIMILARITY_CUTOFF = 0.75  # two words are similar if difflib's ratio is at least this
-MAX_SUGGESTIONS = 2  # the most options that a message suggests
+MAX_SUGGESTIONS = 2  # the maximum number of options that a message suggests
 
 
 def check_prompt(ctx: click.Context, arguments: Sequence[str], default_command: str) -> None:
-    """Raise UsageError if arguments without a command's name seem to be meant for another command than the default one.
+    """Raise UsageError if arguments without a command's name seem to be meant for another command, not for the default
+    command.
 
     Another command seems to be meant if an option belongs only to other commands, if the prompt is one word that is
     similar to a command's name, or if --help follows a single word.
@@ -160,7 +160,8 @@ def check_prompt(ctx: click.Context, arguments: Sequence[str], default_command: 
 
 
 def _check_group_option(group: click.Group, default_command: click.Command, ctx: click.Context, word: str) -> None:
-    """Raise UsageError if a word with a dash is more similar to an option of the group than to one of the command."""
+    """Raise UsageError if a word with a dash is more similar to an option of the group than to an option of the
+    command."""
     group_options = {name for parameter in group.get_params(ctx) for name in parameter.opts}
     options = [*sorted(group_options), *visible_options(default_command)]
     for suggestion in get_close_matches(word.lower(), options, n=1, cutoff=SIMILARITY_CUTOFF):
@@ -169,7 +170,7 @@ def _check_group_option(group: click.Group, default_command: click.Command, ctx:
 
 
 def _prompt(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> str | None:
-    """Find the prompt among arguments, some of which may be unknown options. Return None if there is no prompt."""
+    """Find the prompt among arguments that may include unknown options. Return None if there is no prompt."""
     parser = command.make_parser(click.Context(command, parent=ctx, resilient_parsing=True))
     parser.ignore_unknown_options = True
     try:
@@ -180,7 +181,7 @@ def _prompt(command: click.Command, ctx: click.Context, arguments: Sequence[str]
 
 
 def _foreign_options(group: click.Group, arguments: Sequence[str], default_command: str) -> Iterator[tuple[str, str]]:
-    """Yield the options in the arguments that the default command lacks, each with the first command that has the
+    """Yield the options in the arguments that only other commands have, each with the first command that has the
     option."""
     own_options = {option for parameter in group.commands[default_command].params for option in parameter.opts} | {
         "--help"
@@ -195,7 +196,7 @@ def _foreign_options(group: click.Group, arguments: Sequence[str], default_comma
 
 
 def visible_options(command: click.Command) -> dict[str, click.Option]:
-    """Map names such as `--seed` to a command's options; hidden options are left out."""
+    """Map names such as `--seed` to a command's options. Hidden options are left out."""
     visible = [
         parameter for parameter in command.params if isinstance(parameter, click.Option) and not parameter.hidden
     ]
@@ -228,7 +229,7 @@ def _no_option(command: click.Command, ctx: click.Context, arguments: Sequence[s
 
 
 def _suggest_option(command: click.Command, ctx: click.Context, name: str) -> str:
-    """Suggest, for a message, what to give in place of an unknown option. `name` has no leading dashes."""
+    """Return advice for a message: what to give in place of an unknown option. `name` has no leading dashes."""
     options = visible_options(command)
     option_by_name = {option.lstrip("-"): option for option in options}
     dashed = name.replace("_", "-").lower()
@@ -264,8 +265,7 @@ def _usage_of(command: click.Command, ctx: click.Context) -> str:
 
 
 def _matches_option(argument: str, name: str) -> bool:
-    """Whether click takes an argument for the option of this name, or for several one-letter options that include
-    it."""
+    """Whether click reads an argument as the option of this name, or as several one-letter options that include it."""
     if argument.startswith("--"):
         return f"--{our_name(argument[2:].partition('=')[0])}" == name
     return argument.startswith("-") and name[1:] in argument
@@ -372,7 +372,8 @@ def in_words(error: click.ClickException) -> str:
 
 
 def with_option(error: WanjaxError) -> str:
-    """Return the message of an error, in which the name of a setting becomes the option, such as --guidance-scale."""
+    """Return the message of an error, with the option, such as --guidance-scale, in place of the name of the
+    setting."""
     sentence = str(error)
     if not isinstance(error, SettingError):
         return sentence
@@ -429,8 +430,8 @@ NON_FILE_PARAMETERS = (
 def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> None:
     """Raise UsageError for the character `\\0`, an empty name of a file, and a URL that the parameter does not accept.
 
-    An empty name often comes from an unset variable of the shell. Some of click's types would take it for the current
-    folder. Files come only from this machine, from the hub by id, and, for some parameters, from stores.
+    An empty name often comes from an unset variable of the shell. Some of click's types would read an empty name as the
+    current folder. Files come only from this machine, from the hub by id, and, for some parameters, from stores.
     """
     if ctx.resilient_parsing:  # a shell asks for completions
         return
@@ -471,7 +472,7 @@ def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[
 
 
 def _writable_paths(parameter: click.Parameter) -> str:
-    """Describe, for a message, where the files that a parameter names can be written."""
+    """Describe, for a message, the places to which the files of a parameter can be written."""
     if parameter.name == "database":
         return "a file on this machine, or postgresql://USER:PASSWORD@HOST/NAME"
     local_path_text = f"a {'folder' if parameter.metavar and 'FOLDER' in parameter.metavar else 'file'} on this machine"
@@ -483,8 +484,8 @@ def _writable_paths(parameter: click.Parameter) -> str:
 
 
 def _all_values(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> dict[str, Any]:
-    """Map parameters to their texts. An option has all its values on the command line; click would keep only the
-    last."""
+    """Map parameters to their texts. An option has all values from the command line. click itself keeps only the last
+    value."""
     parser = copy(command)
     parser.params = [copy(parameter) for parameter in command.params]
     for parameter in parser.params:

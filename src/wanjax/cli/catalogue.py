@@ -102,7 +102,7 @@ MODEL_ORDER = (
 
 def show_metadata(file: str, as_json: bool) -> None:
     """Print the metadata of a video, a stage's file or a generation_config.json."""
-    from wanjax.media.damage import is_cut_short  # imported late: `models` does not need it
+    from wanjax.media.damage import is_cut_short  # imported late, because `models` does not need it
     from wanjax.media.metadata import DIGESTS_KEY, find_metadata
 
     metadata = find_metadata(file)
@@ -113,12 +113,12 @@ def show_metadata(file: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(metadata, indent=2))
         return
-    metadata.pop(DIGESTS_KEY, None)  # other programs use these entries; people do not need them
+    metadata.pop(DIGESTS_KEY, None)  # only other programs need these entries
     _print_lines(_entries(metadata))
 
 
 def show_workflow(options: "WorkflowOptions", as_json: bool) -> None:
-    """Print the request of a workflow: its settings, where its files are, and what differs."""
+    """Print the request of a workflow: its settings, the locations of its files, and the differences from ComfyUI."""
     values = dict(options.values)
     if as_json:
         entries = {"missing": options.missing, "notes": options.sentences()}
@@ -140,7 +140,7 @@ def _print_lines(lines: Mapping[str, str]) -> None:
 
 
 def _entries(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Format the entries of metadata, the most important ones first. Entries that are None are left out."""
+    """Format the entries of metadata, the most important entries first. Entries that are None are left out."""
     entries = {name: value for name, value in metadata.items() if name not in HIDDEN_ENTRIES}
     if not metadata.get("original_prompt"):
         entries.pop("original_prompt", None)

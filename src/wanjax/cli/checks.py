@@ -41,7 +41,7 @@ MODEL_PARAMETERS = ("model", "source")
 FILE_PARAMETERS = ("noise", "decoder", "preview_decoder")
 STAGE_READERS = ("denoise", "decode")  # commands that read the files of the previous stage from --dir
 SINGLE_VIDEO_COMMANDS = ("generate", "decode")  # commands for which --out is a file
-MULTI_VIDEO_PARAMETERS = ("prompts", "seeds", "count")  # if one of them is given, --out is a folder
+MULTI_VIDEO_PARAMETERS = ("prompts", "seeds", "count")  # with one of these options, --out is a folder
 PROMPT_LIST_SUFFIXES = (".txt", ".csv", ".json", ".jsonl", ".ndjson", ".parquet")
 WORKER_COMMANDS = ("batch", "serve")  # commands that may start workers
 # Parameters that only apply to the training of a LoRA
@@ -218,7 +218,8 @@ def _check_rows(
     rows: "Sequence[VideoRequest] | None",
 ) -> None:
     """Raise WanjaxError for rows of a file that cannot be read, or that a listed model does not take with the options
-    of the command. Standard input can be read only once, so it is checked later. `rows` are those of a folder."""
+    of the command. Standard input can be read only once, so it is checked later. `rows` are the requests of a
+    folder."""
     if file is None or file == "-" or request is None or "prompt" in request.settings:
         return
     from wanjax.jobs.rows import RowErrors, has_effect, read_requests, shared_by_all  # imported late for a quick --help

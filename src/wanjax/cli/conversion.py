@@ -118,7 +118,8 @@ def _print_sizes(report: Report, conversion: Conversion) -> None:
 
 @contextmanager
 def _progress_bars(report: Report) -> Iterator[Progress]:
-    """Show a progress bar with a rate for each part of the work. If the output is a pipe, print a line now and then."""
+    """Show a progress bar with a rate for each part of the work. If the output is a pipe, print a line from time to
+    time."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description:10}"), BarColumn(24), DownloadColumn(), TransferSpeedColumn())

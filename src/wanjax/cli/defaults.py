@@ -49,7 +49,8 @@ REPLACED_BY = {
     "follow": ("sigmas",),
     "boundary": ("boundary_step",),
 }
-"""If one of these parameters is on the command line, the parameters that it replaces are not read from a file."""
+"""For each parameter, the parameters that it replaces. If the first is on the command line, the others are not read
+from a file."""
 MACHINE_PARAMETERS = (
     *("mesh", "rules", "dtype", "vae_dtype", "precision", "attention", "offload", "compiler", "decoder"),
     "batch_guidance",
@@ -60,7 +61,7 @@ NON_VIDEO_PARAMETERS = ("folder", "out", "force", "profile", "processes", "quiet
 SAFE_COMPILER = "safe"
 DOWNLOADING_COMMANDS = ("generate", "batch")  # commands that load the weights which a workflow names
 UNCONFIGURABLE = ("config", "from", "models", "inputs", "print-command")  # options that a TOML file does not set
-SHARED_PARAMETERS = ("model", "lora", "tile")  # what all workflows of a folder must have in common
+SHARED_PARAMETERS = ("model", "lora", "tile")  # the parameters that must be equal in all workflows of a folder
 WORKFLOW_ROW = "workflow"  # the noun for a row that is a workflow
 CONFIG, METADATA = "wanjax.config", "wanjax.record"  # keys of the `meta` of a command's context
 
@@ -167,7 +168,8 @@ def find_metadata(ctx: click.Context, parameter: click.Parameter, file: str | No
             "shows its settings"
         )
     metadata = _load_metadata(file)
-    names = recorded_parameters() - workflow_options.raw_options(ctx)  # an option replaces even a wrong value
+    # an option may replace a wrong value of the metadata
+    names = recorded_parameters() - workflow_options.raw_options(ctx)
     parameters = [x for x in ctx.command.params if x.name in names and metadata.get(x.name) is not None]
     values = {x.name: _checked_value(file, x.name, metadata[x.name], x) for x in parameters}
     if metadata.get("windows", 1) == 1 and not metadata.get("video"):
@@ -186,8 +188,8 @@ def find_metadata(ctx: click.Context, parameter: click.Parameter, file: str | No
 
 
 def find_prompts(ctx: click.Context, parameter: click.Parameter, file: str) -> str | None:
-    """Return the file with the requests of a batch. If it is a workflow, take its options and return None. If it is a
-    folder of workflows, take their requests and return it."""
+    """Return the file with the requests of a batch. If the file is a workflow, use its options and return None. If it
+    is a folder of workflows, use their requests and return the folder."""
     if not ctx.resilient_parsing and (graphs := workflow_options.find_workflows(file)):
         set_workflows(ctx, file, graphs)
         return file
@@ -205,7 +207,7 @@ def _check_without_from(ctx: click.Context, file: str) -> None:
 
 
 def set_workflows(ctx: click.Context, folder: str, graphs: Mapping[str, Any]) -> None:
-    """Take the requests of all workflows in a folder. They share the model and the LoRAs."""
+    """Use the requests of all workflows in a folder. The workflows have the same model and the same LoRAs."""
     from wanjax.pipelines.request import VideoRequest, field_names  # imported late for a quick --help
 
     _check_without_from(ctx, folder)
@@ -239,7 +241,7 @@ def set_workflows(ctx: click.Context, folder: str, graphs: Mapping[str, Any]) ->
 
 
 def set_workflow(ctx: click.Context, file: str, graph: Any) -> None:
-    """Take options from a workflow of ComfyUI."""
+    """Set options from a workflow of ComfyUI."""
     options = workflow_options.options_of(ctx, file, graph)
     parameters = {str(parameter.name): parameter for parameter in ctx.command.params}
     values = {
@@ -331,8 +333,8 @@ def _argument_names(command: click.Command) -> list[str]:
 
 
 def _parse_table(location: str, table: Mapping[str, Any], options: Mapping[str, click.Option]) -> dict[str, Any]:
-    """Read the values of a table by the names of parameters. A size becomes a height and a width. `location` is the
-    place of the table in messages.
+    """Read the values of a table by the names of parameters. A size becomes a height and a width. `location` names the
+    table in messages.
     """
     values: dict[str, Any] = {}
     for key, value in table.items():
@@ -370,7 +372,7 @@ def _checked_value(location: str, key: str, value: Any, parameter: click.Paramet
     is_multiple = getattr(parameter, "multiple", False)
     values = value if is_multiple and isinstance(value, list) else [value]
     if any(type(item) not in types for item in values):
-        shown = str(value).lower() if isinstance(value, bool) else repr(value)  # as TOML and JSON write it
+        shown = str(value).lower() if isinstance(value, bool) else repr(value)  # in the form of TOML and JSON
         raise WanjaxError(f"{location} gives {key} as {shown}: write {expected_text}")
     # File names and metadata cannot contain this character
     if any("\0" in item for item in values if isinstance(item, str)):

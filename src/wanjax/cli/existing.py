@@ -15,14 +15,14 @@ from wanjax.errors import WanjaxError
 from wanjax.stores.paths import parse_path
 
 CHECKED_EARLY = ("model", "prompt", "seed")
-"""Settings to which a model adds nothing, so that they can be compared before the model is loaded."""
+"""Settings that do not depend on the model. They can be compared before the model is loaded."""
 IGNORED_ENTRIES = {"devices", "version"}
 
 
 @dataclass(frozen=True)
 class ExistingFile:
-    """An existing file that a command would write. `metadata` is that of the file, or None if wanjax did not write the
-    file. `advice` is the part of a message that says how to keep the file.
+    """An existing file that a command would write. `metadata` is the metadata of the file, or None if wanjax did not
+    write the file. `advice` is the part of a message that says how to keep the file.
     """
 
     file: str
@@ -31,8 +31,8 @@ class ExistingFile:
 
     @classmethod
     def find(cls, file: str | Path, advice: str, **extra_metadata: Any) -> "ExistingFile | None":
-        """Return a video or a stage's file if it exists, else None. `extra_metadata` is metadata that is stored
-        elsewhere."""
+        """Return a video or a stage's file if it exists, otherwise None. `extra_metadata` is metadata of the file that
+        is stored elsewhere."""
         path = parse_path(file)
         if not (os.path.exists(path) if isinstance(path, Path) else path.exists()):
             return None  # os.path raises no error for an invalid name
@@ -48,8 +48,8 @@ class ExistingFile:
         return cls(str(file), metadata, advice)
 
     def check_request(self, requested_settings: Mapping[str, Any]) -> None:
-        """Raise WanjaxError if the file was made from a different request, comparing the settings that are known before
-        the model is loaded.
+        """Raise WanjaxError if the file was made from a different request. Only settings that are known before the
+        model is loaded are compared.
         """
         recorded_metadata = self.metadata or {}
         self.check(
@@ -58,8 +58,7 @@ class ExistingFile:
         )
 
     def check(self, metadata: Mapping[str, Any], names: Collection[str] | None = None) -> None:
-        """Raise WanjaxError unless the file's metadata is this metadata, or has the same values for the entries
-        `names`."""
+        """Raise WanjaxError unless the file has this metadata. With `names`, only these entries are compared."""
         if self.metadata is None:
             self.refuse("not written by wanjax")
         expected = json.loads(json.dumps(dict(metadata)))

@@ -11,7 +11,7 @@ from wanjax.pipelines.text.prompt_extension import ExtendedPrompt, extend_prompt
 from wanjax.stores.paths import AnyPath, local_copy
 from wanjax.stores.writing import atomic_write, check_folder
 
-# A file beside the videos, so that a resumed command does not extend prompts twice
+# a file in the folder of the videos, so that a resumed command does not extend prompts twice
 CACHE_FILE = "extended_prompts.json"
 
 
@@ -78,7 +78,7 @@ def extend_request(request: VideoRequest, extend: Extender | None) -> VideoReque
 
 
 def _read_cache(file: AnyPath) -> dict[str, str]:
-    """Read the cache of extended prompts; a file that cannot be read is an empty cache."""
+    """Read the cache of extended prompts. A file that cannot be read counts as an empty cache."""
     try:
         with local_copy(file) as copy:
             content = json.loads(copy.read_text(encoding="utf-8"))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describe the published models without importing JAX: read a list in the package, and check requests against the list.
+"""Describe the published models without importing JAX. The models are in a list in the package. Requests are checked
+against this list.
 
 `python -m tests.support.listing` writes the list from the presets.
 """
@@ -42,7 +43,7 @@ def _packaged_models() -> Mapping[str, Mapping[str, Any]]:
 def listed_models() -> Mapping[str, Mapping[str, Any]]:
     """Map names of models to their descriptions, which have the form of `registry.describe`.
 
-    The result is the package's list, and the models of families that were registered in this process.
+    The result has the models of the package's list and of families that were registered in this process.
     """
     if (registry := sys.modules.get("wanjax.registry")) is None:
         return _packaged_models()
@@ -66,8 +67,8 @@ def find_model(model: str) -> Mapping[str, Any] | None:
 
 
 def check_name(model: str) -> None:
-    """Raise WanjaxError unless a name is that of a model, a checkpoint's folder or a file, or may be an id on the
-    hub."""
+    """Raise WanjaxError unless a name is the name of a model, of a checkpoint's folder or of a file, or may be an id on
+    the hub."""
     path = Path(model).expanduser()
     if find_model(model) is not None or is_url(model):
         return
@@ -95,8 +96,8 @@ def describe_model(model: str) -> Mapping[str, Any]:
 
 
 def check_strength(model: str, request: "VideoRequest") -> None:
-    """Raise WanjaxError if a request for a listed model has a strength, but no video. Of a list of videos, a strength
-    may be for those that start from a video."""
+    """Raise WanjaxError if a request for a listed model has a strength, but no video. In a list of requests, the
+    strength may apply to the requests with a video."""
     listed_model = find_model(model)
     default = None if listed_model is None else listed_model["defaults"].get("strength")
     strength = request.settings.get("strength", default)

@@ -73,7 +73,7 @@ def generate(
     if makes_here := worker_options.is_alone(workers):
         init_distributed(report, options.processes)
     else:
-        # The pricing of this process uses no device: the workers use the devices
+        # this process computes nothing on devices, because the workers use them
         jax.config.update("jax_platforms", "cpu")
     target, options = videos_folder(command.out), with_full_paths(options)
     arguments: dict[str, Any] = {
@@ -165,7 +165,7 @@ class BatchDriver:
         return {"max_batch": MAX_RUN_JOBS, "retries": self.retries, "attempts": self.retries + 1}
 
     def batch(self, tasks: Sequence[Task], model: str) -> Batch:
-        """Start a batch of those tasks whose videos are missing, and report their number."""
+        """Start a batch of the tasks whose videos are missing, and report the number of tasks."""
         missing_tasks, manifest = missing(self.report, tasks, self.folder, self.force)
         return Batch(self.store, missing_tasks, manifest, model)
 
@@ -209,7 +209,7 @@ def missing(report: Report, tasks: Sequence[Task], folder: AnyPath, force: bool)
     missing_tasks = [task for task in task_by_output.values() if task.output not in existing]
     missing_tasks.sort(
         key=lambda task: task.output in manifest.failed
-    )  # a task that made an earlier run fail does not stop the other tasks
+    )  # last, so that a task that made an earlier run fail does not delay the other tasks
     report.videos = len(existing)
     report.note(progress_of_many(len(missing_tasks), len(existing), folder))
     return missing_tasks, manifest
@@ -288,7 +288,7 @@ def _make_with_workers(
         else:
             start = exit_stack.enter_context(_ray_workers(driver, arguments, count, worker_options.ray, worker_options))
 
-        first_workers: list[LocalWorker | RayWorker] = []  # the last of them makes the tasks
+        first_workers: list[LocalWorker | RayWorker] = []  # the last option makes the tasks
 
         def start_worker(number: int) -> LocalWorker | RayWorker:
             is_first = number == 0 and not results
@@ -424,7 +424,7 @@ def _is_local(model: str) -> bool:
 
 
 def seeds_of(requests: Sequence[VideoRequest], command: CommandOptions, first: int) -> list[int]:
-    """Return the seeds of each request that has no seed: those of --seeds, or as many as --count from `first` on.
+    """Return the seeds for each request without a seed: the seeds of --seeds, or --count seeds from `first` on.
 
     Raises:
         WanjaxError: There are more videos than one command can make.

@@ -127,7 +127,7 @@ DEFAULT_PROMPTS = (
     "a green triangle staying still",
     "a yellow cross moving up",
 )
-MAX_PROMPTS = 4  # default prompts that are used
+MAX_PROMPTS = 4  # the number of default prompts to use
 
 
 def calibrate(report: Report, request: VideoRequest, options: PipelineOptions, texts: Sequence[str]) -> None:

@@ -57,7 +57,7 @@ JAX, and a mistyped name should be reported before JAX is imported."""
 CHOICE_DESCRIPTIONS = {
     "attention": "implementation of attention",
     "cache": "step cache",
-}  # the words for the option in a message, if they are not its name
+}  # the words for an option in a message, if they differ from its name
 
 
 CHOICE_NOTES = {
@@ -134,7 +134,7 @@ def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -
     value = value if option is None or on_command_line("prompt", ctx) else option
     if (
         is_on_command_line and value and os.path.splitext(value)[1] and os.path.isfile(value)
-    ):  # for example if a shell expanded *.mp4
+    ):  # for example because a shell expanded *.mp4
         raise click.UsageError(
             f"{value} is a file, but a prompt is expected here: give the file to --from, --image or --video"
         )
@@ -158,14 +158,14 @@ def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -
 
 number = partial(click.option, type=click.IntRange(min=1), metavar="N")
 file_option = partial(click.option, metavar="FILE", shell_complete=complete_files)
-# eager: these options are read before the option whose value they become a part of
+# eager: read before the option whose value they complete
 tokens = partial(number, is_eager=True)
-old_script_option = partial(click.option, is_eager=True, hidden=True)  # options that the scripts before wanjax had
+old_script_option = partial(click.option, is_eager=True, hidden=True)  # options of scripts before wanjax
 
 
 def _take_part_options(ctx: click.Context, target: click.Parameter, *names: str) -> dict[str, Any]:
-    """Remove the options that become parts of `target` from the parameters, and return those that the user gave. Then
-    `target` also counts as given."""
+    """Remove the options that become parts of `target` from the parameters. Return the removed options that the user
+    gave. If there are any, `target` also counts as given."""
     values = {name: ctx.params.pop(name) for name in names}
     present = {name: value for name, value in values.items() if value is not None}
     for name in present:
@@ -237,7 +237,7 @@ seeds = combine_options(
 many_prompts_options = combine_options(
     file_option(
         "--prompts",
-        is_eager=True,  # read before the prompt, because --prompts replaces the prompt
+        is_eager=True,  # eager: read before the prompt, because --prompts replaces the prompt
         help="Make a video from each line of FILE, in place of PROMPT. If FILE is -, read standard input. A line of "
         "JSON, or a row of a .csv or .parquet file, may also have settings.",
     ),
@@ -263,7 +263,7 @@ def database(default: str) -> Decorator:
 
 
 def renamed(old: str, new: str) -> Decorator:
-    """Return a hidden option with an old name. The only effect of the option is an error that gives the new name."""
+    """Return a hidden option with an old name. The option only raises an error with the new name."""
 
     def refuse(ctx: click.Context, parameter: click.Parameter, value: str | None) -> None:
         if value is not None:
@@ -332,7 +332,7 @@ def _choose_model(ctx: click.Context, parameter: click.Parameter, value: str | N
     """Return the model of the argument or of --model. If both are missing, the model is nano."""
     other = ctx.params.pop("model_option", None)
     if other and value != other and on_command_line("model_option", ctx):
-        if value is None or not on_command_line("model", ctx):  # the option replaces a file's model
+        if value is None or not on_command_line("model", ctx):  # an option replaces the model of a file
             ctx.set_parameter_source("model", ParameterSource.COMMANDLINE)
             return other
         raise click.UsageError(f"the model is {value} and --model is {other}: give one of them")
@@ -670,8 +670,8 @@ def out(default: str) -> Decorator:
 
 
 def _quiet(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
-    """Silence the report and the progress bars of the hub's client. The client reads the environment variable when it
-    is imported."""
+    """Silence the report, and the progress bars of the hub's client by an environment variable. The client reads the
+    variable when it is imported."""
     if value:
         ctx.obj.quiet = True
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -683,7 +683,7 @@ def _verbose(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
 
 
 def _set_report_flag(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
-    """Set the attribute of the report whose name is that of the parameter."""
+    """Set the attribute of the report with the name of the parameter."""
     setattr(ctx.obj, str(parameter.name), value)
 
 

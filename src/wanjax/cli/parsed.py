@@ -27,7 +27,8 @@ Options = TypeVar("Options")
 
 
 class PipelineOptions(NamedTuple):
-    """The model, and how it is loaded and run for all videos. For an option that is None, `wanjax.load` chooses."""
+    """The model, and the options to load and run it for all videos. `wanjax.load` chooses the value of an option that
+    is None."""
 
     model: str | None = None
     dtype: str | None = None
@@ -57,7 +58,7 @@ class PipelineOptions(NamedTuple):
 
 
 class CommandOptions(NamedTuple):
-    """Which videos a command makes, where their files go, and which previews it shows."""
+    """The videos that a command makes, the names of their files, and the previews."""
 
     prompts: str | None = None
     seeds: str | None = None
@@ -79,7 +80,7 @@ class CommandOptions(NamedTuple):
 
 
 class WorkerOptions(NamedTuple):
-    """Where the workers of a batch run, and their resources."""
+    """The location and the resources of the workers of a batch."""
 
     database: str | None = None
     ray: str | None = None
@@ -96,7 +97,7 @@ class WorkerOptions(NamedTuple):
 
 
 class ListenOptions(NamedTuple):
-    """Where a server listens, and which clients it answers."""
+    """The address of a server, and the clients that it answers."""
 
     host: str = "127.0.0.1"
     port: int = 8000

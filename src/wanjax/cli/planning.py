@@ -83,7 +83,7 @@ def plan(
     mesh_sizes, sp = (mesh, None) if isinstance(mesh, MeshSizes) else (None, mesh and mesh.sp)
     lora_attention = registry.first_lora_attention(
         lora for lora in loras if Path(lora.file).is_file()
-    )  # use only files of this machine; download nothing
+    )  # use only files on this machine; download nothing
     attention = options.attention or lora_attention or AUTO
     price_options = {"sp": sp, "rules": options.rules, "compiler": options.compiler or SAFE_SET, "attention": attention}
     if not is_given("model"):
@@ -142,13 +142,13 @@ def _complete_request(pipe: Pipeline, request: VideoRequest) -> tuple[Pictures |
 
 
 def _print_sentence(console: Console, sentence: str) -> None:
-    """Print a sentence, folded between words on a narrow terminal."""
+    """Print a sentence. On a narrow terminal, fold it between words."""
     for line in fold_text(sentence, stdout_width()):
         console.print(line)
 
 
 def _format_precision(estimate: TrainingEstimate) -> str:
-    """Return a part of a sentence about the frozen weights of a training; it is empty for floats."""
+    """Return a part of a sentence about the frozen weights of a training run. It is empty for floats."""
     return "" if estimate.precision == FLOATS.name else f" in {estimate.precision}"
 
 
@@ -323,7 +323,7 @@ def _summary_lines(estimate: Estimate) -> Iterator[str]:
 
 
 def _format_fits(fits_in: Mapping[str, str | None], *, is_compiled: bool) -> str:
-    """Write with which options a video fits which sizes of memory: the smallest size for each answer."""
+    """Write, for each option, the smallest size of memory with which the video fits."""
     basis = "estimated from the compiled programs" if is_compiled else "for the weights and inputs alone"
     sizes: dict[str, str] = {}
     for size, options in fits_in.items():
@@ -342,7 +342,8 @@ PRINTERS: Mapping[type, Callable[[Any, Console], None]] = {
 
 
 def warmup(report: Report, request: VideoRequest, options: PipelineOptions, chip: str | None) -> None:
-    """Compile all programs that `generate` runs with these options, here or for a chip; load no weights."""
+    """Compile all programs that `generate` runs with these options, on this machine or for a chip. No weights are
+    loaded."""
     if chip is not None:
         _fill_shared_cache(report, request, options, find_slice(chip))
         return
@@ -384,8 +385,8 @@ def _fill_shared_cache(report: Report, request: VideoRequest, options: PipelineO
 
 
 def _is_compiled(traced_program: TracedProgram) -> bool:
-    """Compile a program for absent devices and store it in the shared cache. Return False if the cache has the program
-    already."""
+    """Compile a program for devices that this machine does not have, and store it in the shared cache. Return False if
+    the cache already has the program."""
     options = traced_program.program.compiler_options(traced_program.compile_context)
     with suppress(EntryExists):
         retry_without_rejected_options(

@@ -25,7 +25,8 @@ def init_distributed(
     Args:
         report: The report of the command.
         processes: The option --processes.
-        platform_name: The platform of absent devices, if programs are compiled for such devices.
+        platform_name: The platform of the devices, if programs are compiled for devices that this machine does not
+            have.
         trains: Whether the command trains a model. Training also needs the gradient kernel.
     """
     join_processes(processes)

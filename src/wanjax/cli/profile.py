@@ -19,7 +19,7 @@ from wanjax.pipelines.settings import Settings
 from wanjax.pricing.roofline import peak_flops
 from wanjax.stores.writing import atomic_write
 
-TRACED_STEPS = (1, 2)  # indices from 0; the first step compiles
+TRACED_STEPS = (1, 2)  # the indices of the traced steps, from 0; the first step compiles
 STEPS_FILE = "steps.json"
 
 
@@ -34,7 +34,7 @@ class StepProfile(Observer):
         self.devices = pipe.partitioner.mesh.size
         rule = pipe.model.spec.cache_rule(settings)
         reuses = rule.decided_on_device or any(pipe.model.spec.reused_steps(settings))
-        # With sparse attention or caches, a step computes less than this
+        # an upper bound: with sparse attention or caches, a step computes less
         self.counts_all_flops = pipe.attention.is_dense and not reuses
 
     def started(self, conditioning: Any) -> None:

@@ -22,13 +22,13 @@ from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.video_metadata import digest_of, paths_of
 from wanjax.stores.paths import AnyPath
 
-ARRAY_DIGEST = re.compile(r"sha256 [0-9a-f]+$")  # the entry for an input that was an array
+ARRAY_DIGEST = re.compile(r"sha256 [0-9a-f]+$")  # matches the entry of an input that was an array
 
 
 def complete_from_metadata(
     request: VideoRequest, options: PipelineOptions, metadata: Mapping[str, Any]
 ) -> tuple[VideoRequest, PipelineOptions, Mapping[str, Any] | None]:
-    """Add the entries of metadata that have no option of their own to a request and the options.
+    """Add the entries of metadata without an option to a request and the options.
 
     Returns:
         The request, the options, and the metadata. The metadata is None if a different model makes the video.
@@ -38,7 +38,7 @@ def complete_from_metadata(
     """
     request = with_original_prompt(request, metadata)
     check_files(metadata, parameters_from_metadata(files_recorded()))
-    if options.model != metadata["model"]:  # the metadata's solver belongs to the model
+    if options.model != metadata["model"]:  # the solver in the metadata belongs to the model
         options = options if on_command_line("precision") else options._replace(precision=None)
         return request if on_command_line("scheduler") else replace(request, scheduler=None), options, None
     loading_options: dict[str, Any] = {
@@ -75,7 +75,7 @@ def version_note(metadata: Mapping[str, Any], current: Mapping[str, Any]) -> str
 def check_files(metadata: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raise WanjaxError if a file or folder in the metadata is missing or has changed.
 
-    Metadata may come from someone else: a file is used only if its digest equals the one in the metadata.
+    Metadata may come from another user. A file is therefore used only if its digest equals the digest in the metadata.
     """
     digests = file_digests(metadata)
     for name in names:
@@ -94,7 +94,7 @@ def check_files(metadata: Mapping[str, Any], names: Iterable[str]) -> None:
 
 
 def _change_of(path: AnyPath, recorded_digest: Any) -> str | None:
-    """Describe why a file or folder cannot be used: it is missing, or its digest differs. Return None if it is
+    """Return the reason why a file or folder cannot be used: it is missing, or its digest differs. Return None if it is
     unchanged."""
     if not isinstance(path, Path):
         return f"{path}, which is not a file of this machine"
@@ -114,7 +114,7 @@ def _is_bare_name(path: AnyPath) -> bool:
 
 
 def _companions(metadata: Mapping[str, Any], digests: Mapping[str, Any]) -> list[Path]:
-    """List the files that belong to the model's file, such as the other expert's and the text encoder's.
+    """List the files that belong to the model's file, such as the files of the other expert and of the text encoder.
 
     The metadata has their digests, but no entry with their paths.
     """

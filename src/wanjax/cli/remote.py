@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`generate --at URL`: let a running `wanjax serve` make videos. For a single .mp4, this module does not import JAX.
-The server describes what a request may contain: the settings, the inputs, and the options with which the server was
-started.
+The server's description lists the settings and inputs of a request, and the options with which the server was started.
 """
 
 import base64
@@ -43,9 +42,9 @@ from wanjax.stores.writing import atomic_write, check_folder, created_output_fol
 MODELS_PATH = "/v1/models"
 REPLY_TIMEOUT = 60.0  # seconds to wait for a reply of the server
 POLL_INTERVALS = 0.05, 1.0  # seconds between two polls of a video, at first and at most
-MAX_REPLY_BYTES = 2**33  # bytes of a reply
-MAX_PROGRESS_TOTAL = 10**9  # a larger total in the progress of a stage is taken for an error of the server
-MAX_CLIP_FRAMES = 10**9  # a clip of the server is read whole
+MAX_REPLY_BYTES = 2**33  # the maximum bytes of a reply
+MAX_PROGRESS_TOTAL = 10**9  # a larger total in the progress of a stage counts as an error of the server
+MAX_CLIP_FRAMES = 10**9  # a clip from the server is read as a whole
 HOST_AND_PORT = re.compile(r"[\w.-]+:\d{1,5}(/\S*)?", re.ASCII)  # matches an address without a scheme
 MODEL_FIELDS = {
     "id": str,
@@ -53,8 +52,8 @@ MODEL_FIELDS = {
     "settings": dict,
     "started_with": dict,
     "loras": list,
-}  # of a model in the server's list
-MAX_PENDING = 4  # videos of a batch in the server's queue at a time, so that the server works while one is downloaded
+}  # keys of a model in the server's list
+MAX_PENDING = 4  # the number of a batch's videos in the server's queue, so that the server works during a download
 QUEUE_FULL = 429  # HTTP status of a full queue
 REQUEST_ERRORS = (400, 404, 409, 413, 415, 422)  # HTTP statuses of a wrong request
 LOCAL_PARAMETERS = ("folder", "noise", "profile", "preview", "preview_decoder", "extend_prompt", "extend_model")
@@ -136,7 +135,7 @@ def _generate_one(
         pending_paths.clear()
         if job.get("status") != "completed":
             raise WanjaxError(f"{server.url} failed to make the video: {_failure_reason(job)}")
-        report.set_progress("", 1, 1)  # the last poll came before the last step
+        report.set_progress("", 1, 1)  # the last poll may have come before the last step
     metadata = server.ask(f"{path}/record")
     name = out or str(video_path(next(unused_names(request.settings["prompt"], _seed(metadata, server.url)))))
     target = _save(server, path, name)
@@ -188,7 +187,7 @@ def _generate_several(
     requests: Sequence[VideoRequest],
     command: CommandOptions,
 ) -> None:
-    """Let the server make the videos of requests. Videos that the folder already has are made again only with --force.
+    """Request several videos from the server. Videos that are already in the folder are made again only with --force.
 
     The folder gets a manifest like that of `wanjax batch`. If this function ends early, it cancels the waiting videos.
     """
@@ -273,7 +272,7 @@ class _BatchRequest:
                 if error.status == QUEUE_FULL:
                     return
                 if error.status not in REQUEST_ERRORS or not (self.ended or self._submitted):
-                    # An error in the first request probably concerns all requests
+                    # an error in the first request is probably in all requests
                     raise job.request.add_row_number(error) from error
                 self._end(job, error, is_wrong=True)
             else:
@@ -449,7 +448,7 @@ def _request_fields(request: VideoRequest) -> dict[str, Any]:
         name: [*map(_File.of, file)] if isinstance(file, list) else _File.of(file)
         for name, file in request.inputs.items()
     }
-    empty = not request.settings["prompt"].strip()  # this command has already checked that the user wants this
+    empty = not request.settings["prompt"].strip()  # this command has already checked the empty prompt
     return {**request.fields, **files, **({ALLOW_EMPTY.name: True} if empty else {})}
 
 
@@ -598,7 +597,8 @@ class Server:
         replies."""
         headers = {"Content-Type": "application/json"}
         if token := os.environ.get(TOKEN_VARIABLE):
-            if not token.isascii() or not token.isprintable():  # the message of the library would print it
+            # checked here, because the library's message would contain the token
+            if not token.isascii() or not token.isprintable():
                 raise WanjaxError(
                     f"the token in {TOKEN_VARIABLE} has characters that are not printable ASCII: set another"
                 )
@@ -636,7 +636,7 @@ class Server:
 
 
 def _token_advice(url: str) -> str:
-    """Say that a server refuses the token of this environment, or that it has none."""
+    """Return the message that a server refuses the token in the environment, or that the environment has no token."""
     advice = f"set {TOKEN_VARIABLE} in the environment to the token that the server was started with"
     if os.environ.get(TOKEN_VARIABLE):
         return f"{url} refuses the token in {TOKEN_VARIABLE}: {advice}"

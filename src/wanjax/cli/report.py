@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 STATUS = Path("/proc/self/status")  # only Linux lets a process read and reset its peak memory
 CLEAR_REFS = Path("/proc/self/clear_refs")
 SAFE_STAGES = ("encode", "denoise", "decode", "preview", "train", "record", "compile")
-"""After Ctrl-C, these stages are ended `STOP_TIMEOUT` seconds later, if all completed steps are in a file. Training is
-always ended in this way."""
+"""After Ctrl-C, these stages end at most `STOP_TIMEOUT` seconds later, if all completed steps are in a file. Training
+always ends in this way."""
 CACHE_WARNING = re.compile(
     r"Error (reading|writing) persistent compilation cache entry for '[^']*': \w+: (?:\[Errno \d+\] )?(.*)"
 )
 """Matches the warning of JAX about an entry of its compilation cache."""
 STOP_TIMEOUT = 2.0  # seconds to wait until a stage ends by itself
 POLL_INTERVAL = 0.1  # seconds between two checks that the steps are saved
-EXIT_GRACE = 5.0  # seconds to wait for other processes that end for the same reason
+EXIT_GRACE = 5.0  # seconds to wait for other processes that end because of the same error
 
 
 class StageRow:
@@ -145,11 +145,12 @@ class Report:
         text: str | bytes = str(file)
         if self.in_json:
             text = json.dumps({"file": text, **more, "record": dict(metadata)})
-        elif hasattr(sys.stdout, "buffer"):  # print bytes if possible, because the name of a file may not be valid text
+        # printed as bytes if possible, because the name of a file may not be valid text
+        elif hasattr(sys.stdout, "buffer"):
             text = os.fsencode(text)
         try:
             click.echo(text)
-        except BrokenPipeError:  # the video is written, and others may follow
+        except BrokenPipeError:  # the output is closed, but the video is written and further videos may follow
             discard_output(sys.stdout)
 
     def note(self, text: str) -> None:
@@ -190,8 +191,8 @@ class Report:
             raise KeyboardInterrupt
 
     def enable_resume(self, has_saved_work: Callable[[], bool] = lambda: True) -> None:
-        """Record that the user can run the same command again. `has_saved_work` says whether the command then resumes
-        from work that is saved, or starts again."""
+        """Record that the user can run the same command again. `has_saved_work` returns whether the command then
+        resumes from saved work. Otherwise it starts again."""
         self.resume_command = shlex.join(["wanjax", *sys.argv[1:]])
         self._has_saved_work = has_saved_work
 
@@ -209,8 +210,8 @@ class Report:
     def exit_despite_peers(self, error: BaseException) -> NoReturn:
         """End the process because of an error, although other processes wait for this process.
 
-        If all processes have the same error, they end at nearly the same time; so wait a moment for them. JAX would
-        keep this process for minutes until the other processes end, which is too long if they are computing.
+        If all processes have the same error, they end at nearly the same time, so this function waits a moment for
+        them. If the other processes are computing, JAX would keep this process for minutes.
         """
         import jax
 
@@ -227,8 +228,8 @@ class Report:
     def interrupted(self) -> None:
         """Handle Ctrl-C outside of a stage: end the process at once.
 
-        An exception is no alternative: it would be lost, or crash the process, while Python imports, collects garbage,
-        or waits for C code.
+        An exception is no alternative. While Python imports, collects garbage or waits for C code, an exception would
+        be lost or would crash the process.
         """
         exit_immediately(
             f"\nwanjax: stopped\n{self.outcome}", terminal=self._current is not None and self.console.is_terminal
@@ -250,8 +251,8 @@ class Report:
             threading.Thread(target=self._exit_when_saved, args=[self._current], daemon=True).start()
 
     def _exit_when_saved(self, stage: "Stage | None") -> None:
-        """If a stage does not end by itself, for example for lack of memory, end the process when all completed steps
-        are saved."""
+        """If a stage does not end by itself, for example because memory is short, end the process when all completed
+        steps are saved."""
         time.sleep(STOP_TIMEOUT)
         while stage is not None and self._current is stage:
             if self._saved is not None and self._steps <= self._saved:
@@ -405,7 +406,7 @@ def _device_peak_memory() -> int | None:
 
 
 def print_error(message: str) -> None:
-    """Print a message on stderr. The exit status stays that of the error if nobody reads the message."""
+    """Print a message on stderr. If no process reads the message, the exit status still shows the error."""
     try:
         click.echo(message, err=True, nl=False)
     except BrokenPipeError:
@@ -419,7 +420,7 @@ SHOW_CURSOR = "\x1b[?25h"
 @contextmanager
 def handle_interrupts(on_interrupt: Callable[[], None]) -> Iterator[None]:
     """Within the block, each Ctrl-C or SIGTERM only calls `on_interrupt` from a thread. Outside of the main thread this
-    does nothing, because only the main thread can handle signals.
+    function does nothing, because only the main thread can handle signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -453,6 +454,6 @@ def handle_interrupts(on_interrupt: Callable[[], None]) -> Iterator[None]:
 def exit_immediately(message: str, terminal: bool) -> NoReturn:
     """End the process at once, after running the cleanups, printing a message and restoring the terminal's cursor."""
     run_cleanups()
-    with suppress(OSError):  # nobody reads a closed pipe
+    with suppress(OSError):  # the pipe may be closed
         os.write(2, f"{SHOW_CURSOR if terminal else ''}{message}".encode())
     os._exit(INTERRUPTED)

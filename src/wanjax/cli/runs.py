@@ -23,8 +23,8 @@ STAGE_FILES = re.compile(
     r"generation_config\.json|stage1_embeddings\.safetensors|stage2_(latents|state(_\d+)?(_pass_\d+)?)\.safetensors|preview\.png"
 )
 """Patterns of the files that stages write. Only such files are removed."""
-MAX_AGE_SECONDS = 14 * 24 * 3600.0  # the files of a stopped run are kept for this number of seconds
-MAX_TOTAL_BYTES = 20 * 10**9  # of the files of all runs together
+MAX_AGE_SECONDS = 14 * 24 * 3600.0  # the files of a stopped run are kept for this many seconds
+MAX_TOTAL_BYTES = 20 * 10**9  # the maximum bytes of the files of all runs together
 TEMP_PREFIX = "wanjax-run-"
 
 
@@ -32,7 +32,7 @@ def create_run_folder(names: Callable[[], Iterator[str]]) -> "LockedRun":
     """Create and lock a folder with the first unused name.
 
     The folder is in the user's cache. If the cache is full, or cannot be written or locked, the folder is a temporary
-    one.
+    folder.
     """
     if (runs := _runs_folder()) is not None:
         with suppress(WanjaxError):
@@ -60,7 +60,8 @@ def _runs_folder() -> Path | None:
 
 
 def check_not_removed(folder: Path) -> None:
-    """Raise WanjaxError if the user names a folder of `generate` in the user's cache that was removed."""
+    """Raise WanjaxError if a folder that the user names was a folder of `generate` in the user's cache, and was
+    removed."""
     if folder.absolute().parent == _runs_folder() and not folder.exists():
         raise WanjaxError(
             f"{folder} was removed, because its video is written or the run is older than 14 days: make the video again"

@@ -78,7 +78,7 @@ workload_options = combine_options(
         "--requests",
         type=click.IntRange(1, 10**9),
         metavar="N",
-        is_eager=True,  # read before the options that need --requests
+        is_eager=True,  # eager: read before the options that need --requests
         help="Price N videos: on slices of this chip, up to the size of --chip. With --deadline and --price, "
         "also compute the number of slices and the cost.",
     ),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print a plan for many videos: the possible meshes with their slices and costs, and the reason for the best one."""
+"""Print a plan for many videos: the possible meshes with their slices and costs, and the reason why one mesh is the
+best."""
 
 from collections.abc import Callable, Iterator
 from math import ceil, inf
@@ -14,13 +15,13 @@ from wanjax.pricing.roofline import find_hardware
 
 VIDEO_COLUMNS = ("slice", "mesh", "a video", "chip-seconds")
 TOTAL_COLUMNS = ("slice", "slices", "hours")
-# Compilations overlap
+# the sum of times that overlap
 COMPILE_SUM = "{}, the sum of its programs, some of which this machine compiled at the same time"
 MAX_CHIPS_PER_HOST = 8  # several workers can share the chips of a host
 
 
 def show_scale(estimate: ScaleEstimate, console: Console) -> None:
-    """Print the possible meshes as tables, and sentences about the best one."""
+    """Print the possible meshes as tables, and sentences about the best mesh."""
     workload = estimate.workload
     deadline = f" in {format_duration(workload.deadline)}" if workload.deadline else ", on one slice"
     price = f", at {format_number(workload.price)} a chip-hour" if workload.price else ""
@@ -102,7 +103,8 @@ def _summary_lines(estimate: ScaleEstimate) -> Iterator[str]:
 
 
 def _slice_count(estimate: ScaleEstimate, best: Option) -> str:
-    """Format how many slices to rent. If several workers fit on --chip, also give the number in slices of --chip."""
+    """Format how many slices to rent. If several workers fit on the slice of --chip, also give the number of such
+    slices."""
     if estimate.workload.deadline is None:
         return ""
     devices = find_hardware(estimate.chip).devices

@@ -77,8 +77,8 @@ from wanjax.stores import paths
 from wanjax.stores.paths import full_name
 from wanjax.stores.writing import check_folder, check_free_space
 
-MAX_NOTES = 8  # the most notes of one kind that are printed for a batch
-LONG_RUN_SECONDS = 180.0  # the time of denoising on a CPU from which an estimate is printed
+MAX_NOTES = 8  # the maximum number of notes of one kind that are printed for a batch
+LONG_RUN_SECONDS = 180.0  # on a CPU, an estimate is printed if denoising takes at least this many seconds
 LARGE_BYTES = 2**30  # bytes; the size of larger weights is reported
 MAX_TRACED_STEPS = 200  # a run with more steps is not traced before it starts, because tracing a step takes 1 to 2 ms
 FIRST_FRAME = FRAME_FILE.format(0)
@@ -87,7 +87,8 @@ RESULT_FILES = {
     LATENTS_FILE: f"the latents of a video, {LATENTS_FILE}",
     FIRST_FRAME: f"the frames of a video, {FIRST_FRAME}",
 }
-"""Files in the folder of `generate` that took long to make, and that it would replace or give other settings."""
+"""Files in the folder of `generate` that took long to make. `generate` would replace them, or combine them with other
+settings."""
 KEEP_ADVICE = {
     True: "another --out",
     False: "another --dir",
@@ -316,7 +317,7 @@ class VideoCommand:
             command: The names of the video and its files.
             previous_stage: The metadata that the previous stage stored. The metadata supplies the settings that the
                 request lacks.
-            loads: The option for files that the stage loads besides the model. By default, they are those in
+            loads: The option for files that the stage loads in addition to the model. By default, the files are in
                 `previous_stage`.
             original_metadata: The metadata of the video of --from, or None.
             pipe: The pipeline, or None if this must load it.
@@ -340,8 +341,9 @@ class VideoCommand:
             reloads_networks = (
                 complete_request.settings.get("windows", 1) > 1
                 or "then" in complete_request.settings
-                or {"image", "video"} <= complete_request.inputs.keys()  # a character in a driving clip, by segments
-            )  # each network is used again
+                # a character follows a driving clip, in segments
+                or {"image", "video"} <= complete_request.inputs.keys()
+            )  # each network is used again by the next segment
             check_published(request, inherited_settings, options)
             pipe = load_pipeline(
                 options,
@@ -379,7 +381,7 @@ class VideoCommand:
             check_loaded(self.original_metadata, self.metadata)
         if self.profile:
             check_folder(self.profile)
-            # Puts scopes and line numbers into the cache's key: otherwise a trace could show those of older code
+            # puts scopes and line numbers into the cache's key: otherwise a trace could show the scopes of older code
             jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
         self.run_folder: LockedRun | None = None  # a folder in the user's cache, which the user did not name
         self._force_options = ["--force"] if command.force else []
@@ -432,8 +434,8 @@ class VideoCommand:
     def check_unfinished(self) -> None:
         """Raise WanjaxError if the folder, which the user named, holds steps of a video with other settings.
 
-        This comes before the files of that video are replaced. Windows are checked when their steps are read, because a
-        stopped video may get more of them.
+        Call this before the files of that video are replaced. The steps of windows are checked when they are read,
+        because a stopped video may get more windows.
         """
         file = self.folder / stage_files.STATE_FILE
         if self.run_folder is not None or self._force_options or self.settings.windows > 1 or not file.is_file():
@@ -552,7 +554,7 @@ class VideoCommand:
         )
 
     def compile_ahead(self) -> AbstractContextManager[None]:
-        """Compile the programs of later stages in the background while earlier ones run."""
+        """Compile the programs of later stages in the background while earlier stages run."""
         is_wanted = self.report.runs_alone and self.settings.steps <= MAX_TRACED_STEPS
         return EXECUTE.compile_ahead(self.traced_programs) if is_wanted else nullcontext()
 
@@ -590,7 +592,7 @@ class VideoCommand:
         """
         self.fit_previews()
         if self.in_windows:
-            self.report.enable_resume(lambda: False)  # until the first window saves steps
+            self.report.enable_resume(lambda: False)  # no steps are saved before the first window saves steps
         observers: list[Observer] = []
         if self.profile:
             observers.append(StepProfile(self.profile, self.pipe, self.settings, self.report.note))
@@ -663,7 +665,8 @@ class VideoCommand:
     def check_room(self) -> None:
         """Raise WanjaxError if the folder of the stages has no room for the latents."""
         if is_first() and self.run_folder is None and not self.in_windows:
-            latents = 2 * prod(self.pipe.model.spec.latent_shape(self.settings))  # at least the two bytes of bfloat16
+            # a latent needs at least the two bytes of bfloat16
+            latents = 2 * prod(self.pipe.model.spec.latent_shape(self.settings))
             check_free_space(self.folder, latents, self.folder / LATENTS_FILE)
 
     def print_made(self, file: paths.AnyPath) -> None:
@@ -864,7 +867,7 @@ def _without_replaced_defaults(stored_settings: VideoRequest, options: PipelineO
 
 
 def shorten_numbers(numbers: Sequence[int]) -> str:
-    """Format numbers as text. Of a long list, show the first numbers and the last."""
+    """Format numbers as text. For a long list, show only the first numbers and the last number."""
     head = ", ".join(map(str, numbers[:5]))
     return head if len(numbers) <= 5 else f"{head} ... {numbers[-1]}"
 
@@ -991,17 +994,17 @@ class FrameRate:
 
 
 def estimate_note(pipe: Pipeline, settings: Settings, from_video: bool) -> str | None:
-    """Write a sentence about the memory of large weights and the time of denoising: its least time on accelerators, or
-    an estimate on a CPU if it takes minutes. Return None if there is nothing to say.
+    """Write a sentence about the memory of large weights and the time of denoising. On accelerators this is the minimum
+    time. On a CPU it is an estimate, if denoising takes minutes. Return None if there is nothing to say.
 
-    `from_video` says that denoising starts from a video, which takes fewer steps.
+    `from_video` says that denoising starts from a video and runs fewer steps.
     """
     parts = []
     if sizes := pipe.components.sizes:
         largest = max(sizes, key=lambda name: sizes[name])
         if sizes[largest] >= LARGE_BYTES:
             parts.append(f"the weights of its {largest} take about {format_bytes(sizes[largest])} of memory")
-    settings = pipe.model.spec.passes_of(settings)[0]  # of several passes, only the first is counted
+    settings = pipe.model.spec.passes_of(settings)[0]  # only the first of several passes is counted
     steps = settings.steps_with_strength if from_video else settings.steps
     if jax.devices()[0].platform == "cpu":
         if (seconds := compute_seconds(pipe, settings, steps, cpu_machine().flops)) >= LONG_RUN_SECONDS:
@@ -1023,8 +1026,8 @@ def least_seconds(pipe: Pipeline, settings: Settings, steps: int, device_kind: s
 def compute_seconds(pipe: Pipeline, settings: Settings, steps: int, rate: float) -> float:
     """Estimate the seconds of steps at a rate of all devices together, in FLOP/s.
 
-    The estimate is a lower bound. The estimate leaves out the second forward pass if only some guidance scales need it,
-    steps that may reuse cached values, and sparse self-attention.
+    The estimate is a lower bound. It leaves out the second forward pass if only some guidance scales need it, steps
+    that may reuse cached values, and sparse self-attention.
     """
     cost = pipe.model.cost(settings)
     flops = sum(cost.flops.values()) - (0 if pipe.attention.is_dense else cost.attention_flops)

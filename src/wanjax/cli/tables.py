@@ -18,7 +18,7 @@ TEXT_PIECES = re.compile(
     rf"[ \t\n\r\f\v]+|[^ \t\n\r\f\v{WIDE_CHARACTERS}]+|[{WIDE_CHARACTERS}][，。、！？：；）」』》]*"
 )
 """Matches spaces, words, and wide characters with the punctuation that must follow them on the line."""
-WIDE_TERMINAL = 80  # on a terminal with at least this many columns, two spaces separate the columns of a table
+WIDE_TERMINAL = 80  # if a terminal has at least this many columns, two spaces separate the columns of a table
 
 
 class Table(NamedTuple):
@@ -90,7 +90,8 @@ def table(
 
 
 def _row_lines(cells: Sequence[str], widths: Sequence[int], gap: str, *, align_bottom: bool = False) -> list[str]:
-    """Format the lines of a row, each cell folded to its width and aligned to the top or the `bottom`."""
+    """Format the lines of a row. Each cell is folded to its width, and aligned to the top or, with `align_bottom`, to
+    the bottom."""
     folded_cells = [fold_text(cell, width) for cell, width in zip(cells, widths, strict=True)]
     height = max(map(len, folded_cells))
     blank = [[""] * (height - len(cell_lines)) for cell_lines in folded_cells]

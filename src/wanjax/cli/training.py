@@ -37,8 +37,9 @@ def train(report: Report, options: PipelineOptions, ctx: click.Context, *, data:
             option_names = ", ".join(dict.fromkeys(filter(None, map(partial(_option, ctx), error.names))))
             raise WanjaxError(f"{error} ({option_names})" if option_names else str(error)) from error
         except WanjaxError as error:
-            if not (isinstance(error, WriteError) or is_failure(error)):  # a full disk may have room later
-                report.resume_command = None  # a new attempt would have the same error
+            # the same command may succeed later, when the disk has room
+            if not (isinstance(error, WriteError) or is_failure(error)):
+                report.resume_command = None  # the same command would have the same error
             raise
     report.resume_command = None
     report.table()

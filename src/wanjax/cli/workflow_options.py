@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from wanjax.workflows.graph import Graph
     from wanjax.workflows.request import Workflow
 
-RAW = "wanjax.raw"  # key of the `meta` of a command's context: the options as they are on the command line
-WORKFLOW = "wanjax.workflow"  # key of the `meta` of a command's context: what comes from a workflow
-ROWS = "wanjax.rows"  # key of the `meta` of a command's context: the requests of a folder of workflows
+RAW = "wanjax.raw"  # the key in the `meta` of a command's context for the options on the command line
+WORKFLOW = "wanjax.workflow"  # the key in the `meta` of a command's context for the options from a workflow
+ROWS = "wanjax.rows"  # the key in the `meta` of a command's context for the requests of a folder of workflows
 OWN_JSON = "generation_config.json"
 FOLDERS = ("models", "inputs")  # options with the folders of a workflow's files
 FILE_OPTIONS = ("--from", *(f"--{name}" for name in FOLDERS))  # options that a printed command does not need
@@ -34,15 +34,15 @@ PRINT_COMMAND = "--print-command"
 
 
 class WorkflowOptions(NamedTuple):
-    """What a command takes from a workflow.
+    """The options that a command takes from a workflow.
 
     Args:
         file: The file with the workflow.
         values: Values by the names of parameters.
-        missing: For parameters without a value, the sentence that says so.
+        missing: Sentences about parameters without a value, by parameter.
         downloads: Names on the hub of files to download, by parameter.
-        file_notes: Sentences on where files are, by parameter.
-        notes: Sentences on what differs.
+        file_notes: Sentences about the locations of files, by parameter.
+        notes: Sentences about differences from ComfyUI.
     """
 
     file: str
@@ -56,14 +56,14 @@ class WorkflowOptions(NamedTuple):
         """List the sentences for the user.
 
         Args:
-            replaced: Parameters that the user has replaced, whose files do not matter.
+            replaced: Parameters that the user has replaced. Sentences about their files are left out.
         """
         file_notes = [note for name, sentences in self.file_notes.items() if name not in replaced for note in sentences]
         return [*file_notes, *self.notes]
 
 
 def parse_raw(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> None:
-    """Keep the options of a command line before their callbacks run, because `--from` depends on others.
+    """Store the options of a command line before their callbacks run, because `--from` depends on other options.
 
     Args:
         command: The command.
@@ -72,7 +72,7 @@ def parse_raw(command: click.Command, ctx: click.Context, arguments: Sequence[st
     """
     try:
         options, _, _ = command.make_parser(ctx).parse_args(list(arguments))
-    except click.ClickException:  # the command itself will report it
+    except click.ClickException:  # the command itself will report this error
         options = {}
     ctx.meta[RAW] = (list(arguments), options)
 
@@ -110,10 +110,11 @@ def find_workflow(file: str, *, may_be_prompts: bool = False) -> "Graph | None":
 
 
 def find_workflows(folder: str) -> "dict[str, Graph]":
-    """Return the workflows in the files of a folder, by the names of the files; none if it is no folder.
+    """Return the workflows in the files of a folder, by the names of the files. The result is empty if `folder` is not
+    a folder.
 
     Args:
-        folder: The folder. Folders in it are not read.
+        folder: The folder. Its subfolders are not read.
 
     Raises:
         WanjaxError: A workflow is damaged or too large.
@@ -162,7 +163,7 @@ def options_of(ctx: click.Context, file: str, graph: "Graph", command: str | Non
         ctx: The command's context.
         file: The file with the workflow.
         graph: The workflow's graph.
-        command: The command's name, if it is not that of the context.
+        command: The command's name, if it differs from the name of the context.
     """
     from wanjax.workflows.files import Folders, find_file  # imported late for a quick --help
     from wanjax.workflows.reading import measure
@@ -185,9 +186,11 @@ def options_of(ctx: click.Context, file: str, graph: "Graph", command: str | Non
 
 
 def _fit_to_command_line(ctx: click.Context, values: dict[str, Any]) -> list[str]:
-    """Fit the values of a workflow to options that replace others of its values; return sentences on what changed.
+    """Adapt the values of a workflow to options on the command line that replace some of the values. Return sentences
+    about the changes.
 
-    The step of the second expert keeps its share of the steps, and settings that another model lacks are left out.
+    With another number of steps, the second expert takes over at the same share of the steps. Settings that another
+    model lacks are left out.
 
     Args:
         ctx: The command's context.
@@ -216,7 +219,7 @@ def _fit_to_command_line(ctx: click.Context, values: dict[str, Any]) -> list[str
 
 
 def _whole_number(option: Any) -> int | None:
-    """Return the number of an option as it is on the command line, or None."""
+    """Return the whole number of an option on the command line, or None."""
     return int(option) if str(option).isdecimal() else None
 
 
@@ -245,7 +248,7 @@ def _folder(ctx: click.Context, name: str) -> Path | None:
 
 
 class _OptionReader:
-    """Turns the request of a workflow into values of options, and finds its files."""
+    """Converts the request of a workflow to values of options, and finds its files."""
 
     def __init__(self, workflow: "Workflow", folders: Any, *, downloads_nothing: bool):
         self.workflow, self.folders, self.downloads_nothing = workflow, folders, downloads_nothing
@@ -275,7 +278,7 @@ class _OptionReader:
         self.file_notes.setdefault(parameter, []).append(f"{base_name(file.name)}: {place}")
 
     def _locate(self, parameter: str, file: Any) -> "Located | None":
-        """Find a file of weights. If it is missing, keep the sentence for its parameter."""
+        """Find a file of weights. If the file is missing, store the sentence about it under its parameter."""
         from wanjax.workflows.files import locate
 
         try:
@@ -348,7 +351,8 @@ class _OptionReader:
                 self.missing.pop(name, None)
 
     def _note_other_files(self) -> None:
-        """Say where the components come from whose files the workflow names and wanjax does not read."""
+        """Add notes about components whose files the workflow names, but wanjax does not read. The notes say where the
+        components come from."""
         from wanjax.cli import listing
         from wanjax.workflows.graph import shown
         from wanjax.workflows.request import COMPONENTS
@@ -368,11 +372,11 @@ class _OptionReader:
 
 
 def check_missing(ctx: click.Context, replaced_by: Mapping[str, Sequence[str]]) -> None:
-    """Raise the sentence of a value that neither the workflow nor the command line has.
+    """Raise an error for a value that neither the workflow nor the command line has.
 
     Args:
         ctx: The command's context.
-        replaced_by: For a parameter, those that it replaces.
+        replaced_by: For a parameter, the parameters that it replaces.
     """
     options: WorkflowOptions | None = ctx.meta.get(WORKFLOW)
     if options is None:
@@ -389,7 +393,7 @@ def check_missing(ctx: click.Context, replaced_by: Mapping[str, Sequence[str]]) 
 
 
 def report_workflow(ctx: click.Context) -> None:
-    """Print where each file of a workflow is and what differs.
+    """Print the location of each file of a workflow, and the differences from ComfyUI.
 
     Args:
         ctx: The command's context.
@@ -406,7 +410,7 @@ def report_workflow(ctx: click.Context) -> None:
 def confirm_downloads(ctx: click.Context) -> None:
     """Ask the user before the files that a workflow names are downloaded.
 
-    Without a terminal, nobody can be asked, and nothing is downloaded.
+    Without a terminal, the user cannot be asked, and nothing is downloaded.
 
     Args:
         ctx: The command's context.
@@ -438,7 +442,7 @@ def confirm_downloads(ctx: click.Context) -> None:
 
 
 def command_text(ctx: click.Context) -> str:
-    """Return the command that does the same without the files of the options --from, --models and --inputs.
+    """Return an equivalent command without the options --from, --models and --inputs.
 
     Args:
         ctx: The command's context.
@@ -477,7 +481,7 @@ def command_text(ctx: click.Context) -> str:
 
 
 def _quoted(word: str) -> str:
-    """Quote a word for a shell. A word with control characters is written with their escapes."""
+    """Quote a word for a shell. Control characters become escapes."""
     if printable(word, keep="\n") == word:
         return shlex.quote(word)
     escapes = {"\\": "\\\\", "'": "\\'"}
@@ -485,14 +489,15 @@ def _quoted(word: str) -> str:
 
 
 def _escaped(char: str) -> str:
-    """Return a character as bash and zsh read it in $'...': unprintable ones by the bytes of UTF-8."""
+    """Return a character in the form of $'...' in bash and zsh. Unprintable characters become escapes of their bytes in
+    UTF-8."""
     if char.isprintable():
         return char
     return "".join(f"\\x{byte:02x}" for byte in char.encode("utf-8", "surrogatepass"))
 
 
 def _check_options_of_generate(ctx: click.Context) -> None:
-    """Raise UsageError for an option of `batch` that `generate` lacks, or that means something else there."""
+    """Raise UsageError for an option of `batch` that `generate` lacks, or that has another meaning in `generate`."""
     assert ctx.parent is not None
     if "out" in ctx.meta[RAW][1] and not {"count", "seeds"} & ctx.meta[RAW][1].keys():
         raise click.UsageError(
@@ -526,7 +531,7 @@ def _own_words(ctx: click.Context) -> list[str]:
 
 
 def _is_workflow_argument(ctx: click.Context, word: str) -> bool:
-    """Tell whether a word is the file of a workflow that stands for the prompts of a batch."""
+    """Return True if a word is the argument of a batch, in place of prompts, that names a workflow's file."""
     options: WorkflowOptions | None = ctx.meta.get(WORKFLOW)
     return options is not None and word == options.file and ctx.info_name == "batch"
 

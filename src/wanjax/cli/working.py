@@ -41,7 +41,7 @@ def run_worker(
     if folder is not None:
         return _work_for_server(report, url, target, options, serve_options)
     check_exists(url)
-    # Done before the model is loaded, so that a wrong database is reported at once
+    # before the model is loaded, so that a wrong database is reported at once
     with closing(JobStore(url)) as store:
         init_distributed(report, options.processes)
         load = partial(load_pipeline, with_full_paths(options), VideoRequest({}))
@@ -76,7 +76,7 @@ def _work_for_server(
     report: Report, url: str, target: AnyPath, options: PipelineOptions, serve_options: ServeOptions
 ) -> None:
     """Lease and make the jobs of a server until a signal arrives."""
-    from wanjax.cli import serving  # imported late: this module needs the libraries of the server
+    from wanjax.cli import serving  # imported late, because this module needs the libraries of the server
 
     serving.check_libraries()
     check_exists(url)

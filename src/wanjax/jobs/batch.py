@@ -2,8 +2,8 @@
 """A batch of videos. One process, the driver, watches the batch's jobs in the store, and writes the manifest.
 
 A batch makes each video whose file does not exist yet. The manifest has one line of JSON for each video. Only the
-driver writes it, from the changes of the store. If the driver was killed, the last lines may be missing; the next
-driver adds them.
+driver writes the manifest. It reads the outcomes from the store. If the driver is killed, the last lines may be
+missing. The next driver adds these lines.
 """
 
 import errno
@@ -22,7 +22,7 @@ from wanjax.pipelines.request import PER_VIDEO
 from wanjax.stores.paths import AnyPath, read
 
 MANIFEST = "manifest.jsonl"
-MAX_RUN_JOBS = 32  # the most jobs in a run; a run encodes the prompts of all its jobs before it makes the first video
+MAX_RUN_JOBS = 32  # the maximum number of jobs in a run; a run encodes all prompts before it makes the first video
 MANIFEST_INTERVAL = 10.0  # seconds between two writes of a manifest to a remote store
 MAX_FIRST_FAILURES = 8  # a batch ends after this many failures without a success
 
@@ -64,11 +64,11 @@ class Batch:
 
     @property
     def only_wrong_requests(self) -> bool:
-        """Whether all failed jobs have wrong requests, which would fail again."""
+        """Whether every failed job had a wrong request. Such a job would fail again."""
         return all((job.error or {}).get("code") == INVALID_REQUEST and job.attempts <= 1 for job in self.failed)
 
     def poll(self) -> Iterator[Job]:
-        """Yield each job that ended since the last call, after adding it to the manifest.
+        """Yield each job that ended since the last call. Each job is added to the manifest first.
 
         Raises:
             WanjaxError: The first MAX_FIRST_FAILURES jobs all failed, or the disk is full.
@@ -107,8 +107,8 @@ class Batch:
 class Manifest:
     """The list of a batch's videos, a file in the folder of the videos.
 
-    Each outcome is appended to the file. A remote store cannot append to a file: there the whole file is written again
-    every MANIFEST_INTERVAL seconds, and by `close`.
+    Each outcome is appended to the file. A remote store cannot append to a file. In a remote store, the whole file is
+    written again every MANIFEST_INTERVAL seconds, and by `close`.
 
     Args:
         folder: The folder of the videos.

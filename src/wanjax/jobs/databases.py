@@ -23,10 +23,10 @@ import psutil
 from wanjax.errors import WanjaxError, install_extra, reason
 from wanjax.stores.writing import check_folder
 
-ENV_VARIABLE = "WANJAX_DATABASE"  # keeps the password out of the command line
+ENV_VARIABLE = "WANJAX_DATABASE"  # the environment variable keeps the password out of the command line
 POSTGRES_SCHEMES = ("postgresql://", "postgres://")
 SQLITE_SUFFIXES = (".sqlite", ".sqlite3", ".db")  # suffixes that a new database file may have
-SQLITE_HEADER = b"SQLite format 3\0"  # of every SQLite file that is not empty
+SQLITE_HEADER = b"SQLite format 3\0"  # the first bytes of every SQLite file that is not empty
 POSTGRES_EXAMPLE = "postgresql://USER:PASSWORD@HOST/NAME"
 CONNECT_TIMEOUT, LOCK_TIMEOUT, NETWORK_TIMEOUT = 4, 4, 10
 """Seconds to wait for a connection, for a lock, and for a network that does not answer."""
@@ -43,10 +43,10 @@ PERMANENT_ERROR_WORDS = (
     "permission denied",
     "SSL",
 )
-"""Words in a connection error which mean that retrying does not help."""
+"""Words in a connection error that mean that a retry cannot help."""
 TRANSIENT_CODES = ("40001", "40P01", "53300", "55P03", "25P03", "57P01", "57P02", "57P03")
 """PostgreSQL's codes of transient errors: deadlocks, lock timeouts, too many connections, starting or stopping."""
-MIN_FREE_BYTES = 2**20  # with fewer free bytes, an I/O error counts as a full disk
+MIN_FREE_BYTES = 2**20  # if fewer bytes are free, an I/O error counts as a full disk
 DISK_FULL_CODES = ("SQLITE_FULL", "53100")  # prefixes of URLs of SQLite and of PostgreSQL
 
 SqlValues = Mapping[str, Any]
@@ -278,7 +278,7 @@ class Database:
         raise NotImplementedError
 
     def prepare(self, connection: Connection) -> None:
-        """Lock out other processes while the tables are created.
+        """Lock the database, so that only one process creates the tables.
 
         Args:
             connection: A connection in the transaction that creates them.
@@ -399,7 +399,7 @@ class Postgres(Database):
         except psycopg.Error:
             message = f"the URL of the database is not of the form {POSTGRES_EXAMPLE}"
             advice = "percent-encode special characters in the password, such as @ as %40"
-            raise DatabaseError(f"{message}: {advice}") from None  # psycopg's message has parts of the URL
+            raise DatabaseError(f"{message}: {advice}") from None  # the message of psycopg may contain parts of the URL
         server_settings = {  # the server also releases the locks of a client that lost its network
             "lock_timeout": LOCK_TIMEOUT * 1000,
             "idle_in_transaction_session_timeout": NETWORK_TIMEOUT * 1000,

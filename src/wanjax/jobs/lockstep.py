@@ -4,9 +4,9 @@
 Only the leader leases jobs, validates and names them, and writes files. The leader broadcasts the tasks of each run.
 Then all processes make the run together, each with its own devices.
 
-Before a run, all processes confirm that they can make it. If one process fails during the run, the other processes may
-already wait for it in a collective. So the failing process exits, which ends all processes (`wanjax.jobs.multihost`).
-For the same reason, a run stops early only if the whole worker exits.
+Before a run, all processes confirm that they can make the run. If a process fails during the run, the other processes
+may already wait for it in a collective. The failing process therefore exits, which ends all processes
+(`wanjax.jobs.multihost`). For the same reason, a run stops early only if the whole worker exits.
 """
 
 from collections import deque
@@ -21,20 +21,20 @@ from wanjax.pipelines.observers import Observer
 from wanjax.pipelines.request import PreparedRequest, VideoRequest
 from wanjax.pipelines.run import Run
 
-FIT_LATENT_PREVIEW = "fit_latent_preview"  # a message that is sent in place of tasks
+FIT_LATENT_PREVIEW = "fit_latent_preview"  # the message, in place of tasks, that asks all processes to fit it
 
 
 class OutOfSync(Exception):
-    """An error in one process, after which the other processes wait in a collective. All processes must exit."""
+    """One process failed while the other processes wait for it in a collective. All processes must exit."""
 
 
 class Leader(VideoMaker):
-    """The maker in the first process. The followers make the same runs at the same time.
+    """The maker of videos in the first process. The followers make the same runs at the same time.
 
     Args:
         arguments: The positional arguments of `VideoMaker`.
         peers: The group of all processes; None for those of `jax.distributed`.
-        can_restart: Whether something restarts the processes after an OutOfSync error, so that a retry may succeed.
+        can_restart: Whether the processes are restarted after an OutOfSync error. A retry may then succeed.
         keywords: The other keyword arguments of `VideoMaker`.
     """
 
@@ -62,7 +62,7 @@ class Leader(VideoMaker):
             process = f"process {error_texts.index(error_text)} of {len(error_texts)}, from 0, cannot make it"
             raise WanjaxError(f"{process}: {error_text}") from OSError(
                 error_text
-            )  # an OSError as the cause makes the failure retryable
+            )  # with an OSError as its cause, the failure is retried
         yield from self.make_run(tasks, run)
         self.in_sync = True
 
@@ -74,7 +74,7 @@ class Leader(VideoMaker):
         return failure._replace(is_retryable=failure.is_retryable and self.restarts)
 
     def dismiss(self) -> bool:
-        """If the followers are in sync, tell them to exit. Return whether the followers were in sync."""
+        """If the followers are in sync, tell them to exit. Return True if they were in sync."""
         if self.in_sync:
             self.peers.broadcast(None)
         return self.in_sync

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The maker of a worker: makes the videos of jobs with a pipeline, and publishes each under its name."""
+"""The maker of a worker's videos: it makes the videos of jobs with a pipeline, and publishes each video under its
+name."""
 
 import hashlib
 import json
@@ -38,7 +39,7 @@ from wanjax.pipelines.windows import Window
 from wanjax.stores.paths import AnyPath, StoreError, file_names_in, parse_path
 
 T = TypeVar("T")
-HOST_ENTRIES = ("devices", "version")  # entries of metadata that do not change the video, and so do not change its name
+HOST_ENTRIES = ("devices", "version")  # entries of metadata that affect neither the video nor its name
 MAX_ERROR_LENGTH = 500  # characters
 STAGE_PERCENTS = {"extend": (0, 0), "compile": (0, 0), "encode": (0, 2), "denoise": (2, 95), "decode": (95, 99)}
 """The progress of a video in percent, at the start and at the end of each stage."""
@@ -72,7 +73,7 @@ class BatchSetup(NamedTuple):
     metadata: Mapping[str, Any]
 
     def complete(self, request: VideoRequest) -> PreparedRequest:
-        """Prepare a request: combine the shared settings and metadata with its own prompt and seed.
+        """Prepare a request: add its prompt and its seed to the shared settings and metadata.
 
         Args:
             request: The request, with its prompt and its seed.
@@ -142,7 +143,7 @@ class VideoMaker:
         assert self.pipe
 
     def checked_tasks(self, requests: Sequence[VideoRequest], row_errors: RowErrors | None = None) -> list[Task]:
-        """Return the tasks of requests. First check that the video with the longest prompt can be written.
+        """Return the tasks of requests, after checking that the video with the longest prompt can be written.
 
         Args:
             requests: The requests.
@@ -211,7 +212,7 @@ class VideoMaker:
         assert self.pipe.latent_preview()
 
     def is_published(self, job: Job) -> bool:
-        """Return True if a job's video exists; False if it does not, or if its store cannot be reached.
+        """Return True if a job's video exists. Return False if it does not exist, or if its store cannot be reached.
 
         Args:
             job: The job.
@@ -365,7 +366,7 @@ class JobProgress(Observer):
 
     def window(self, window: Window) -> None:
         self._window_index, self._window_count = window.index, window.count
-        self._previews = self._new_previews()  # a new observer for each window, because it counts steps
+        self._previews = self._new_previews()  # each window needs a new observer, which counts the steps of the window
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

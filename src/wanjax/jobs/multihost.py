@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connect processes that compute together, each with its own devices, and exchange messages between them. If one
-process dies, JAX terminates the other processes, so that none waits forever.
+process dies, JAX terminates the other processes. No process then waits forever.
 """
 
 import json
@@ -67,7 +67,7 @@ def connect(address: str | None, count: int | None, index: int | None, **keyword
     """
     jax.config.update(
         "jax_enable_preemption_service", False
-    )  # a service of JAX that would catch SIGTERM, but SIGTERM must end the process
+    )  # without JAX's preemption service, which would catch SIGTERM: SIGTERM must end the process
     jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT, **keywords)
 
 
@@ -89,7 +89,8 @@ def is_first() -> bool:
 
 
 class PeerGroup:
-    """The processes of one computation. Every method is collective: all processes must call it, and wait for all."""
+    """The processes of one computation. Every method is collective: all processes must call it, and each call waits for
+    all processes."""
 
     def broadcast(self, message: Any = None) -> Any:
         """Return the first process's message, in all processes.
@@ -112,6 +113,6 @@ class PeerGroup:
 
 
 def _pad_to_pages(text: bytes, size: int) -> np.ndarray:
-    """Cut a text to whole pages, or pad it with zeros, so that it has as many pages as `size` bytes need."""
+    """Pad a text with zeros, or cut it, to the number of whole pages that `size` bytes need."""
     length = PAGE_BYTES * max(1, -(-size // PAGE_BYTES))
     return np.frombuffer(text[:length].ljust(length, b"\0"), np.uint8)

@@ -16,7 +16,7 @@ from wanjax.pipelines.family import TrainingDomain
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 
-MAX_WORDS = 3  # the most unknown words that a note lists
+MAX_WORDS = 3  # the maximum number of unknown words that a note lists
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def noting_warnings(note: Callable[[str], object]) -> Iterator[None]:
         else:
             show_elsewhere(message, category, *location, **options)
 
-    # other threads may read pictures, which replaces the state of warnings under this lock and then restores it
+    # a thread that reads pictures replaces the state of warnings under this lock, and then restores the state
     with DECODE_LOCK:
         previous_state = warnings.catch_warnings()
         previous_state.__enter__()
@@ -58,8 +58,8 @@ def domain_of(model: str) -> TrainingDomain | None:
 
 
 def video_notes(pipe: Pipeline, settings: Settings) -> list[str]:
-    """Return all notes on a video. If guidance is off, there is a note about it only if the negative prompt differs
-    from the model's default.
+    """Return all notes on a video. A note says that guidance is off only if the negative prompt is not the model's
+    default.
 
     Args:
         pipe: The pipeline that makes the video.

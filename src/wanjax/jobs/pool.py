@@ -28,7 +28,7 @@ WAITING_NOTE_DELAY = 60.0  # seconds after which the user is told that workers h
 CPU_NICENESS = 10  # niceness of workers on CPUs, so that the server stays responsive
 GPU_FILES = "/dev/nvidia[0-9]*"
 MakerFactory = Callable[[JobStore], Maker]
-"""Creates a worker's maker, in the worker's own process."""
+"""Creates the maker of a worker's videos, in the worker's own process."""
 
 
 @runtime_checkable
@@ -38,7 +38,7 @@ class WorkerHandle(Protocol):
     name: str
 
     def exit_reason(self) -> str | None:
-        """Return None while the worker runs, "" after a normal exit, or the reason why the worker died."""
+        """Return None while the worker runs, "" after a normal exit, and the reason after the worker died."""
         ...
 
     def terminate(self) -> None:
@@ -261,7 +261,7 @@ class Pool:
         if death_cause and worker.name not in self._draining:
             self.store.requeue_lost(
                 worker.name, death_cause
-            )  # done before the worker is removed: if the database is unavailable, the next poll repeats this
+            )  # before the worker is removed: if the database is unavailable, the next poll repeats this call
             self._count_death(death_cause)
         worker.kill()
         self._draining.discard(worker.name)
@@ -272,7 +272,7 @@ class Pool:
         ended_jobs = sum(counters.get(name, 0.0) for name in ("completed", "failed", "cancelled"))
         self._consecutive_deaths = self._consecutive_deaths + 1 if ended_jobs == self._ended_jobs else 1
         self._ended_jobs = ended_jobs
-        # After many deaths, all workers may have the same problem
+        # after many deaths, the problem may be the same for all workers
         if self._consecutive_deaths >= MAX_DEATHS + self.scale.count - 1:
             raise WanjaxError(
                 f"{pluralize(self._consecutive_deaths, 'worker')} died one after another: {death_cause}; see the log"

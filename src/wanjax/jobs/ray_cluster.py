@@ -16,7 +16,7 @@ from wanjax.errors import WanjaxError, install_extra, reason
 OBJECT_STORE_BYTES = 100 * 2**20  # the object store of a local cluster holds only requests and metadata
 CONNECT_TIMEOUT = 5.0  # seconds to wait for a cluster to accept a connection
 ADDRESS_PATTERN = re.compile(r".+:\d{1,5}")
-LOCAL = "local"  # in place of an address: start a cluster on this machine
+LOCAL = "local"  # the word, in place of an address, that starts a cluster on this machine
 ACTOR_OPTION_NAMES = {"cpu": "num_cpus", "gpu": "num_gpus"}
 LOCAL_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # sends no usage statistics
@@ -95,12 +95,13 @@ def connect_ray(
         _check_reachable(address)
     if (
         "IPython" in sys.modules and not sys.modules["IPython"]
-    ):  # the command hides IPython by an empty entry in `sys.modules`, which Ray cannot handle
+    ):  # the command hides IPython by a None in `sys.modules`, which Ray cannot handle
         del sys.modules["IPython"]
     import ray
     from ray._private import worker as ray_worker_module
 
-    ray_worker_module._worker_logs_enabled = False  # otherwise Ray prints actors' deaths into the command's output
+    # otherwise the command's output would show Ray's messages about dead actors
+    ray_worker_module._worker_logs_enabled = False
     quiet_options: Any = {"log_to_driver": False, "logging_level": "error"}
     started_here = not ray.is_initialized()
     try:

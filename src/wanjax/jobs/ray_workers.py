@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run workers as actors of a Ray cluster. In a cluster without a shared database, an actor also holds the job store."""
+"""Run workers as actors of a Ray cluster. If the cluster has no shared database, another actor holds the job store."""
 
 import os
 import pickle
@@ -24,7 +24,7 @@ from wanjax.jobs.worker import new_worker_name, work
 NAMESPACE = "wanjax"
 CALL_TIMEOUT = 30.0  # seconds to wait for an actor's answer
 StartActors = Callable[[type], tuple[list[Any], Any]]
-"""Starts the actors of a worker, which have a class. Returns the actors and their placement group, or None for no
+"""Starts the actors of a worker, of a given class. Returns the actors and their placement group, or None for no
 group."""
 
 
@@ -83,7 +83,7 @@ class RayWorker:
         self._actors[0].drain.remote()
 
     def kill(self) -> None:
-        for actor in self._actors:  # an actor that only lost its network would keep its resources
+        for actor in self._actors:  # an actor that is alive but unreachable would keep its resources
             self.ray.kill(actor)
         if self._group is not None:
             self.ray.util.remove_placement_group(self._group)
@@ -187,7 +187,8 @@ class RemoteStore(JobStore):
 
     def __init__(self, actor: str, retry_seconds: float, namespace: str):
         self.actor, self.retry_seconds, self.namespace = actor, retry_seconds, namespace
-        self.handle: Any = None  # set only in the process that started the actor; without the handle, the actor ends
+        # set only in the process that started the actor; the actor ends when this handle is deleted
+        self.handle: Any = None
 
     @classmethod
     def start(cls, ray: Any, store: JobStore) -> "RemoteStore":

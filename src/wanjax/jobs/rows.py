@@ -30,7 +30,7 @@ EMPTY = {
     CSV_ROW: "has no rows below the header: write a row for each video",
     ROW: "has no rows: write a row for each video",
 }
-"""What is wrong with a file without requests, and what to do, by the noun for its rows."""
+"""The error and the advice for a file without requests, by the noun for its rows."""
 JSON_LINES = (".jsonl", ".ndjson")
 JSON_START = re.compile(
     r"""[\[{]\s*(?:["\[\]{}]|$)"""
@@ -38,9 +38,9 @@ JSON_START = re.compile(
 PROMPT_SETTINGS = ("prompt", "original_prompt")  # settings that may differ between the requests of a list
 DELIMITERS = ",;\t"  # separators in CSV files; in many countries spreadsheets write semicolons
 SPREADSHEETS = (".xlsx", ".xls", ".ods", ".tsv")  # suffixes of tables that are not read
-MAX_HEADER = 2000  # characters of a first line that are searched for a header
-PROMPT_COLUMNS = ("caption", "text")  # columns of other tables with prompts
-MAX_LISTED = 10  # maximum number of errors in a message, and of row ranges for one error
+MAX_HEADER = 2000  # a header is searched in this many characters of the first line
+PROMPT_COLUMNS = ("caption", "text")  # names of the prompt's column in tables of other programs
+MAX_LISTED = 10  # the maximum number of errors in a message, and of row ranges for one error
 
 
 def read_requests(file: str, row_errors: "RowErrors | None" = None) -> list[VideoRequest]:
@@ -136,7 +136,7 @@ def _join_limited(texts: Sequence[str], separator: str, count: int = MAX_LISTED)
 
 
 def _read_rows(file: str) -> tuple[str, Iterable[tuple[int, Any]]]:
-    """Return what the numbers of a file's rows count, and the number and the content of each row."""
+    """Return the noun for the rows of a file, and the number and the content of each row."""
     suffix = "" if file == "-" else Path(file).suffix.lower()
     if suffix == ".parquet":
         return ROW, enumerate(_read_parquet(Path(file).expanduser()), 1)
@@ -251,7 +251,7 @@ def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
                     cells = zip(columns, row.values(), strict=True)
                     yield {name: None if value != value else value for name, value in cells}  # NaN: pandas' empty cell
     except (OSError, ArrowException) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # the file system's own error
+        if isinstance(error, OSError) and error.errno is not None:  # an error of the file system
             raise
         raise WanjaxError(
             f"{file} is not readable as Parquet: write it again, or give a .csv or .jsonl file"
@@ -284,7 +284,7 @@ def _parse_request(number: int, row_noun: str, row: Any, folder: Path) -> VideoR
 
 
 def shared_by_all(request: VideoRequest) -> VideoRequest:
-    """Return a command's request without the settings that belong to its prompt.
+    """Return the part of a command's request that all rows of its file share.
 
     Args:
         request: The request.
@@ -295,7 +295,8 @@ def shared_by_all(request: VideoRequest) -> VideoRequest:
 
 
 def with_shared(request: VideoRequest, shared: VideoRequest) -> VideoRequest:
-    """Complete the request of a row by the settings that all rows share, except those that have no effect on it.
+    """Complete the request of a row by the settings that all rows share. Leave out settings without an effect on this
+    request.
 
     Args:
         request: The request of the row.
@@ -307,7 +308,7 @@ def with_shared(request: VideoRequest, shared: VideoRequest) -> VideoRequest:
 
 
 def has_effect(name: str, request: VideoRequest) -> bool:
-    """Return False for a strength without a video, and for a setting of the seams of a video of one window.
+    """Return False for a strength without a video, and for a setting of seams in a video of one window.
 
     Args:
         name: The setting.

@@ -40,9 +40,9 @@ RETRY_SECONDS, RETRY_INTERVAL = (
 RETAINED_FAILURES = 200  # failed jobs whose files are kept
 REMOVED_RETENTION = 86_400.0  # seconds that a removed job's row is kept, for clients that poll changes
 ARRIVAL_TIMEOUT = 3600.0  # seconds that the upload of a job's files may take
-MAX_RANKED = 1000  # the most queued jobs for which `jobs_ahead` is computed
+MAX_RANKED = 1000  # `jobs_ahead` is computed for at most this many queued jobs
 SEARCH_PAGE = 500  # jobs that a search reads per query
-IS_LEASED_SQL = "place = :place AND worker != ''"  # must equal the condition in the index jobs_held
+IS_LEASED_SQL = "place = :place AND worker != ''"  # must equal the condition of the index jobs_held
 T = TypeVar("T")
 
 MIGRATIONS = [  # only append to this list: the version of the schema is the number of scripts that were run
@@ -130,7 +130,7 @@ class Job:
     Args:
         id: Unique within the namespace.
         position: Position in the queue; the lowest is next.
-        status: One of arriving, queued, in_progress, completed, failed and removed.
+        status: `arriving`, `queued`, `in_progress`, `completed`, `failed` or `removed`.
         model: The model that makes the video.
         batch: Key of the jobs that may share a run; "" for a job that runs alone.
         request: A `VideoRequest` as JSON.
@@ -240,7 +240,7 @@ class JobStore:
         self._database = open_database(url)
         try:
             self._run(self._migrate)
-            # Moves the tables from the log into the database file, so that small changes need no additional space
+            # moves the changes from the log into the database file, so that small changes need no additional space
             self.reclaim()
         except BaseException:
             self.close()
@@ -850,7 +850,7 @@ class _Transaction:
         return row[0] if row is not None else None
 
     def next_version(self, count: int = 1) -> int:
-        """Return a new version. Other writers are locked out until the end of this transaction."""
+        """Return a new version. Other writers have to wait until the end of this transaction."""
         if not self._version:
             now, after = f"CAST({self.now} * 1e6 AS BIGINT)", "version + :count"
             sql = f"UPDATE clock SET version = CASE WHEN {after} > {now} THEN {after} ELSE {now} END RETURNING version"
@@ -885,7 +885,7 @@ class _Transaction:
         return self.value("SELECT count(*) FROM jobs WHERE place = :place AND status = 'queued'")
 
     def with_ranks(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return the jobs with `jobs_ahead` set, for the first MAX_RANKED jobs of the queue."""
+        """Set `jobs_ahead` of jobs that are among the first MAX_RANKED jobs of the queue. Return the jobs."""
         if all(job.status != QUEUED for job in jobs):
             return list(jobs)
         sql = "SELECT position FROM jobs WHERE place = :place AND status = 'queued' ORDER BY position LIMIT :limit"

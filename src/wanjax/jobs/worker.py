@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker: a loop that leases jobs from the store, makes their videos and marks the jobs as finished.
 
-A separate thread sends heartbeats, which extend the lease, send progress and receive stop signals. So computation never
-waits for the database. A worker publishes a video before it marks the job as finished. If the worker dies in between,
-the next worker finds the file and only marks the job as finished.
+A separate thread sends heartbeats, which extend the lease, send progress and receive stop signals. Computation
+therefore never waits for the database. A worker publishes a video before it marks the job as finished. If the worker
+dies in between, the next worker finds the file and only marks the job as finished.
 """
 
 import logging
@@ -24,10 +24,10 @@ from wanjax.stores.temporary import HOST_NAME
 
 HEARTBEAT_INTERVAL, POLL_INTERVAL = 0.5, 0.2  # seconds between heartbeats, and between polls of an empty queue
 ATTEMPTS = 5  # a job fails after this many workers died while making it
-# Splits the end of the queue into this many leases per worker, so that all workers finish at the same time
+# the end of the queue is split into this many leases per worker, so that all workers finish at the same time
 LEASES_PER_WORKER = 4
-DISK_FULL = "disk_full"  # error code; the worker exits after it
-INVALID_REQUEST = "invalid_request"  # error code; the same request would fail again
+DISK_FULL = "disk_full"  # an error code after which the worker exits
+INVALID_REQUEST = "invalid_request"  # an error code of a request that would fail again
 READY, LOADING = "ready", "loading"  # a worker's states
 logger = logging.getLogger("wanjax.jobs")
 
@@ -101,7 +101,7 @@ class Maker(Protocol):
 
 
 class Lease:
-    """A worker's lease on its jobs, used by the thread that makes the videos.
+    """A worker's lease on its jobs. The thread that makes the videos uses it.
 
     A second thread sends heartbeats until `close`.
 
@@ -131,11 +131,11 @@ class Lease:
         with self._condition:
             self._is_closed = True
             self._condition.notify()
-        self._thread.join(HEARTBEAT_INTERVAL)  # wait no longer, because the thread may wait for the database
+        self._thread.join(HEARTBEAT_INTERVAL)  # the time is limited, because the thread may wait for the database
 
     @property
     def draining(self) -> bool:
-        """Whether its own process or the database has asked the worker to exit."""
+        """Whether the worker's process or the database has asked the worker to exit."""
         return self._drain_signalled or self._exit_requested()
 
     @property
@@ -184,9 +184,9 @@ class Lease:
             try:
                 signal = self.store.heartbeat(self.worker, job_id, progress or None, self.ttl)
             except Unavailable:
-                signal = Signal.CONTINUE  # if the lease expired meanwhile, the next heartbeat returns LOST
+                signal = Signal.CONTINUE  # if the lease has expired, the next heartbeat returns LOST
             except Exception:
-                if self._is_closed:  # the database may be closed too
+                if self._is_closed:  # the database may already be closed
                     return
                 logger.exception("worker %s could not send a heartbeat", self.worker)
                 signal = Signal.CONTINUE
@@ -231,8 +231,8 @@ def work(
         attempts: A job fails after this many workers died while making it.
         exit_requested: Returns True once the worker has to exit. The jobs of the worker are then requeued.
         until_empty: Whether to exit when the queue is empty.
-        try_join_namespace: Switches the store to the worker's namespace, and returns "". If this is impossible,
-            returns the reason, and is called again later.
+        try_join_namespace: Switches the store to the worker's namespace, and returns "". If this is impossible, it
+            returns the reason, and the worker calls it again later.
         note: Called once with this reason, to show it to the user.
         on_job_end: Called after each job that finished or failed.
         ttl: Seconds without a heartbeat after which the worker counts as dead.
@@ -278,8 +278,8 @@ def work(
 
 
 def _lease_size(stats: Stats, max_batch: int) -> int:
-    """Return how many jobs to lease at once. At the end of the queue there are fewer, so that all workers finish at the
-    same time."""
+    """Return how many jobs to lease at once. At the end of the queue the number is lower, so that all workers finish at
+    the same time."""
     num_waiting, workers = stats.jobs.get("queued", 0), sum(stats.workers.values())
     return max(1, min(max_batch, num_waiting if workers <= 1 else -(-num_waiting // (LEASES_PER_WORKER * workers))))
 

@@ -95,7 +95,8 @@ Announce = Callable[[str], Any]
 
 
 def checks(announce: Announce) -> Iterator[Check]:
-    """Run all checks; `announce` is called with a sentence before each. A check that raises an error has failed."""
+    """Run all checks. Before each check, `announce` is called with a sentence. A check that raises an error has
+    failed."""
     checks_by_name: list[tuple[str, Callable[[], Iterator[Check]]]] = [
         ("kernels", check_kernels),
         ("attention", check_attentions),

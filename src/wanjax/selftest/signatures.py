@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signatures: a few numbers per array, from which the distance of two arrays can be estimated.
 
-An array x is projected onto random signs r; the mean of (r·x)² over many r is |x|². The distance of two arrays can
-therefore be estimated from their projections, without the arrays.
+An array x is projected onto random signs r. The mean of (r·x)² over many r is |x|². The distance of two arrays can
+therefore be estimated from their projections, without the arrays themselves.
 """
 
 import zlib
@@ -27,7 +27,7 @@ def signature(x: Any) -> list[float]:
 
 
 def relative_error(values: Sequence[float], expected: Sequence[float]) -> float:
-    """Estimate the relative L2 error of an array against another from their signatures; return inf if it is not finite.
+    """Estimate the relative L2 error between two arrays from their signatures. Return inf if the error is not finite.
 
     With 16 projections the error of the estimate is about a third. This accuracy suffices for bounds that are powers of
     ten.

@@ -57,7 +57,7 @@ from wanjax.serve.videos import (
 from wanjax.stores.paths import AnyPath, MissingObjectError, RemotePath
 
 PAGE = files("wanjax.serve") / "page"
-MAX_FIELDS, MAX_FILES = 64, 12  # the maximum in one form
+MAX_FIELDS, MAX_FILES = 64, 12  # the maximum number of fields, and of files, in one form
 FORM_TYPES = ("multipart/form-data", "application/x-www-form-urlencoded")
 BODY_TIMEOUT = 60.0  # seconds in which the body of a request must arrive
 WORKER_FAILED = "failed"  # the state of a server whose only worker has ended
@@ -72,7 +72,8 @@ CONTENT_VARIANTS: dict[str, tuple[str, str | None]] = {
 JSON_ADVICE = 'send a JSON object such as {"prompt": "a red circle"}'
 WORKER_SETTINGS = [name for name in LOAD_SETTINGS if name != "model"]  # fixed when the model is loaded
 LIST_PARAMETERS = ("limit", "after", "order", "query")
-CONTENT_PARAMETERS = ("variant", "after")  # the page changes `after` with each preview, past the browser's cache
+# the page changes `after` with each preview, so that the browser does not show a cached preview
+CONTENT_PARAMETERS = ("variant", "after")
 RESULT_VARIANTS = ("video", "thumbnail")  # written once the video is completed
 
 
@@ -161,7 +162,7 @@ class Service:
             Exception: lambda request, error: error_response(500, UNEXPECTED, "internal"),
         }
         application = Starlette(routes=routes, exception_handlers=handlers)
-        # a redirect would contain this server's own address, which a client behind a proxy may be unable to reach
+        # a redirect would contain this server's own address, which clients behind a proxy may not reach
         application.router.redirect_slashes = False
         auth_middleware = AuthMiddleware(application, self.access, self.limits.upload, self.status_counts)
         auth_middleware.application.state.auth_middleware = auth_middleware  # pyright: ignore[reportFunctionMemberAccess]
@@ -223,10 +224,11 @@ class Service:
             raise
 
     def _without_shared(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Leave out fields that equal what the server was started with, so that metadata can be sent as a request."""
+        """Leave out fields that equal the values with which the server was started. Metadata can then be sent as a
+        request."""
         name = fields.get("model") or self.models.default_name
         shared = next((card["started_with"] for card in self.model_cards if card["id"] == name), {})
-        shared = json.loads(json.dumps(shared))  # with lists in place of tuples, as in the fields of a request
+        shared = json.loads(json.dumps(shared))  # lists replace tuples, as in the fields of a request
         return {name: value for name, value in fields.items() if name not in shared or value != shared[name]}
 
     def _with_request(self, new_job: NewJob, request: VideoRequest, files: Mapping[str, Any]) -> NewJob:
@@ -241,10 +243,10 @@ class Service:
         return replace(new_job, request=replace(request, settings=settings, model=new_job.model).to_json())
 
     async def list_videos(self, request: Request) -> JSONResponse:
-        """List videos: at most `limit`, after the video whose id is `after`.
+        """List at most `limit` videos after the video with the id `after`.
 
-        The newest come first, unless `order` is asc. With `query`, only videos whose prompt contains all of its words
-        are listed.
+        The newest videos come first, unless `order` is asc. With `query`, only videos whose prompt contains all words
+        of the query are listed.
         """
         params = request.query_params
         limit, order = params.get("limit", "20"), params.get("order", "desc")
@@ -273,7 +275,7 @@ class Service:
         return JSONResponse(self._video_json(await self._find_job(request)))
 
     async def delete_video(self, request: Request) -> JSONResponse:
-        """Delete a video. A waiting or running one is cancelled first."""
+        """Delete a video. A waiting or running video is cancelled first."""
         id = request.path_params["id"]
         await run_in_threadpool(self._remove, id)
         return JSONResponse({"id": id, "object": "video.deleted", "deleted": True})
@@ -297,7 +299,7 @@ class Service:
                 raise
             self.store.get(id)
             with raising_storage_errors(), suppress(FileNotFoundError):
-                # on a full disk the database may be unable to record the removal, so delete the files first to free
+                # on a full disk the database may fail to record the removal, so delete the files first to free
                 # space
                 video.unlink()
             self.store.reclaim()
@@ -319,8 +321,9 @@ class Service:
     async def send_content(self, request: Request) -> Response:
         """Send a file of a video. The query `variant` selects it.
 
-        `video`, the default, and `thumbnail`, its middle frame, exist once the video is completed. `preview` also
-        exists while the video is made. The other variants are the pictures and clips of the request.
+        `video` is the default, and `thumbnail` is the middle frame of the video. Both exist once the video is
+        completed. `preview` already exists while the video is made. The other variants are the pictures and clips of
+        the request.
         """
         variant = request.query_params.get("variant", "video")
         job = await self._find_job(request)
@@ -342,7 +345,7 @@ class Service:
                 return await store_files.range_response(request, file, media_type, download_name)
         elif file.is_file():
             byte_range = store_files.parse_range(request.headers.get("range"), size := file.stat().st_size)
-            if byte_range is None:  # an invalid header, which Starlette would refuse, means the whole file
+            if byte_range is None:  # an invalid header means the whole file; Starlette would refuse such a header
                 request.scope["headers"] = [item for item in request.scope["headers"] if item[0] != b"range"]
             elif byte_range[0] >= byte_range[1]:
                 return store_files.unsatisfiable_response(request, size)
@@ -371,7 +374,7 @@ class Service:
             return JSONResponse(await run_in_threadpool(read_metadata, video))
 
     async def stream_events(self, request: Request) -> Response:
-        """Stream changes as server-sent events, of one video until it ends or of all videos."""
+        """Stream the changes of one video until it ends, or of all videos, as server-sent events."""
         video_id = request.path_params.get("id")
         if video_id is not None:
             await self._find_job(request)
@@ -379,7 +382,8 @@ class Service:
             return error_response(
                 429, f"{self.limits.streams} streams of events are open, which is the limit: try again later"
             )
-        watcher = self.change_feed.add_watcher()  # counted at once, so that the next request sees it
+        # counted before the response starts, so that the next request counts this stream too
+        watcher = self.change_feed.add_watcher()
         return EventStreamResponse(
             self.change_feed.stream(video_id, watcher[1]), lambda: self.change_feed.remove_watcher(watcher)
         )
@@ -469,7 +473,7 @@ def _video_not_found(request: Request, error: Exception) -> JSONResponse:
 
 
 def _unfinished_response(job: Job) -> JSONResponse:
-    """Answer a request for the result of a video that is not completed, or never will be."""
+    """Answer a request for the result of a video that is not completed, or that has failed."""
     message = f"the video is {job.status.replace('_', ' ')}: its files exist once it is completed"
     if job.status == FAILED:
         outcome = "was cancelled" if job.cancel else "failed"
@@ -511,7 +515,7 @@ async def _read_single_file(request: Request) -> tuple[str, bytes]:
     """Read a form with one file, and return its name and contents.
 
     Raises:
-        HTTPException: The body is no such form.
+        HTTPException: The body is not a form with one file.
         SettingError: The file is empty.
     """
     if (media_type := _media_type(request)) != FORM_TYPES[0]:
@@ -612,7 +616,7 @@ async def _read_form(form: FormData) -> tuple[dict[str, Any], dict[str, list[byt
 
 
 def _parse_float(text: str) -> float | uploads.LargeNumber:
-    """Parse a number of JSON; keep the text of one that is too large, for the message about its field."""
+    """Parse a number of JSON. If the number is too large, return its text for the message about its field."""
     return number if math.isfinite(number := float(text)) else uploads.LargeNumber(text)
 
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Authentication and limits of request bodies, checked by a middleware before the application reads a request.
 
-Without a token, the server answers only requests from its own machine that address it by a loopback host name. The host
-name matters because a web page could otherwise reach the server through the user's browser (DNS rebinding). A request
-with proxy headers counts as remote, even if the proxy runs on this machine. With a token, every path requires the token
-except the page's files, /login and /health. A browser request that changes something must come from the server's own
-page.
+Without a token, the server answers only requests from its own machine that use a loopback host name. The check of the
+host name prevents web pages from reaching the server through the user's browser (DNS rebinding). A request with proxy
+headers counts as remote, even if the proxy runs on this machine. With a token, every path requires the token except the
+page's files, /login and /health. A browser request that changes something must come from the server's own page.
 """
 
 import asyncio
@@ -135,7 +134,7 @@ class AuthMiddleware:
         self.token, self.origins = access
         self.upload = upload
         self.status_counts = status_counts
-        self.pending_bytes = 0  # the bytes so far of all request bodies that are arriving now
+        self.pending_bytes = 0  # the bytes that have arrived of all request bodies that are not complete
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -181,9 +180,9 @@ class AuthMiddleware:
         return None
 
     def _is_own_origin(self, text: str, headers: Headers) -> bool:
-        """Tell whether an Origin header names an address of this server.
+        """Return True if an Origin header names an address of this server.
 
-        If so, the request comes from the server's own page.
+        The request then comes from the server's own page.
 
         X-Forwarded-Host can be trusted here, although any client can send it. The attack to prevent is another site's
         page in the browser of a user who has this server's cookie. Such a page cannot choose its Origin. To add
@@ -240,11 +239,12 @@ def _request_tokens(headers: Headers) -> Iterator[str]:
 
 
 def _remote_reason(scope: Scope, headers: Headers) -> str | None:
-    """Say why a request counts as remote; return None if nothing shows that it comes from another machine.
+    """Return the reason why a request counts as remote. Return None if nothing shows that it comes from another
+    machine.
 
-    One case cannot be recognised: a program's request through a proxy on this machine that uses this server's own
-    address and adds no header. nginx has behaved like this by default since 1.29.7. Older versions of nginx use
-    HTTP/1.0, which reveals them, because no browser uses HTTP/1.0.
+    One case cannot be recognised: the request of a program through a proxy on this machine, if the proxy uses this
+    server's own address and adds no header. nginx has behaved like this by default since 1.29.7. Older versions of
+    nginx use HTTP/1.0, which reveals them, because no browser uses HTTP/1.0.
     """
     client, host = (scope.get("client") or ("",))[0], headers.get("host")
     # only monitors send HTTP/1.0 without Host; browsers and proxies do not
@@ -264,7 +264,7 @@ def _remote_reason(scope: Scope, headers: Headers) -> str | None:
 
 
 def _is_page(path: str) -> bool:
-    """Tell whether a path belongs to the page or its files, which are public."""
+    """Return True if a path belongs to the page or its files, which are public."""
     return path == PAGE or path.startswith(PAGE_FOLDER)
 
 
@@ -283,7 +283,7 @@ def forwarded_origin(headers: Headers) -> Origin | None:
 
 
 def is_encrypted(scope: Scope, headers: Headers) -> bool:
-    """Tell whether the browser uses HTTPS, to this server or to a proxy."""
+    """Return True if the browser uses HTTPS, to this server or to a proxy."""
     schemes = scope["scheme"], _first_entry(headers, "x-forwarded-proto"), headers.get("origin", "").partition(":")[0]
     return "https" in schemes
 
@@ -302,7 +302,7 @@ def _host_of(url: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host name or address is a loopback name or address."""
+    """Return True if a host name or address is a loopback name or address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:

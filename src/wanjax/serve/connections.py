@@ -61,5 +61,5 @@ class Connection(H11Protocol):
             self._timer = None
 
     def _close_if_late(self) -> None:
-        if self.client_timeout is not None:  # if None, the data has arrived in the meantime
+        if self.client_timeout is not None:  # None: the data has arrived in the meantime
             self.transport.abort()

@@ -11,8 +11,8 @@ from wanjax.figures import pluralize
 from wanjax.media.bounds import MEDIA_LIMITS
 from wanjax.pipelines.settings import Setting, Settings
 
-CLIP_FACTOR = 8  # all frames of a clip together may have this multiple of the pixels allowed for pictures
-PIXEL_FACTOR = 4  # a video may have this multiple of the pixels of the model's default video
+CLIP_FACTOR = 8  # all frames of a clip together may have this many times the pixels that pictures may have
+PIXEL_FACTOR = 4  # a video may have this many times the pixels of the model's default video
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Limits:
 
         Args:
             defaults: The model's default settings.
-            pixels: Limit of a video's pixels; None for a multiple of the default video's.
+            pixels: Limit of a video's pixels; None is a multiple of the pixels of the default video.
             **others: Other limits.
         """
         return cls(pixels=pixels or PIXEL_FACTOR * count_pixels(defaults), **others)

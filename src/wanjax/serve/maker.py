@@ -37,7 +37,7 @@ from wanjax.serve.served_models import LoadedModels, ServedModels
 from wanjax.serve.videos import PREVIEW, THUMBNAIL, file_names, file_paths, local_files
 from wanjax.stores.paths import AnyPath, RemotePath
 
-MAX_PROGRAM_KEYS = 16  # the number of kinds of video (by size, length and so on) whose compiled programs are kept
+MAX_PROGRAM_KEYS = 16  # compiled programs are kept for this many kinds of videos (by size, length and so on)
 THUMBNAIL_SIDE = 480  # pixels
 
 
@@ -148,7 +148,8 @@ class ServedMaker(VideoMaker):
                         pipe, replace(settings, windows=min(2, settings.windows)), pictures, **self.run_options
                     )
                     EXECUTE.compile(*(traced.traced_program for traced in trace.programs), on_start=progress.compiling)
-                    if self.preview:  # compiles the encoder's programs, which would count as denoising
+                    # compiles the encoder's programs here, because their time would count as denoising
+                    if self.preview:
                         pipe.latent_preview()
                 self._program_keys.add(program_key)
             all_digests = {str(folder / name): digest_of(local_folder / name) for name in file_names(request.inputs)}
@@ -162,7 +163,7 @@ class ServedMaker(VideoMaker):
                 with run.decode_stage(prepared):
                     clips = with_thumbnail(map(np.asarray, frames), settings.length, local_folder / THUMBNAIL)
                     write_frames(output, clips, prepared)
-            if isinstance(folder, RemotePath):  # after the video, which a failing store must not lose
+            if isinstance(folder, RemotePath):  # after the video, so that a failing store does not lose the video
                 (folder / THUMBNAIL).upload(local_folder / THUMBNAIL)
 
     @staticmethod
@@ -175,9 +176,9 @@ class ServedMaker(VideoMaker):
         return {"prompt": str(prompt), "then": "\n".join(then), "original_prompt": "\n".join(texts)}
 
     def _program_key(self, request: VideoRequest, settings: Settings) -> tuple[Any, ...]:
-        """Return the part of a request that decides which programs it needs, except the lengths of prompts.
+        """Return the part of a request that decides which programs the video needs, except the lengths of prompts.
 
-        If there are too many different keys, all compiled programs are dropped to limit memory.
+        To limit memory, all compiled programs are dropped if there are too many different keys.
         """
         rule = settings.guidance_rule
         settings_key = (
@@ -241,7 +242,7 @@ def warm_up(
 ) -> None:
     """Compile the programs of a default video, and load the model if it fits into memory as a whole.
 
-    Errors are only logged here, because the first request fails with the same error and reports it.
+    Errors are only logged, because the first request fails with the same error and reports it.
 
     Args:
         pipe: The pipeline.

@@ -55,7 +55,7 @@ def _estimates(pipe: Pipeline) -> list[dict[str, Any]]:
     """Return the results of `wanjax plan` for this model on devices like the server's."""
     device_kind = pipe.partitioner.device.device_kind
     chip = device_model(device_kind)
-    if not device_kind.startswith(chip.device_kind):  # an unknown accelerator has no prices of its own
+    if not device_kind.startswith(chip.device_kind):  # an unknown accelerator has no stored estimates
         return []
     return load_estimates(pipe.model_name, chip.name, pipe.partitioner.mesh.size, pipe.defaults.precision)
 
@@ -71,7 +71,7 @@ def setting_schemas(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     defaults, model = pipe.defaults.to_json(), pipe.model
     unused_names = {"original_prompt"} | (
         set() if model.spec.input_names else {"resize"}
-    )  # only programs set original_prompt, not users
+    )  # programs set original_prompt, not users
     if "video" not in model.spec.input_names or not model.spec.starts_from_video:
         unused_names.add("strength")
     if model.spec.continuation_input is None:
@@ -127,7 +127,8 @@ def _step_caches(pipe: Pipeline) -> list[str]:
 
 
 def _guidance_rules(pipe: Pipeline) -> list[str]:
-    """List the guidance rules that the model supports, tried with a guidance scale above 1 if the model supports it."""
+    """List the guidance rules that the model supports. Each rule is tried with a guidance scale above 1, if the model
+    supports such a scale."""
     scales = pipe.defaults.guidance_scale, 2.0
     pairs = [(name, scale) for name in guidance.RULES for scale in scales]
     accepted = _working_choices(pairs, lambda pair: pipe.settings(guidance_rule=pair[0], guidance_scale=pair[1]))
@@ -165,7 +166,7 @@ def with_scheduler(pipe: Pipeline, name: str | None) -> Pipeline:
 
 
 def describe_inputs(model: VideoModel) -> dict[str, dict[str, Any]]:
-    """Return the pictures and clips that the model takes, with a description and whether they are required."""
+    """Return the pictures and clips that the model takes. Each has a description, and says whether it is required."""
     with_image = model.spec.image_with_video
     extra_help = {"video": f" With an image, {with_image}."} if with_image else {}
     return {

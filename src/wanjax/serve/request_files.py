@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fields of a request from a file that a client has: a workflow of ComfyUI, or a video of wanjax.
 
-The file may name models, LoRAs, pictures and clips. They are never opened: their names are compared with those of this
-server, or become notes for the client.
+The file may name models, LoRAs, pictures and clips. The server never opens these files. It compares their names with
+its own models and LoRAs, or writes notes for the client.
 """
 
 from collections.abc import Mapping, Sequence
@@ -113,7 +113,7 @@ class RequestFileParser:
         names = {*schema(Settings), SCHEDULER.name} - {*LOAD_SETTINGS, ORIGINAL_PROMPT}
         values = {name: value for name, value in metadata.items() if name in names}
         if isinstance(original := metadata.get(ORIGINAL_PROMPT), str) and original:
-            values["prompt"] = original.partition("\n")[0]  # the others are those of later windows
+            values["prompt"] = original.partition("\n")[0]  # further prompts are for later windows
         fields = self._accepted(model, values)
         loras = metadata.get(LORA_STRENGTH.name)
         parsed = [Lora.parse(text) for text in (loras if isinstance(loras, list) else []) if isinstance(text, str)]
@@ -125,14 +125,14 @@ class RequestFileParser:
         return fields
 
     def _choose_model(self, name: str | None, source: str) -> str:
-        """Return the model that a file names if the server has it, else the served model."""
+        """Return the model that a file names, if the server has it; otherwise the served model."""
         if name in self.cards:
             return str(name)
         self.notes.append(f"{source}, and this server has {' and '.join(self.cards)}")
         return self.models.default_name
 
     def _accepted(self, model: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values that the model accepts, and note the others unless they are its defaults."""
+        """Return the values that the model accepts. Note every other value, unless it is the model's default."""
         card, fields, unused = self.cards[model], {MODEL.name: model}, []
         settings, schedulers = card["settings"], card["schedulers"]
         bounded = self.limits.limit_settings(FIELD_SETTINGS)
@@ -176,7 +176,7 @@ class RequestFileParser:
         return {LORA_STRENGTH.name: strengths} if strengths else {}
 
     def _note_input(self, model: str, name: str, files: Sequence[str]) -> None:
-        """Note a picture or clip, which the client must send, or which the model does not take."""
+        """Note a picture or clip: the client must send it, or the model does not take it."""
         file_names = comma_list([shown(file) for file in files])
         if name in self.cards[model]["pictures"]:
             self.notes.append(f"the file does not contain {INPUT_SPECS[name].noun}: choose {file_names}")

@@ -14,12 +14,12 @@ from wanjax.serve.auth import error_response
 
 UNSUPPORTED_ROUTES = ("/v1/videos/{id}/remix", "/v1/videos/edits", "/v1/videos/extensions", "/v1/videos/characters")
 """Endpoints of OpenAI's videos API that this server does not support."""
-MIN_SIMILARITY = 0.7  # of each part of a path that may be mistyped: "video" and "videos" have 0.9
+MIN_SIMILARITY = 0.7  # the minimum similarity of each part of a mistyped path: "video" and "videos" have 0.9
 VERSION_PREFIX = re.compile(r"^(?:/v\d+)+(?=/|$)", re.IGNORECASE)
 
 
 def checked_route(method: str, path: str, handler: Callable[[Request], Awaitable[Response]], *parameters: str) -> Route:
-    """Return a route that accepts these query parameters alone, each at most once."""
+    """Return a route that accepts only these query parameters, each at most once."""
 
     async def checked(request: Request) -> Response:
         for name in (query := request.query_params):
@@ -46,7 +46,8 @@ def path_not_found(request: Request, error: Exception) -> JSONResponse:
 
 
 def _methods_by_path(routes: Iterable[BaseRoute]) -> dict[str, list[str]]:
-    """Return the methods of each supported path, such as /v1/videos/{id}, except HEAD, which each GET includes."""
+    """Return the methods of each supported path, such as /v1/videos/{id}. HEAD is left out, because each GET includes
+    it."""
     methods: dict[str, list[str]] = {}
     for route in routes:
         if isinstance(route, Route) and route.path not in UNSUPPORTED_ROUTES:
@@ -55,7 +56,8 @@ def _methods_by_path(routes: Iterable[BaseRoute]) -> dict[str, list[str]]:
 
 
 def _similar_path(path: str, templates: Iterable[str]) -> tuple[str, str] | None:
-    """Return the most similar of some paths, and that path with the id of the requested one; None if none is similar.
+    """Return the path template that is most similar to a path, and the template with the id of the path. Return None if
+    no template is similar.
 
     A version such as /v1, case, a trailing slash and one part after a name are ignored.
     """

@@ -57,7 +57,7 @@ class ServedModels:
         return pipe
 
     def check_loras(self, requested: object) -> None:
-        """Check that the server has LoRAs, if a request names one, and that each one in a text has a strength.
+        """If a request names LoRAs, check that the server has LoRAs, and that each LoRA in a text has a strength.
 
         Args:
             requested: The field `lora` of a request, before it is parsed.

@@ -14,7 +14,7 @@ from wanjax.errors import WanjaxError, repr_short
 from wanjax.serve.auth import TruncatedResponse, error_response
 from wanjax.stores.paths import RemotePath
 
-PIECE_BYTES = 2 * 2**20  # the bytes that are in memory at a time
+PIECE_BYTES = 2 * 2**20  # the maximum number of bytes in memory at a time
 RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 logger = logging.getLogger("wanjax.serve")
 
@@ -54,7 +54,7 @@ def unsatisfiable_response(request: Request, size: int) -> Response:
 
 
 async def _read_pieces(file: RemotePath, first_piece: bytes, start: int, end: int) -> AsyncIterator[bytes]:
-    """Yield a file in pieces. The first is `first_piece`, which the caller has read already.
+    """Yield a file in pieces. The first piece is `first_piece`, which the caller has already read.
 
     Raises:
         TruncatedResponse: A later piece cannot be read.
@@ -69,7 +69,7 @@ async def _read_pieces(file: RemotePath, first_piece: bytes, start: int, end: in
 
 
 def parse_range(header: str | None, size: int) -> tuple[int, int] | None:
-    """Parse a Range header to the start and the end of a range; return None for the whole file.
+    """Parse a Range header into the start and the end of a range. Return None for the whole file.
 
     The range is empty if it lies outside the file. An invalid header and a header with several ranges mean the whole
     file.

@@ -44,11 +44,11 @@ from wanjax.serve.served_models import ServedModels
 
 # file suffixes by a signature near the start of the file; files of mov and mkv match too
 CLIP_SUFFIX_BY_SIGNATURE = {b"ftyp": "mp4", b"\x1a\x45\xdf\xa3": "webm"}
-CLIP_STEM = "clip"  # the file stem of the input `video`; `video` itself would clash with the result, video.mp4
+CLIP_STEM = "clip"  # the file stem of the input `video`; the stem `video` would clash with the result, video.mp4
 OTHER_FIELDS = {name: SCHEDULER.name for name in ("sampler", "sampler_name", "sample_solver", "solver")} | {
     "generator": "seed=42"
 }
-"""Fields of requests for a video to other programs, with what to use here instead."""
+"""Fields that other programs use in requests for a video, each with the advice what to use instead."""
 DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
 
 
@@ -107,7 +107,8 @@ class LargeNumber(str):
 
 
 def check_json_types(fields: Mapping[str, Any]) -> None:
-    """Check that numbers and booleans of a JSON object are not texts. Only a form and a query send them as texts.
+    """Check that numbers and booleans of a JSON object are not texts. Only forms and queries may send numbers and
+    booleans as texts.
 
     `seconds` may be a text, because clients of OpenAI's API send it as one.
 
@@ -133,7 +134,7 @@ def _accepted_names(pipe: Pipeline) -> list[str]:
 
 
 def _check_names(files: Iterable[str], fields: Iterable[str], pipe: Pipeline) -> None:
-    """Check that all fields exist, and that only those of pictures and clips are files.
+    """Check that all fields exist, and that only fields of pictures and clips have files.
 
     Raises:
         SettingError: A field does not exist for this model, or cannot be a file.
@@ -262,7 +263,7 @@ def _encode_png(picture: PictureOfAnySize) -> bytes:
 
 
 def _clip_suffix(data: bytes) -> str | None:
-    """Return the file suffix of a video file; return None for data that is no video file, such as a picture."""
+    """Return the file suffix of a video file. Return None for data that is not a video file, such as a picture."""
     return next((suffix for signature, suffix in CLIP_SUFFIX_BY_SIGNATURE.items() if signature in data[:8]), None)
 
 
@@ -318,7 +319,7 @@ def complete_settings(request: VideoRequest, pipe: Pipeline, files: Mapping[str,
     with _reporting_length_errors(fields, pipe):  # checked before pictures are resized to this size
         limits.check(pipe.defaults.updated(settings), **grid)
     try:
-        # only one request's clips are in memory, and its warnings become notes when the video is made
+        # only one request's clips are in memory at a time; its warnings become notes when the video is made
         with DECODE_LOCK, noting_warnings(lambda message: None):
             _, complete = pipe.prepare(**files, **settings)
     except WanjaxError as error:
