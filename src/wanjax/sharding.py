@@ -382,10 +382,10 @@ def make_mesh(
     if dp < 1 or sp < 1 or tp < 1:
         raise WanjaxError(f"the mesh {format_mesh(sizes)} has an axis below 1: every axis must be at least 1")
     if dp * sp * tp != len(devices):
-        there = "there is 1" if len(devices) == 1 else f"there are {len(devices)}"
+        device_text = "there is 1" if len(devices) == 1 else f"there are {len(devices)}"
         one_axis = format_mesh({"sp": len(devices)})
         raise WanjaxError(
-            f"the mesh {format_mesh(sizes)} needs {pluralize(dp * sp * tp, 'device')}, and {there}: "
+            f"the mesh {format_mesh(sizes)} needs {pluralize(dp * sp * tp, 'device')}, and {device_text}: "
             f"leave the mesh out, or give one with dp · sp · tp = {len(devices)}, such as {one_axis}"
         )
     return arrange_mesh(devices, sizes)

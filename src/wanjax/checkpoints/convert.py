@@ -341,8 +341,8 @@ class Conversion(ABC):
             (self.partial / name).mkdir(exist_ok=True)
             for path in component.files():
                 shutil.copyfile(path, self.partial / name / path.name)
-            named = (file for word, file in CONFIG_FILES.items() if word in component.kind)
-            config = next(named, "config.json" if self._is_network(component.kind) else None)
+            config_files = (file for word, file in CONFIG_FILES.items() if word in component.kind)
+            config = next(config_files, "config.json" if self._is_network(component.kind) else None)
             if config and not (self.partial / name / config).exists():
                 _save_json(self.partial / name / config, component.config())
 

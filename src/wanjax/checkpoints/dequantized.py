@@ -303,8 +303,10 @@ def _found(keys: set[str]) -> dict[str, _Parts]:
             if scale in keys and weight in parts:
                 raise WanjaxError(f"{weight} has both {parts[weight].scale} and {scale}: keep only one of them")
             if tensor_names.numbers != "weight" and (weight in keys or scale not in keys):
-                why = f"contradicts {weight}: keep only one of them" if weight in keys else f"has no {scale}: add it"
-                raise WanjaxError(f"{key} {why}")
+                problem = (
+                    f"contradicts {weight}: keep only one of them" if weight in keys else f"has no {scale}: add it"
+                )
+                raise WanjaxError(f"{key} {problem}")
             if scale in keys:
                 parts[weight] = _Parts(
                     key, scale, zero_point if tensor_names.zero_point and zero_point in keys else None, tensor_names

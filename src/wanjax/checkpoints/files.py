@@ -282,8 +282,8 @@ class SafetensorsFolder:
 
 def _no_weights(folder: str | Path, names: Iterable[str]) -> WanjaxError:
     expected = " or ".join(f"{stem}.safetensors" for stem in WEIGHT_NAMES)
-    others = sorted(name for name in names if name.endswith((".safetensors", ".bin", ".pth")))
-    content = f"it holds {', '.join(others)}" if others else "it holds no weights"
+    other_files = sorted(name for name in names if name.endswith((".safetensors", ".bin", ".pth")))
+    content = f"it holds {', '.join(other_files)}" if other_files else "it holds no weights"
     return WanjaxError(f"{folder} must have {expected}, or shards with an index, but {content}")
 
 

@@ -153,12 +153,15 @@ class _Header:
             return self.text(self.size)
         if value_type != ARRAY:
             return self.number(_struct_code(value_type))
-        of, count = self._array(nesting)
-        if of in STRUCT_CODES:
+        item_type, count = self._array(nesting)
+        if item_type in STRUCT_CODES:
             return list(
-                struct.unpack(f"<{count}{STRUCT_CODES[of]}", self.take(count * struct.calcsize(f"<{STRUCT_CODES[of]}")))
+                struct.unpack(
+                    f"<{count}{STRUCT_CODES[item_type]}",
+                    self.take(count * struct.calcsize(f"<{STRUCT_CODES[item_type]}")),
+                )
             )
-        return [self.value(of, nesting + 1) for _ in range(count)]
+        return [self.value(item_type, nesting + 1) for _ in range(count)]
 
     def skip(self, value_type: int, nesting: int = 0) -> None:
         """Skip a value of this type at the position."""
@@ -167,20 +170,20 @@ class _Header:
         elif value_type != ARRAY:
             self._move(struct.calcsize(f"<{_struct_code(value_type)}"))
         else:
-            of, count = self._array(nesting)
-            if of in STRUCT_CODES:
-                self._move(count * struct.calcsize(f"<{STRUCT_CODES[of]}"))
+            item_type, count = self._array(nesting)
+            if item_type in STRUCT_CODES:
+                self._move(count * struct.calcsize(f"<{STRUCT_CODES[item_type]}"))
             else:
                 for _ in range(count):
-                    self.skip(of, nesting + 1)
+                    self.skip(item_type, nesting + 1)
 
     def _array(self, nesting: int) -> tuple[int, int]:
         if nesting == MAX_NESTING:
             raise CorruptError("it has arrays nested {MAX_NESTING} deep or more")
-        of, count = self.number("I"), self.number("Q")
+        item_type, count = self.number("I"), self.number("Q")
         if count > self.size - self.position:  # each value takes at least one byte
             raise CorruptError("it ends within its header")
-        return of, count
+        return item_type, count
 
     def _move(self, count: int) -> None:
         if count > self.size - self.position:

@@ -71,19 +71,19 @@ class Lora:
 
         Raises WanjaxError if FILE is missing, or if STRENGTH is not a number.
         """
-        expert, equals, rest = text.partition("=")
+        expert, equals, name = text.partition("=")
         if not equals or expert not in NOISE_LEVELS:
-            expert, rest = None, text
-        file, colon, number = rest.rpartition(":")
+            expert, name = None, text
+        file, colon, number = name.rpartition(":")
         try:
             strength = float(number) if colon else 1.0
         except ValueError as error:
-            is_whole_name = os.path.exists(Path(rest).expanduser())  # the colon is a part of the file's name
+            is_whole_name = os.path.exists(Path(name).expanduser())  # the colon is a part of the file's name
             if not is_whole_name and (Path(file).suffix in SUFFIXES or os.path.exists(Path(file).expanduser())):
                 message = f"the strength of the LoRA {file} is given as {repr_short(number)}"
                 raise WanjaxError(f"{message}: write a number after the colon, as in {file}:0.8") from error
-            file, strength = rest, 1.0
-        file = file if colon else rest
+            file, strength = name, 1.0
+        file = file if colon else name
         if not file:
             raise WanjaxError(f"the LoRA {text!r} names no file: write FILE or FILE:STRENGTH")
         return cls(file, strength, expert)

@@ -68,8 +68,8 @@ def load(
         if (kernel := kernels.get(assignment.target)) is None:
             weights[assignment.target] = to_device(tensors, targets[assignment.target], stacked=assignment.stacked)
         else:
-            again = [was_quantized and changes(key) for key in assignment.sources]
-            weights |= to_device_quantized(tensors, kernel, stacked=assignment.stacked, again=again)
+            requantizes = [was_quantized and changes(key) for key in assignment.sources]
+            weights |= to_device_quantized(tensors, kernel, stacked=assignment.stacked, again=requantizes)
     return _with_weights(abstract, weights)
 
 

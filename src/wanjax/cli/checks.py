@@ -185,9 +185,11 @@ def _check_training(ctx: click.Context) -> None:
 def _check_seeds(ctx: click.Context, seeds: str | None) -> None:
     if seeds is None:
         return
-    for other in ("count", "seed"):
-        if (value := ctx.params.get(other)) is not None and (other == "count" or on_command_line(other, ctx)):
-            raise WanjaxError(f"both --seeds {seeds} and --{other} {value}: give one of them")
+    for other_name in ("count", "seed"):
+        if (value := ctx.params.get(other_name)) is not None and (
+            other_name == "count" or on_command_line(other_name, ctx)
+        ):
+            raise WanjaxError(f"both --seeds {seeds} and --{other_name} {value}: give one of them")
     read_seeds(seeds)
 
 

@@ -117,8 +117,8 @@ def generate(
     report.table()
     if batch.failed:
         summary = f"{len(batch.failed)} of {pluralize(batch.total, 'video')} failed, as listed in {target / MANIFEST}"
-        again = "run the same command to try them again"
-        report.note(f"{summary}; {'correct their requests' if batch.only_wrong_requests else again}")
+        retry_advice = "run the same command to try them again"
+        report.note(f"{summary}; {'correct their requests' if batch.only_wrong_requests else retry_advice}")
         raise click.exceptions.Exit(FAILURE_STATUS)
 
 

@@ -254,8 +254,8 @@ def _summary_lines(estimate: Estimate) -> Iterator[str]:
         step_range = format_range(
             *(format_duration(seconds or 0) for seconds in (estimate.step_seconds_low, estimate.step_seconds_high))
         )
-        share = f", {estimate.mfu:.0%} of the chips' {estimate.peak_dtype} peak" if estimate.mfu else ""
-        yield f"a step: {step_range}{share}; limited by {estimate.limit}"
+        peak_share = f", {estimate.mfu:.0%} of the chips' {estimate.peak_dtype} peak" if estimate.mfu else ""
+        yield f"a step: {step_range}{peak_share}; limited by {estimate.limit}"
         if estimate.step_seconds_worst:
             yield (
                 f"at worst: {format_duration(estimate.step_seconds_worst)}, with every head of attention on "
@@ -276,8 +276,8 @@ def _summary_lines(estimate: Estimate) -> Iterator[str]:
             f"up to {estimate.reusing_steps} of {estimate.steps}, {reuse_times}"
         )
     elif estimate.reusing_step_seconds and estimate.step_seconds:
-        share = estimate.reusing_steps / estimate.steps
-        mean = (1 - share) * estimate.step_seconds + share * estimate.reusing_step_seconds
+        peak_share = estimate.reusing_steps / estimate.steps
+        mean = (1 - peak_share) * estimate.step_seconds + peak_share * estimate.reusing_step_seconds
         yield (
             f"steps that reuse cached values ({estimate.cache}): {estimate.reusing_steps} of {estimate.steps}, "
             f"{format_duration(estimate.reusing_step_seconds)} each, {format_duration(mean)} a step on average"
@@ -314,8 +314,8 @@ def _summary_lines(estimate: Estimate) -> Iterator[str]:
     for doubt in estimate.doubts:
         yield f"in doubt: {doubt}"
     if estimate.fits:
-        spare = min(stage.spare_bytes_per_chip for stage in estimate.stages.values())
-        yield f"fits, with {_format_gib(spare)} of {_format_gib(estimate.memory_per_chip)} to spare on each chip"
+        spare_bytes = min(stage.spare_bytes_per_chip for stage in estimate.stages.values())
+        yield f"fits, with {_format_gib(spare_bytes)} of {_format_gib(estimate.memory_per_chip)} to spare on each chip"
     if estimate.advice is not None:
         yield estimate.advice
     if estimate.fits_in:

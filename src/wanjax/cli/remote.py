@@ -156,15 +156,17 @@ def _check_existing(existing_file: ExistingFile, request: VideoRequest, model_in
 
     digests = file_digests(existing_file.metadata or {}).values()
     files = [
-        one for value in _request_fields(request).values() for one in (value if isinstance(value, list) else [value])
+        file for value in _request_fields(request).values() for file in (value if isinstance(value, list) else [value])
     ]
-    if any(one.digest not in digests for one in files if isinstance(one, _File)):
+    if any(file.digest not in digests for file in files if isinstance(file, _File)):
         existing_file.refuse("with a different input file")
     if request.lora:
         from wanjax.checkpoints.lora_source import Lora  # imported late, as in `_strengths`
 
         loras = [Lora.parse(str(text)) for text in (existing_file.metadata or {}).get("lora") or ()]
-        if {one.name: one.strength for one in loras if one.strength} != {k: x for k, x in request.lora.items() if x}:
+        if {file.name: file.strength for file in loras if file.strength} != {
+            k: x for k, x in request.lora.items() if x
+        }:
             existing_file.refuse("with another lora")
 
 
@@ -176,8 +178,11 @@ def _requests(request: VideoRequest, command: CommandOptions) -> list[VideoReque
 
     requests, shared_settings = requests_of(request, command.prompts), shared_by_all(request)
     seeds = seeds_of(requests, command, request.settings["seed"])
-    seeded_requests = [with_shared(one, shared_settings) for one in with_seeds(requests, seeds)]
-    return [one.updated({"seed": checked_seed(one.settings["seed"], alone=True)}) for one in seeded_requests]
+    seeded_requests = [with_shared(row_request, shared_settings) for row_request in with_seeds(requests, seeds)]
+    return [
+        row_request.updated({"seed": checked_seed(row_request.settings["seed"], alone=True)})
+        for row_request in seeded_requests
+    ]
 
 
 def _generate_several(
@@ -221,8 +226,8 @@ def _generate_several(
         report.table()
     if batch.failed:
         summary = f"{batch.failed} of {pluralize(len(missing_tasks), 'video')} failed, as listed in {folder / MANIFEST}"
-        again = "run the same command to try them again"
-        report.note(f"{summary}; {'correct their requests' if batch.wrong == batch.failed else again}")
+        retry_advice = "run the same command to try them again"
+        report.note(f"{summary}; {'correct their requests' if batch.wrong == batch.failed else retry_advice}")
         raise click.exceptions.Exit(FAILURE_STATUS)
 
 
@@ -497,7 +502,7 @@ def _compare_option(name: str, value: Any, server_options: Mapping[str, Any], se
 
 def _as_texts(value: Any) -> list[str]:
     is_list = type(value) in (list, tuple)  # not a mesh, which is a tuple of another type
-    return [str(one) for one in (value if is_list else [value])]
+    return [str(item) for item in (value if is_list else [value])]
 
 
 @dataclass(frozen=True)

@@ -153,8 +153,8 @@ def _given_or_estimated(value: float | None) -> str:
 
 
 def _link_share(option: Option) -> str:
-    share = option.plan.step_breakdown.get("communication", 0) / (option.plan.step_seconds or 1)
-    return f"{share:.0%} of a step spent on collectives" if option.devices > 1 else "without collectives"
+    communication_share = option.plan.step_breakdown.get("communication", 0) / (option.plan.step_seconds or 1)
+    return f"{communication_share:.0%} of a step spent on collectives" if option.devices > 1 else "without collectives"
 
 
 def _startup_cost(option: Option) -> str:

@@ -234,7 +234,9 @@ def _stored_settings(request: VideoRequest, folder: Path) -> dict[str, Any]:
         stored_settings = load_settings(folder)
     except WanjaxError:
         return {}
-    alternative_names = (side for one, others in ALTERNATIVES.items() if one in request.settings for side in others)
+    alternative_names = (
+        side for alternative, others in ALTERNATIVES.items() if alternative in request.settings for side in others
+    )
     return {
         name: stored_settings[name]
         for name in ("model", *request.settings, *alternative_names)
@@ -517,11 +519,11 @@ class VideoCommand:
         once.
         """
         chosen_settings, mesh = self.settings, self.pipe.partitioner
-        seeds = list(dict.fromkeys(one.seed for one in videos))
+        seeds = list(dict.fromkeys(video.seed for video in videos))
         drawn_suffix = " (drawn)" if self.is_seed_drawn and not videos else ""
-        descriptions = [_describe_settings(one) for one in videos or [chosen_settings]]
+        descriptions = [_describe_settings(video) for video in videos or [chosen_settings]]
         shared_settings = {
-            name: text for name, text in descriptions[0].items() if all(one[name] == text for one in descriptions)
+            name: text for name, text in descriptions[0].items() if all(video[name] == text for video in descriptions)
         }
         seed = f"seed{'s' * (len(seeds) > 1)} {shorten_numbers(seeds or [chosen_settings.seed])}{drawn_suffix}"
         differing_names = join_with_and([name for name in descriptions[0] if name not in shared_settings])
@@ -532,7 +534,9 @@ class VideoCommand:
         )
         if not differing_names and (sentence := estimate_note(self.pipe, chosen_settings, self.from_video)):
             self.report.note(sentence)
-        self._note(*(note for one in videos or [chosen_settings] for note in (*guidance_notes(one), *shape_notes(one))))
+        self._note(
+            *(note for video in videos or [chosen_settings] for note in (*guidance_notes(video), *shape_notes(video)))
+        )
         if self.original_metadata and (sentence := version_note(self.original_metadata, self.metadata)):
             self.report.note(f"note: {sentence}")
         if self.noise is not None:
@@ -986,10 +990,10 @@ class FrameRate:
         """Format the number of frames. From the second chunk on, add the rate."""
         if self._first is None or self.frames == self._first[0]:
             return pluralize(self.frames, "frame")
-        frames, since = self._first
+        frames, start = self._first
         return (
             f"{pluralize(self.frames, 'frame')}, "
-            f"{format_number((self.frames - frames) / (self._last - since))} a second"
+            f"{format_number((self.frames - frames) / (self._last - start))} a second"
         )
 
 
@@ -1031,7 +1035,9 @@ def compute_seconds(pipe: Pipeline, settings: Settings, steps: int, rate: float)
     """
     cost = pipe.model.cost(settings)
     flops = sum(cost.flops.values()) - (0 if pipe.attention.is_dense else cost.attention_flops)
-    reused = min(steps - 1, sum(pipe.model.spec.reused_steps(settings)))
+    num_reused = min(steps - 1, sum(pipe.model.spec.reused_steps(settings)))
     forwards_if_reused = pipe.model.spec.cache_rule(settings).num_forwards
-    num_forwards = (steps - reused) * (2 if min(settings.guidance_scales) > 1 else 1) + reused * forwards_if_reused
+    num_forwards = (steps - num_reused) * (
+        2 if min(settings.guidance_scales) > 1 else 1
+    ) + num_reused * forwards_if_reused
     return num_forwards * flops / rate

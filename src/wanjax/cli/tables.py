@@ -67,12 +67,12 @@ def table(
         for index, (heading, *cells) in enumerate(columns)
     ]
     gap = " " if width is not None and width < WIDE_TERMINAL else "  "
-    spare = sum(full_widths) if width is None else width - len(gap) * (len(columns) - 1)
-    spare -= sum(min_widths)
+    spare_width = sum(full_widths) if width is None else width - len(gap) * (len(columns) - 1)
+    spare_width -= sum(min_widths)
     note_lines = [["    " + line for line in fold_text(note, width and width - 4)] for note in notes] or [
         [] for _ in rows
     ]
-    if width is not None and spare < 0:
+    if width is not None and spare_width < 0:
         return Table(
             [],
             [
@@ -83,8 +83,8 @@ def table(
         )
     widths = []
     for full, minimum in zip(full_widths, min_widths, strict=True):
-        widths.append(minimum + min(spare, full - minimum))
-        spare -= widths[-1] - minimum
+        widths.append(minimum + min(spare_width, full - minimum))
+        spare_width -= widths[-1] - minimum
     lines = [x for row, note in zip(rows, note_lines, strict=True) for x in (*_row_lines(row, widths, gap), *note)]
     return Table(_row_lines(headings, widths, gap, align_bottom=True), lines)
 
@@ -95,13 +95,13 @@ def _row_lines(cells: Sequence[str], widths: Sequence[int], gap: str, *, align_b
     folded_cells = [fold_text(cell, width) for cell, width in zip(cells, widths, strict=True)]
     height = max(map(len, folded_cells))
     blank = [[""] * (height - len(cell_lines)) for cell_lines in folded_cells]
-    filled = [
+    padded_cells = [
         blank_lines + cell_lines if align_bottom else cell_lines + blank_lines
         for blank_lines, cell_lines in zip(blank, folded_cells, strict=True)
     ]
     lines = []
-    for first, *others in zip(*filled, strict=True):
-        number_cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+    for first, *other_cells in zip(*padded_cells, strict=True):
+        number_cells = (cell.rjust(width) for cell, width in zip(other_cells, widths[1:], strict=True))
         lines.append(gap.join([first.ljust(widths[0]), *number_cells]).rstrip())
     return lines
 

@@ -336,9 +336,9 @@ class _OptionReader:
             for file in value if isinstance(value, list) else [value]:
                 path = find_file(file, self.folders)
                 if path is None:
-                    where = self.folders.inputs or "a folder given by --inputs"
+                    place_text = self.folders.inputs or "a folder given by --inputs"
                     self.missing[name] = (
-                        f"{file.node} loads {base_name(file.name)}, which is not in {where}: "
+                        f"{file.node} loads {base_name(file.name)}, which is not in {place_text}: "
                         f"give {INPUT_SPECS[name].option} FILE, or --inputs FOLDER"
                     )
                 else:

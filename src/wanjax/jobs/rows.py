@@ -178,8 +178,8 @@ def _parse_json(text: str, name: str, advice: str) -> Any:
         return error
     except json.JSONDecodeError as error:
         context = text[max(0, error.pos - 20) : error.pos]
-        where = f"after {context!r}" if context else "at its start"
-        problem = f"{error.msg[0].lower()}{error.msg[1:]} {where}"
+        position_text = f"after {context!r}" if context else "at its start"
+        problem = f"{error.msg[0].lower()}{error.msg[1:]} {position_text}"
         return WanjaxError(f"{name} is invalid JSON, {problem}: {advice}")
     except (ValueError, RecursionError):  # a number with thousands of digits, or very deep nesting
         return WanjaxError(f"{name} has a number that is too long, or too many nested brackets: {advice}")
@@ -302,9 +302,14 @@ def with_shared(request: VideoRequest, shared: VideoRequest) -> VideoRequest:
         request: The request of the row.
         shared: The request of the command, from `shared_by_all`.
     """
-    whole = request.with_defaults(shared)
-    absent = {name for name in shared.settings if name not in request.settings and not has_effect(name, whole)}
-    return replace(whole, settings={name: value for name, value in whole.settings.items() if name not in absent})
+    complete_request = request.with_defaults(shared)
+    absent = {
+        name for name in shared.settings if name not in request.settings and not has_effect(name, complete_request)
+    }
+    return replace(
+        complete_request,
+        settings={name: value for name, value in complete_request.settings.items() if name not in absent},
+    )
 
 
 def has_effect(name: str, request: VideoRequest) -> bool:

@@ -811,15 +811,15 @@ class JobStore:
                 with self._database.transaction(write=write, durable=durable) as connection:
                     return operation(_Transaction(connection, self._database.now, self.namespace))
             except self._database.errors as error:
-                why, is_full = without_password(reason(error), self.url), self._database.is_full(error)
-                why = f"the disk of {self.name} is full" if is_full else why
+                cause, is_full = without_password(reason(error), self.url), self._database.is_full(error)
+                cause = f"the disk of {self.name} is full" if is_full else cause
                 if is_full and math.isinf(self.retry_seconds):  # a worker waits, because it must record its results
                     self.reclaim()
                 elif not self._database.is_transient(error):
-                    problem = f"the database {self.name} cannot be used: {why}"
+                    problem = f"the database {self.name} cannot be used: {cause}"
                     raise DatabaseError(problem, is_full) from error
                 elif time.monotonic() >= end:
-                    raise Unavailable(f"the database {self.name} does not answer: {why}") from error
+                    raise Unavailable(f"the database {self.name} does not answer: {cause}") from error
             time.sleep(RETRY_INTERVAL)
 
 

@@ -35,7 +35,7 @@ class Tiling(NamedTuple):
         Raises:
             WanjaxError: A number is not a multiple of `unit`, or a stride is larger than its size.
         """
-        full = Tiling(*(other if value is None else value for value, other in zip(self, default, strict=True)))
+        full = Tiling(*(fallback if value is None else value for value, fallback in zip(self, default, strict=True)))
         for name, numbers in zip(self._fields, pairs := full.pairs(), strict=True):
             if len(numbers) != 2 or not all(type(n) is int and n > 0 and n % unit == 0 for n in numbers):
                 advice = f"a multiple of {unit} pixels, or one for each of height and width"

@@ -212,8 +212,8 @@ def prepare_output_path(path: str | AnyPath, frames: int = 1) -> AnyPath:
                 f"{path} is a file, not a folder: give a new or empty folder, or a file such as {path}.mp4"
             )
         names = sorted(os.listdir(target))
-        if others := [name for name in names if not FRAME_FILE_PATTERN.fullmatch(name)]:
-            raise WanjaxError(f"{path} holds {others[0]}, which is not a frame: give a new or empty folder")
+        if other_files := [name for name in names if not FRAME_FILE_PATTERN.fullmatch(name)]:
+            raise WanjaxError(f"{path} holds {other_files[0]}, which is not a frame: give a new or empty folder")
     check_folder(target.parent)
     return target
 

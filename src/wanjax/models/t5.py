@@ -80,13 +80,13 @@ def distance_buckets(distance: Int[np.ndarray, "..."], buckets: int, max_distanc
     buckets grow geometrically up to `max_distance`, and the last bucket has all larger distances.
     """
     half = buckets // 2
-    exact = half // 2
+    num_exact = half // 2
     abs_distance = np.abs(distance)
     # float32 as in the reference, so that distances at the edges of buckets fall into the same buckets
-    growth = np.log(np.maximum(abs_distance, 1).astype(np.float32) / np.float32(exact))
-    fraction = growth / np.float32(math.log(max_distance / exact))
-    geometric = np.minimum(exact + (fraction * np.float32(half - exact)).astype(int), half - 1)
-    return np.where(distance > 0, half, 0) + np.where(abs_distance < exact, abs_distance, geometric)
+    growth = np.log(np.maximum(abs_distance, 1).astype(np.float32) / np.float32(num_exact))
+    fraction = growth / np.float32(math.log(max_distance / num_exact))
+    geometric = np.minimum(num_exact + (fraction * np.float32(half - num_exact)).astype(int), half - 1)
+    return np.where(distance > 0, half, 0) + np.where(abs_distance < num_exact, abs_distance, geometric)
 
 
 class PositionBias(nnx.Module):

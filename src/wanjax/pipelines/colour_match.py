@@ -89,9 +89,9 @@ def measure_drift(repeated: Clip, shown: Clip, matched: Clip | None = None) -> D
         shown: The same frames as the previous window has them.
         matched: The repeated frames after `match_colours`.
     """
-    before, target = (srgb_to_oklab(_samples(frames)).mean(0) for frames in (repeated, shown))
-    remaining = None if matched is None else _distance(srgb_to_oklab(_samples(matched)).mean(0), target)
-    return Drift(100 * float(before[0] - target[0]), _distance(before, target), remaining)
+    repeated_mean, shown_mean = (srgb_to_oklab(_samples(frames)).mean(0) for frames in (repeated, shown))
+    remaining = None if matched is None else _distance(srgb_to_oklab(_samples(matched)).mean(0), shown_mean)
+    return Drift(100 * float(repeated_mean[0] - shown_mean[0]), _distance(repeated_mean, shown_mean), remaining)
 
 
 def fit_colours(repeated: Clip, shown: Clip) -> ColourMap:

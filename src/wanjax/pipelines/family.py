@@ -31,11 +31,11 @@ def named_sizes(
     rotated default size, and `square` has about the same area. Sizes that the model does not support are left out.
     """
     height, width = defaults.size
-    named = {resolution_name(size): size for size in (defaults.size, *published)}
+    sizes_by_name = {resolution_name(size): size for size in (defaults.size, *published)}
     portrait, square = (model.size_for((high, height, 3), defaults) for high in (width, height))
     if portrait[0] > portrait[1]:
-        named["portrait"] = portrait
-    return named | ({"square": square} if square[0] == square[1] else {})
+        sizes_by_name["portrait"] = portrait
+    return sizes_by_name | ({"square": square} if square[0] == square[1] else {})
 
 
 def resolution_name(size: tuple[int, int]) -> str:

@@ -198,8 +198,8 @@ class ZeroStar(GuidanceRule):
         moving_average: None,
     ) -> tuple[Latents, None]:
         (scale, factor), eps = values, 1e-8  # epsilon, as in the paper
-        fitted = negative * (_dot(prompt, negative) / (_dot(negative, negative) + eps))
-        return factor * (fitted + scale * (prompt - fitted)), None
+        scaled_negative = negative * (_dot(prompt, negative) / (_dot(negative, negative) + eps))
+        return factor * (scaled_negative + scale * (prompt - scaled_negative)), None
 
 
 @dataclass(frozen=True)

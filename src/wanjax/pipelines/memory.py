@@ -65,16 +65,16 @@ def check_memory(settings: Settings, needed: int, stage: str | None = None) -> N
         return
     is_cpu = device.platform == "cpu"
     tiles = ", or decode in tiles" if stage == "decode" else ""
-    need = (
+    problem = (
         f"a video of {settings.width}x{settings.height} and {pluralize(settings.frames, 'frame')} needs at least "
         f"{format_bytes(needed)} of memory{f' to {stage}' if stage else ''}"
     )
     advice = f"use a smaller size or fewer frames{tiles}"
     if needed > total:
         owner = "this machine" if is_cpu else f"each {device.device_kind}"
-        raise WanjaxError(f"{need}, and {owner} has {format_bytes(total)}: {advice}")
+        raise WanjaxError(f"{problem}, and {owner} has {format_bytes(total)}: {advice}")
     if is_cpu and needed > (free := process_memory() + available_memory() + psutil.swap_memory().free):
-        message = f"{need}, and other programs leave {format_bytes(free)}, so the system may end it: {advice}"
+        message = f"{problem}, and other programs leave {format_bytes(free)}, so the system may end it: {advice}"
         warnings.warn(message, WanjaxWarning, stacklevel=user_stack_level())
 
 

@@ -503,11 +503,15 @@ def _value_type(annotation: Any) -> type:
 def check_shape(height: int, width: int, frames: int, *, spatial: int, temporal: int) -> None:
     """Raise SettingError unless height and width are multiples of `spatial`, and frames are `temporal`·n + 1."""
     sides = {"height": height, "width": width}
-    if wrong := {name: pixels for name, pixels in sides.items() if pixels <= 0 or pixels % spatial}:
-        names, got = (" and ".join(map(str, texts)) for texts in (wrong, wrong.values()))
-        multiple = f"multiples of {spatial}" if len(wrong) > 1 else f"a multiple of {spatial}"
-        valid = ", and ".join(f"{_nearest_valid(pixels, spatial, 0)} for {name}" for name, pixels in wrong.items())
-        raise SettingError(f"{names} must be {multiple} above 0, got {got}: give {valid}", next(iter(wrong)))
+    if invalid_sides := {name: pixels for name, pixels in sides.items() if pixels <= 0 or pixels % spatial}:
+        names, got_text = (" and ".join(map(str, texts)) for texts in (invalid_sides, invalid_sides.values()))
+        multiple = f"multiples of {spatial}" if len(invalid_sides) > 1 else f"a multiple of {spatial}"
+        valid = ", and ".join(
+            f"{_nearest_valid(pixels, spatial, 0)} for {name}" for name, pixels in invalid_sides.items()
+        )
+        raise SettingError(
+            f"{names} must be {multiple} above 0, got {got_text}: give {valid}", next(iter(invalid_sides))
+        )
     if frames <= 0 or (frames - 1) % temporal:
         valid = _nearest_valid(frames, temporal, 1)
         raise SettingError(f"the number of frames must be {temporal}n + 1, got {frames}: give {valid}", "frames")

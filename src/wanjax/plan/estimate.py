@@ -453,11 +453,11 @@ def _totals(
         times, seconds = next(((run.times, x.seconds) for run, x in prices if run.name == kind), (0, None))
         values |= {f"{kind}s": times, f"{kind}_seconds": seconds}
     if settings.cache.decided_on_device:
-        values["reusing_steps"] = most = sum(model.spec.reused_steps(settings))
-        least = next((x.least for run, x in prices if run.name == REUSING), None)
-        if least is not None and total is not None:
-            saved = most * (values["reusing_step_seconds"] - least)
-            values |= {"reusing_step_seconds_least": least, "total_seconds_least": total - saved}
+        values["reusing_steps"] = max_reusing = sum(model.spec.reused_steps(settings))
+        least_seconds = next((x.least for run, x in prices if run.name == REUSING), None)
+        if least_seconds is not None and total is not None:
+            saved = max_reusing * (values["reusing_step_seconds"] - least_seconds)
+            values |= {"reusing_step_seconds_least": least_seconds, "total_seconds_least": total - saved}
     if total is not None:
         low, high = (sum(run.times * getattr(x, end) for run, x in prices) for end in ("low", "high"))
         values["total_seconds_low"] = low * (values["total_seconds_least"] or total) / total

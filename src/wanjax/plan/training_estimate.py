@@ -190,7 +190,7 @@ def _seconds(step: Price, forward: Price) -> dict[str, Any]:
 
 def _memory(settings: Settings, chip: str, hardware: Hardware, step: Price) -> dict[str, Any]:
     """Return the fields of `TrainingEstimate` about memory, and about what limits the speed of a step."""
-    spare, fits = hardware.memory - step.peak_bytes, fits_on(hardware, step.argument_bytes, step.peak_bytes)
+    spare_bytes, fits = hardware.memory - step.peak_bytes, fits_on(hardware, step.argument_bytes, step.peak_bytes)
     advice = None
     if fits is None:
         claim = f"a step of {settings.model} may fit {chip}"
@@ -204,7 +204,7 @@ def _memory(settings: Settings, chip: str, hardware: Hardware, step: Price) -> d
         "memory_per_chip": hardware.memory,
         "weights_bytes_per_chip": step.argument_bytes,
         "peak_bytes_per_chip": step.peak_bytes,
-        "spare_bytes_per_chip": spare,
+        "spare_bytes_per_chip": spare_bytes,
         "fits": fits,
         "limit": (None if fits is False else limit_of(step)) or "the memory of a chip",
         "advice": advice,

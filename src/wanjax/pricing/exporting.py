@@ -85,9 +85,9 @@ class Traced(NamedTuple):
             jax.sharding.use_abstract_mesh(self.mesh),
         ):
             program = exporter(*self.leaves).serialize()
-        ends = list(accumulate(len(jax.tree.leaves(argument)) for argument in self.abstract_call.arguments))
-        starts = [0, *ends]
-        donate = tuple(leaf for i in self.abstract_call.donate for leaf in range(starts[i], ends[i]))
+        end_indices = list(accumulate(len(jax.tree.leaves(argument)) for argument in self.abstract_call.arguments))
+        starts = [0, *end_indices]
+        donate = tuple(leaf for i in self.abstract_call.donate for leaf in range(starts[i], end_indices[i]))
         options = dict(self.abstract_call.compiler_options or {})
         return CompileJob(self.slice, dict(self.mesh.shape), bytes(program), donate, options)
 

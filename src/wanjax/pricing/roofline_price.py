@@ -121,7 +121,7 @@ def _peak_live_bytes(jaxpr: Jaxpr, scope: str, attention: str | None) -> int:
     last_uses: dict[Any, int] = {}
     for index, variables in enumerate([*(equation.invars for equation in jaxpr.eqns), jaxpr.outvars]):
         last_uses |= {x: index for x in variables if not isinstance(x, Literal)}
-    live: dict[Any, int] = {}
+    live_sizes: dict[Any, int] = {}
     live_bytes = peak = 0
     for index, equation in enumerate(jaxpr.eqns):
         inner_scope = f"{scope}/{equation.source_info.name_stack}"
@@ -133,10 +133,10 @@ def _peak_live_bytes(jaxpr: Jaxpr, scope: str, attention: str | None) -> int:
         )
         output_sizes = {x: _bytes(x) for x in equation.outvars if x in last_uses and not (is_fused and _is_scores(x))}
         peak = max(peak, live_bytes + max(inner_bytes, sum(output_sizes.values())))
-        live |= output_sizes
+        live_sizes |= output_sizes
         live_bytes += sum(output_sizes.values())
         live_bytes -= sum(
-            live.pop(x, 0) for x in equation.invars if not isinstance(x, Literal) and last_uses[x] == index
+            live_sizes.pop(x, 0) for x in equation.invars if not isinstance(x, Literal) and last_uses[x] == index
         )
     return peak
 

@@ -290,9 +290,9 @@ def _beta_cdf(x: np.ndarray) -> np.ndarray:
     """
     n = np.arange(64)  # below 1/2, the terms fall at least as powers of 1/2
     factors = np.cumprod(np.append(1, (n[1:] - BETA) / n[1:]))
-    near = np.minimum(x, 1 - x)[:, None]
+    tail = np.minimum(x, 1 - x)[:, None]
     total = math.gamma(BETA) ** 2 / math.gamma(2 * BETA)
-    areas = (factors * near ** (n + BETA) / (n + BETA)).sum(1) / total
+    areas = (factors * tail ** (n + BETA) / (n + BETA)).sum(1) / total
     return np.where(x <= 0.5, areas, 1 - areas)
 
 

@@ -71,8 +71,8 @@ class Diffusion(Scheduler):
             raise WanjaxError(f"the model has {TRAIN_STEPS} timesteps, got {steps} steps: use fewer steps")
         alpha_bars = noise_levels(self.snr_shift)
         timesteps = _spaced_timesteps(steps, self.spacing)[skip:]
-        ends = np.append(timesteps[1:], -1) if follow == "official" else timesteps - TRAIN_STEPS // steps
-        start, end = alpha_bars[timesteps], np.where(ends >= 0, alpha_bars[ends], 1.0)
+        end_timesteps = np.append(timesteps[1:], -1) if follow == "official" else timesteps - TRAIN_STEPS // steps
+        start, end = alpha_bars[timesteps], np.where(end_timesteps >= 0, alpha_bars[end_timesteps], 1.0)
         levels = [Levels(start[i], end[i], start[i - 1] if i else None) for i in range(len(start))]
         level_alpha_bars = np.append(start, end[-1])
         return Schedule(

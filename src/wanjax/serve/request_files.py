@@ -186,5 +186,5 @@ class RequestFileParser:
 
 def _without_options(sentence: str) -> str:
     """Remove the advice at the end of a sentence if it names options of the command."""
-    fact, separator, advice = sentence.rpartition(": ")
-    return fact if separator and "--" in advice else sentence
+    problem, separator, advice = sentence.rpartition(": ")
+    return problem if separator and "--" in advice else sentence

@@ -71,10 +71,12 @@ class ServedModels:
             problem = f"lora is {repr_short(requested)}, and this server was started with no LoRA"
             message = f"{problem}: leave lora out, or start the server with wanjax serve --lora FILE"
             raise SettingError(message, "lora")
-        if isinstance(requested, str) and (bare := [x for x in requested.split(",") if x and ":" not in x]):
+        if isinstance(requested, str) and (bare_names := [x for x in requested.split(",") if x and ":" not in x]):
             names = " and ".join(self.default_strengths)
             example = f"{next(iter(self.default_strengths))}:0.5"
-            message = f"lora gives {repr_short(bare[0])} without a strength: write {example}; this server has {names}"
+            message = (
+                f"lora gives {repr_short(bare_names[0])} without a strength: write {example}; this server has {names}"
+            )
             raise SettingError(message, "lora")
 
     def strengths(self, requested: Strengths) -> dict[str, float]:
@@ -163,8 +165,8 @@ def _sibling_presets(model: str) -> list[str]:
     all_presets = presets()
     if model not in all_presets:
         return []
-    others = [
+    other_names = [
         preset for preset in all_presets.values() if preset.source == all_presets[model].source and preset.name != model
     ]
-    files = {preset.name: [Lora.parse(text).file for text in preset.loras] for preset in others}
+    files = {preset.name: [Lora.parse(text).file for text in preset.loras] for preset in other_names}
     return [name for name, lora_files in files.items() if not any(map(checked_file_bytes, lora_files))]

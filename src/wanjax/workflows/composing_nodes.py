@@ -61,9 +61,9 @@ def _join_all(node: NodeInputs) -> Any:
 def _join(node: NodeInputs, names: Any) -> Any:
     """Describe the pictures of some inputs, joined one after another."""
     parts = [node(name) for name in names if node.has(name)]
-    others = [part for part in parts if not isinstance(part, Pictures)]
-    if others or not parts:
-        return others[0] if others else Unknown(node.graph_node, "joins no pictures")
+    unknown_parts = [part for part in parts if not isinstance(part, Pictures)]
+    if unknown_parts or not parts:
+        return unknown_parts[0] if unknown_parts else Unknown(node.graph_node, "joins no pictures")
     return parts[0] if len(parts) == 1 else _batch(node, tuple(parts), 1)
 
 

@@ -170,6 +170,6 @@ def repr_value(value: Any) -> str:
 
 def _to_number(text: str) -> Any:
     try:
-        return float(text) if any(letter in text for letter in ".eE") else int(text)
+        return float(text) if any(character in text for character in ".eE") else int(text)
     except ValueError:
         return text

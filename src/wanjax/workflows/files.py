@@ -151,11 +151,11 @@ def find_file(file: File, folders: Folders) -> Path | None:
 
 def _with_name(folder: Path, name: str) -> Iterator[Path]:
     """Yield the files with this name in a folder and its subfolders. Links to folders are not followed."""
-    seen = 0
+    num_entries = 0
     for parent, folder_names, names in os.walk(folder):
         folder_names.sort()
-        seen += len(names)
-        if seen > MAX_ENTRIES:
+        num_entries += len(names)
+        if num_entries > MAX_ENTRIES:
             raise WanjaxError(f"{folder} has more than {MAX_ENTRIES:,} files: give the folder `models` of ComfyUI")
         if name in names:
             yield Path(parent) / name

@@ -194,10 +194,10 @@ def _checked_node(node: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _read_link(link: Any) -> tuple[Any, tuple[str, int, str, int]]:
     if isinstance(link, Mapping):
-        key, *ends = (link[name] for name in ("id", "origin_id", "origin_slot", "target_id", "target_slot"))
+        key, *endpoints = (link[name] for name in ("id", "origin_id", "origin_slot", "target_id", "target_slot"))
     else:
-        key, *ends = link[:5]
-    origin, origin_slot, target, target_slot = ends
+        key, *endpoints = link[:5]
+    origin, origin_slot, target, target_slot = endpoints
     return key, (str(origin), int(origin_slot), str(target), int(target_slot))
 
 
@@ -376,12 +376,12 @@ def named_widgets(node: Mapping[str, Any], node_types: Mapping[str, NodeType]) -
         names = node_type.widget_names(values)
     else:
         names = tuple(str(slot["name"]) for slot in node["inputs"] if slot.get("widget"))
-    named: dict[str, Any] = {}
-    rest = list(values)
+    values_by_name: dict[str, Any] = {}
+    remaining_values = list(values)
     for name in names:
-        if not rest:
+        if not remaining_values:
             break
-        named[name] = rest.pop(0)
-        if name in SEED_WIDGETS and rest and rest[0] in CONTROL_WORDS:
-            rest.pop(0)
-    return named if node_type is not None or not rest else {}
+        values_by_name[name] = remaining_values.pop(0)
+        if name in SEED_WIDGETS and remaining_values and remaining_values[0] in CONTROL_WORDS:
+            remaining_values.pop(0)
+    return values_by_name if node_type is not None or not remaining_values else {}

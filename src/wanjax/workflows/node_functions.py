@@ -179,7 +179,7 @@ def condition(inputs: Mapping[str, str], needed: str | None = None) -> Callable[
     """
 
     def describe(node: NodeInputs) -> tuple[Condition, Condition, Latents, int]:
-        pictures = {ours: node(theirs) for theirs, ours in inputs.items() if node.has(theirs)}
+        pictures = {input_name: node(node_input) for node_input, input_name in inputs.items() if node.has(node_input)}
         positive, negative = node.take("positive", Condition), node.take("negative", Condition)
         strength = node.number("strength", 1.0)
         if isinstance(strength, Unknown):
@@ -547,12 +547,12 @@ def _join(node: NodeInputs) -> str | Unknown:
 def _compute(node: NodeInputs) -> tuple[float, int, bool] | Unknown:
     values: dict[str, float] = {}
     for name in node.graph_node.inputs:
-        letter = name.removeprefix("values.")
-        if letter == name or (value := node(name)) is None:
+        variable = name.removeprefix("values.")
+        if variable == name or (value := node(name)) is None:
             continue
         if isinstance(value := value if isinstance(value, bool) else node.number(name), Unknown):
             return value
-        values[letter] = value
+        values[variable] = value
     expression = node.text("expression")
     if isinstance(expression, Unknown):
         return expression

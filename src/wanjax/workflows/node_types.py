@@ -52,8 +52,8 @@ class NodeType(NamedTuple):
             return tuple(f"{self.numbered}_{number}" for number in range(len(values)))
         if not self.variants:
             return self.widgets
-        chosen = self.variants.get(str(values[0]), ()) if values else ()
-        return (*self.widgets, *(f"{self.widgets[0]}.{name}" for name in chosen), *self.last)
+        variant_names = self.variants.get(str(values[0]), ()) if values else ()
+        return (*self.widgets, *(f"{self.widgets[0]}.{name}" for name in variant_names), *self.last)
 
 
 def shaped(*names: str) -> NodeType:

@@ -121,9 +121,11 @@ def read_workflow(
         except WanjaxError as error:
             errors.append(error)
         else:
-            others = [str(other) for other in outputs if other is not output]
-            note = f"{output} is read, and not {', '.join(others[:4])}"
-            return replace(workflow, notes=(*workflow.notes, note, *map(str, errors[:1]))) if others else workflow
+            other_outputs = [str(other) for other in outputs if other is not output]
+            note = f"{output} is read, and not {', '.join(other_outputs[:4])}"
+            return (
+                replace(workflow, notes=(*workflow.notes, note, *map(str, errors[:1]))) if other_outputs else workflow
+            )
     raise errors[0]
 
 
@@ -210,11 +212,11 @@ def _rest(without: Node, nodes: Sequence[Node], workflow: Workflow | None) -> st
         parts += [pluralize(workflow.settings["steps"], "step")] if isinstance(workflow.settings["steps"], int) else []
         name = workflow.model or shown(base_name(workflow.files[0].name))
         return f"without it the workflow is a video of {name}" + "".join(f", {part}" for part in parts)
-    left = [*dict.fromkeys(models)][:2] + [str(node) for node in _samplers(nodes) if node is not without][:1]
+    remaining = [*dict.fromkeys(models)][:2] + [str(node) for node in _samplers(nodes) if node is not without][:1]
     return (
-        f"without it {join_with_and(left)} are left"
-        if len(left) > 1
-        else f"without it {(left or ['nothing'])[0]} is left"
+        f"without it {join_with_and(remaining)} are left"
+        if len(remaining) > 1
+        else f"without it {(remaining or ['nothing'])[0]} is left"
     )
 
 

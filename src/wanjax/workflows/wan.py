@@ -111,9 +111,13 @@ def _segment(node: NodeInputs) -> tuple[Condition, Condition, Latents, int, int,
     if (previous is not None or in_loop) and overlap not in OVERLAPS:
         problem = f"has {overlap} as its continue_motion_max_frames, but wanjax supports only 1 and 5"
         node.reader.problems.append(Unknown(node.graph_node, problem))
-    inputs = {ours: node(theirs) for theirs, ours in (SEGMENT_INPUTS | REPLACEMENT_INPUTS).items() if node.has(theirs)}
-    for theirs, ours in SEGMENT_INPUTS.items():
-        inputs.setdefault(ours, Unknown(node.graph_node, f"has no {theirs}, which wanjax needs"))
+    inputs = {
+        input_name: node(node_input)
+        for node_input, input_name in (SEGMENT_INPUTS | REPLACEMENT_INPUTS).items()
+        if node.has(node_input)
+    }
+    for node_input, input_name in SEGMENT_INPUTS.items():
+        inputs.setdefault(input_name, Unknown(node.graph_node, f"has no {node_input}, which wanjax needs"))
     if vision := node.maybe("clip_vision_output", Vision):
         inputs["vision"] = vision
     shape = Shape(node.integer("width"), node.integer("height"), node.integer("length"), node.integer("batch_size", 1))
@@ -174,7 +178,7 @@ def _animate(node: NodeInputs) -> tuple[Condition, Condition, Latents, int, None
     else:
         settings["windows"] = 1
     shape = Shape(_on_grid(node.integer("width")), _on_grid(node.integer("height")), node.integer("length"))
-    inputs = {ours: node(theirs) for theirs, ours in ANIMATE_INPUTS.items() if node.has(theirs)}
+    inputs = {input_name: node(node_input) for node_input, input_name in ANIMATE_INPUTS.items() if node.has(node_input)}
     if vision := node.maybe("clip_vision_output", Vision):
         inputs["vision"] = vision
     positive, negative = node.take("positive", Condition), node.take("negative", Condition)

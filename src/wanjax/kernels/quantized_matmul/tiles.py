@@ -146,9 +146,9 @@ def _column_sizes(product: Product) -> set[int]:
 def _row_sizes(product: Product) -> set[tuple[int, int]]:
     """Return the possible sizes of row tiles, with the sizes of their strips."""
     spills = product.gelu or product.quantizes_result or product.depth > MAX_DEPTH
-    max_strip, least = MAX_SPILLED_STRIP if spills else MAX_STRIP, ceil_div(product.rows, MAX_ROWS)
+    max_strip, min_count = MAX_SPILLED_STRIP if spills else MAX_STRIP, ceil_div(product.rows, MAX_ROWS)
     sizes = set()
-    for count in range(least, min(16 * least, ceil_div(product.rows, ROW_TILE)) + 1):
+    for count in range(min_count, min(16 * min_count, ceil_div(product.rows, ROW_TILE)) + 1):
         rows = ceil_div(product.rows, count)
         strips = ceil_div(rows, max_strip)
         strip = round_up(ceil_div(rows, strips), ROW_TILE)

@@ -40,9 +40,13 @@ def _trials() -> Iterator[Trial]:
         for name, tokens in TOKENS.items():
             x, gate = normal(0, 1, tokens, DEPTH), normal(2, 1, 2, COLUMNS, dtype="float32")
             second_mask = jnp.arange(tokens) >= tokens - 100
-            sum_of = {"gated_sum": GatedSum(normal(1, 1, tokens, COLUMNS), gate, second_mask)}
-            before = {"modulation": _modulation(DEPTH, second_mask), "eps": EPS, "gelu": True}
-            call = {"hadamard_size": HADAMARD_SIZE, **options, **(sum_of if tokens % TILES.rows else before)}
+            sum_options = {"gated_sum": GatedSum(normal(1, 1, tokens, COLUMNS), gate, second_mask)}
+            input_options = {"modulation": _modulation(DEPTH, second_mask), "eps": EPS, "gelu": True}
+            call = {
+                "hadamard_size": HADAMARD_SIZE,
+                **options,
+                **(sum_options if tokens % TILES.rows else input_options),
+            }
             run = partial(_run, tpu.quantized_matmul, (x, weight, bias), call | {"tiles": TILES})
             yield Trial(f"{weight_format}, {name}", run, partial(_expected, x, weight, bias, call), TOLERANCE)
         rows = {"hadamard_size": HADAMARD_SIZE, "number_format": weight_format, "dtype": options["dtype"]}

@@ -41,8 +41,8 @@ EPS = 1e-6
 
 def map_without_odd_frame(resample: Callable[[Chunk], Chunk], x: Chunk) -> Chunk:
     """Apply a function to the frames of a chunk, except to the first frame if their number is odd."""
-    first, others = jnp.split(x, [x.shape[1] % 2], axis=1)
-    return jnp.concatenate([first, resample(others)], axis=1)
+    first, later_frames = jnp.split(x, [x.shape[1] % 2], axis=1)
+    return jnp.concatenate([first, resample(later_frames)], axis=1)
 
 
 def halve(x: Float[Array, "B T H W C"]) -> Chunk:
@@ -52,9 +52,9 @@ def halve(x: Float[Array, "B T H W C"]) -> Chunk:
 
 def repeat_to_shape(z: Float[Array, "B T H W C"], like: Float[Array, "B _T _H _W _C"]) -> Chunk:
     """Repeat positions up to the number of frames, the height and the width of `like`."""
-    odd, (frames, height, width) = z.shape[1] % 2, like.shape[1:4]
+    num_odd, (frames, height, width) = z.shape[1] % 2, like.shape[1:4]
     if z.shape[1] > 1:
-        z = map_without_odd_frame(lambda x: x.repeat((frames - odd) // x.shape[1], axis=1), z)
+        z = map_without_odd_frame(lambda x: x.repeat((frames - num_odd) // x.shape[1], axis=1), z)
     return z.repeat(height // z.shape[2], axis=2).repeat(width // z.shape[3], axis=3)
 
 

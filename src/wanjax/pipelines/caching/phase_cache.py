@@ -92,7 +92,7 @@ def step_cache(
     changes = embedding_changes(runtime, denoiser, network, schedule, phase, rule.table_name == PLAIN)
     reused = rule.reused(phase, tables, changes)
     if changes is None:
-        last = max((step for step, may in enumerate(reused) if may), default=-1)
+        last = max((step for step, may_reuse in enumerate(reused) if may_reuse), default=-1)
         reused = tuple(step == last for step in range(len(reused)))
     elif len(phase.scales) == phase.total:
         check_any_reused(rule, getattr(tables, rule.table_name), changes, reused)

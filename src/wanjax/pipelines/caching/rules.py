@@ -169,7 +169,7 @@ class MagCache(CacheRule):
     def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
         table = tables.magnitudes
         assert table is not None
-        delta, most = self.delta or table.delta, self.most or table.most
+        delta, max_reused = self.delta or table.delta, self.most or table.most
         uncached_share = table.whole if self.whole is None else self.whole
         if not table.turns[phase.index]:
             return (False,) * len(phase.steps)
@@ -184,7 +184,7 @@ class MagCache(CacheRule):
                 continue
             growth = growth * ratios[:, phase.start + step]
             errors, count = errors + np.abs(1 - growth), count + 1
-            flags.append(bool((errors < delta).all()) and count <= most)
+            flags.append(bool((errors < delta).all()) and count <= max_reused)
             if not flags[-1]:
                 growth, errors, count = RESET
         return _compute_first(flags)
@@ -348,8 +348,8 @@ def chosen_rule(
     rule = rule.with_defaults(tables)
     reused = [rule.reused(phase, tables) for phase in phases]
     if not any(map(any, reused)):
-        least = min_steps(rule, phases_for, steps, tables)
-        advice = f"give at least {least} steps" if least else "give it other settings, or leave it out"
+        fewest_steps = min_steps(rule, phases_for, steps, tables)
+        advice = f"give at least {fewest_steps} steps" if fewest_steps else "give it other settings, or leave it out"
         message = f"the step cache {rule} reuses nothing in {pluralize(steps, 'step')}: {advice}"
         raise SettingError(message, "cache")
     if (first := _last_computed(rule, reused)) is not None:
@@ -388,10 +388,12 @@ def check_any_reused(rule: TeaCache, table: Changes, changes: Sequence[float], r
     if any(reused):
         return
     candidates = changes[max(1, table.first) : len(changes) - table.last]
-    least = min(
+    lowest_threshold = min(
         (estimate for x in candidates if (estimate := float(np.polyval(table.polynomial, x))) > 0), default=None
     )
-    advice = "give more steps" + (f", or a threshold above {float(f'{1.06 * least:.2g}'):g}" if least else "")
+    advice = "give more steps" + (
+        f", or a threshold above {float(f'{1.06 * lowest_threshold:.2g}'):g}" if lowest_threshold else ""
+    )
     message = f"the step cache {rule} reuses nothing in {pluralize(len(reused), 'step')}: {advice}"
     raise SettingError(message, "cache")
 

@@ -59,8 +59,8 @@ def known_frames(indices: Sequence[int], frames: int, factor: int) -> Float[np.n
 
 def frame_channels(values: Float[np.ndarray, "T ..."], factor: int) -> Float[np.ndarray, "C _T ..."]:
     """Rearrange values, one for each frame, as channels of the latent frames, in the layout of `known_frames`."""
-    whole = np.concatenate([np.repeat(values[:1], factor, axis=0), values[1:]])
-    return np.swapaxes(whole.reshape(-1, factor, *values.shape[1:]), 0, 1)
+    repeated = np.concatenate([np.repeat(values[:1], factor, axis=0), values[1:]])
+    return np.swapaxes(repeated.reshape(-1, factor, *values.shape[1:]), 0, 1)
 
 
 def mask_to_channels(mask: Float[np.ndarray, "T H W"], frames: int, factor: int) -> Float[np.ndarray, "C _T _H _W"]:
@@ -70,8 +70,8 @@ def mask_to_channels(mask: Float[np.ndarray, "T H W"], frames: int, factor: int)
     reference.
     """
     count, height, width = mask.shape
-    picked = [(2 * i + 1) * count // (2 * frames) for i in range(frames)]
-    patches = mask[picked].reshape(frames, height // factor, factor, width // factor, factor)
+    middle_indices = [(2 * i + 1) * count // (2 * frames) for i in range(frames)]
+    patches = mask[middle_indices].reshape(frames, height // factor, factor, width // factor, factor)
     return patches.transpose(2, 4, 0, 1, 3).reshape(factor**2, frames, height // factor, width // factor)
 
 

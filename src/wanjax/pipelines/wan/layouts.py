@@ -286,10 +286,10 @@ def other_expert(path: str) -> tuple[str, ...]:
     names = [EXPERT_PAIRS[name]] if name in EXPERT_PAIRS else []
     if not names and (parts := _split_expert_name(name)):
         prefix, expert, suffix = parts
-        other = prefix + OTHER_WORD[expert] + suffix
-        names = [other, DATE.sub("", other)]
+        other_name = prefix + OTHER_WORD[expert] + suffix
+        names = [other_name, DATE.sub("", other_name)]
     folder = _other_folder(path)
-    others = [f"../{folder}/{other}" for other in (names or [name])] if folder else []
+    others = [f"../{folder}/{other_name}" for other_name in (names or [name])] if folder else []
     return tuple(dict.fromkeys([*names, *others]))
 
 
@@ -344,26 +344,26 @@ def _other_expert_file(path: Path, transformer: Mapping[str, Any]) -> Path | Non
 
     Returns None for a transformer that is not an expert. Raises WanjaxError if the other file is missing.
     """
-    others = _other_expert_paths(path)
-    if not others and (folder := _other_folder(path.absolute())):
+    other_files = _other_expert_paths(path)
+    if not other_files and (folder := _other_folder(path.absolute())):
         same_name = path.absolute().parents[1] / folder / path.name
-        others = [same_name] if same_name.is_file() else _other_expert_paths(path.absolute(), folder)
-    if len(others) != 1:
-        _check_has_pair(transformer, path, others)
+        other_files = [same_name] if same_name.is_file() else _other_expert_paths(path.absolute(), folder)
+    if len(other_files) != 1:
+        _check_has_pair(transformer, path, other_files)
         return None
-    if not others[0].is_file():
-        raise WanjaxError(missing_file(others[0]))
-    return others[0]
+    if not other_files[0].is_file():
+        raise WanjaxError(missing_file(other_files[0]))
+    return other_files[0]
 
 
 def _with_other_expert(
     components: dict[str, RecognisedComponent], path: Path, other_file: Path | None
 ) -> dict[str, RecognisedComponent]:
     """Add the components of the other expert's file to the components of a file that holds a transformer."""
-    other = recognise.components(open_tensors(other_file)) if other_file else {}
-    if "transformer" not in other:
+    other_components = recognise.components(open_tensors(other_file)) if other_file else {}
+    if "transformer" not in other_components:
         return components
-    high, low = (components, other) if _is_high(path) else (other, components)
+    high, low = (components, other_components) if _is_high(path) else (other_components, components)
     return low | high | {"transformer_2": low["transformer"]}
 
 
@@ -383,10 +383,10 @@ def _transformer_folders(root: Path) -> dict[str, Path]:
     root and the other is next to it."""
     if _has_experts(root):
         return {name: root / folder for name, folder in FOLDERS.items()}
-    others = [other for other in _other_expert_paths(root) if other.is_dir() and _is_transformer(other)]
-    if len(others) != 1:
+    other_folders = [other for other in _other_expert_paths(root) if other.is_dir() and _is_transformer(other)]
+    if len(other_folders) != 1:
         return {"transformer": root}
-    high, low = (root, others[0]) if _is_high(root) else (others[0], root)
+    high, low = (root, other_folders[0]) if _is_high(root) else (other_folders[0], root)
     return {"transformer": high, "transformer_2": low}
 
 

@@ -224,14 +224,14 @@ class PoseToVideo(CharacterToVideo):
     def _mask_channels(self, pictures: Pictures, carried: int, settings: Settings) -> Float32[np.ndarray, "1 C T H W"]:
         """Return the condition's mask: 1 for the picture and for the frames of the previous segment, then 1 where the
         user's mask keeps the background."""
-        keeps = np.zeros((settings.frames, *self.spec.latent_shape(settings)[3:]), np.float32)
+        keep_mask = np.zeros((settings.frames, *self.spec.latent_shape(settings)[3:]), np.float32)
         if (mask := pictures.clip(MASK.name)) is not None:
             step = self.vae.spatial_factor  # the first pixel of each latent position counts
             pixels = np.stack([fit_to_size(frame, settings.size, "stretch")[::step, ::step] for frame in mask])
             grey = pixels[..., 0] if settings.follow == "official" else np.stack(list(map(_luma, pixels)))
-            keeps = 1 - grey.astype(np.float32) / np.float32(255)
-        keeps[:carried] = 1
-        channels = frame_channels(keeps, self.vae.temporal_factor)
+            keep_mask = 1 - grey.astype(np.float32) / np.float32(255)
+        keep_mask[:carried] = 1
+        channels = frame_channels(keep_mask, self.vae.temporal_factor)
         return np.concatenate([np.ones_like(channels[:, :1]), channels], axis=1)[None]
 
     def prepare(

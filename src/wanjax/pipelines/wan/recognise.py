@@ -174,8 +174,8 @@ def _text_encoder_name(key: str) -> str | None:
 
 def _check_supported(reader: TensorReader, names: Callable[[str], str | None]) -> None:
     """Raise WanjaxError if the transformer has tensors that belong to an unsupported model."""
-    if other := find_unsupported((key for key in reader.specs if names(key) is None), UNSUPPORTED):
-        raise WanjaxError(f"{_path_text(reader)} has {other}; supported models are {SUPPORTED}")
+    if unsupported := find_unsupported((key for key in reader.specs if names(key) is None), UNSUPPORTED):
+        raise WanjaxError(f"{_path_text(reader)} has {unsupported}; supported models are {SUPPORTED}")
 
 
 def _check_channels(reader: TensorReader, patches: int, latents: int) -> None:
