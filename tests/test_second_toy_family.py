@@ -212,6 +212,7 @@ def test_an_input_is_no_setting_and_of_one_kind(name):
         wanjax.register(replace(TOY_SOUND, pipelines=(), presets=(replace(preset, name="x", model=model),)))
 
 
+@pytest.mark.slow
 def test_eight_devices_agree_with_one(folder, pipe, encoded, latents):
     spread = wanjax.load(folder, mesh="dp=2,sp=2,tp=2")
     there = spread.denoise(spread.encode("a red circle", image=PAGE), seed=3)

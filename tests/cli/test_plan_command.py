@@ -286,6 +286,7 @@ def test_cached_prices_are_read_by_the_same_key(tmp_path):
     assert ResultCache().get("prices", {"a": 1}) is None
 
 
+@pytest.mark.slow
 def test_each_set_of_compiler_options_has_its_prices(monkeypatch):
     requested = {}
 

@@ -14,6 +14,7 @@ from PIL import Image
 import wanjax
 from tests.parity.animate_references import animate_networks, on_a_cpu, save_checkpoint
 from tests.parity.references import BAR, NEGATIVE_PROMPT, PROMPT, relative_l2
+from tests.support.quick import quick
 
 pytestmark = [
     pytest.mark.usefixtures("cached_programs"),
@@ -50,7 +51,7 @@ def networks(tmp_path_factory) -> dict[str, Any]:
     return animate_networks(tmp_path_factory.mktemp("tokenizer"), LAYERS)
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=quick(["base, two segments"], CASES))
 def case(request) -> Case:
     return CASES[request.param]
 

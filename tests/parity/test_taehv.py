@@ -172,6 +172,7 @@ def test_frames_are_the_reference_s(model, tmp_path):
     assert not pipe.components.has("vae")
 
 
+@pytest.mark.slow
 def test_frames_on_a_mesh_in_tiles_and_in_a_stream(tmp_path):
     tensors = layers(4, 1, (1, 2, 2))
     torch.save(OrderedDict(tensors), file := tmp_path / "tae.pth")
@@ -227,6 +228,7 @@ def test_an_autoencoder_of_other_frames_is_refused(tmp_path):
         wanjax.load("nano", decoder=tmp_path / "vae.safetensors")
 
 
+@pytest.mark.slow
 def test_the_command_line_decodes_with_it(tmp_path, monkeypatch):
     """At once and in stages; the metadata names it, and `--from` reproduces the video, unless the file differs."""
     monkeypatch.chdir(tmp_path)

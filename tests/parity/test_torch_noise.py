@@ -286,7 +286,7 @@ def test_numbers_of_steps(tmp_path, steps):
     check(answer(tmp_path / "checkpoint", **settings), theirs)
 
 
-@pytest.mark.parametrize("image", [None, PICTURES[0]], ids=["text", "picture"])
+@pytest.mark.parametrize("image", [None, pytest.param(PICTURES[0], marks=pytest.mark.slow)], ids=["text", "picture"])
 def test_hunyuanvideo(tmp_path, image):
     reference = (hunyuan_references.text_to_video if image is None else hunyuan_references.image_to_video)(tmp_path)
     settings: dict[str, Any] = {"steps": 3, "frames": 5, "size": (48, 64)}

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 import wanjax
+from tests.support.quick import quick
 from tests.support.tiny import (
     tiny_causal_checkpoint,
     tiny_checkpoint,
@@ -50,7 +51,7 @@ def assert_same_video(model, offload="blocks", *, load=None, **request):
     np.testing.assert_array_equal(*frames)
 
 
-@pytest.mark.parametrize("offload", ["blocks:1", "blocks", "blocks:3", "blocks:8"])
+@pytest.mark.parametrize("offload", quick(["blocks:1", "blocks:3"], ["blocks:1", "blocks", "blocks:3", "blocks:8"]))
 def test_nano_makes_the_same_video(offload):
     assert_same_video("nano", offload, **SMALL, seed=3)
 
@@ -61,7 +62,7 @@ def test_every_kind_of_network_makes_the_same_video(tmp_path, name):
     assert_same_video(make(tmp_path), **SMALL | request)
 
 
-@pytest.mark.parametrize("precision", ["int8", "int8-weights"])
+@pytest.mark.parametrize("precision", quick(["int8-weights"], ["int8", "int8-weights"]))
 def test_weights_of_8_bits_make_the_same_video(precision):
     assert_same_video("nano", load={"precision": precision}, **SMALL)
 

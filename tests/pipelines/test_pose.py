@@ -146,6 +146,7 @@ def test_tokens_attend_only_to_keys_of_their_frame():
     assert visible[:, ::2].argmax(axis=1).tolist() == [0, 0, 1, 1, 2, 2, 2]
 
 
+@pytest.mark.slow
 def test_caches_guidance_and_batches():
     """Both prompts in one batch give the same latents, although only the positive one sees the face."""
     pipe, conditioning = pose_pipeline(2, None, layers=4), pose_conditioning()
@@ -188,6 +189,7 @@ for axes, rules in [((1, 1, 8), "fsdp"), ((2, 2, 2), "fsdp"), ((1, 2, 4), "tp")]
 """
 
 
+@pytest.mark.slow
 def test_eight_devices_are_one():
     lines = on_eight_devices(EIGHT).splitlines()
     assert len(lines) == 3

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import wanjax
+from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint
 from tests.support.words import line_with_words
 from wanjax import registry
@@ -85,7 +86,9 @@ def test_a_call_cannot_change_loaded_settings(model, pipe, name, change, words):
         getattr(pipe, name)(**options, **change)
 
 
-@pytest.mark.parametrize("of", [tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint])
+@pytest.mark.parametrize(
+    "of", quick([tiny_checkpoint], [tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint])
+)
 def test_frames_of_an_autoencoder_in_bfloat16(of, tmp_path):
     """It keeps its weights in float32, latents stay the same, and frames differ by a rounding of few bits."""
     folder = str(of(tmp_path))
