@@ -175,8 +175,8 @@ def _attend_by_frames(
 
     out, lse = _attend_to_video(kernel, q, k, v, length, frame_tokens, bias)
     later = slice(frame_tokens, length)
-    clip_result = kernel(to_frames(q[:, later]), *_clip_frames(clip, frame_tokens, k))
-    merged, _ = merge_by_log_sum_exp((out[:, later], lse[:, later]), tuple(map(to_tokens, clip_result)))
+    clip_out, clip_lse = map(to_tokens, kernel(to_frames(q[:, later]), *_clip_frames(clip, frame_tokens, k)))
+    merged, _ = merge_by_log_sum_exp((out[:, later], lse[:, later]), (clip_out, clip_lse))
     return jax.lax.dynamic_update_slice_in_dim(out, merged.astype(out.dtype), frame_tokens, axis=1)
 
 
