@@ -4,7 +4,7 @@
 In ring attention, the shards of the weights pass around the ring of `sp` in the direction opposite to the keys, so they
 use the other direction of the links. During the last turn, a kernel can join the shards by DMA while it computes. In
 attention that exchanges tokens for heads over `tp`, each device sends its shards to all others after the exchange, and
-the shards are concatenated after attention. Attention takes longer than sending, so the chips do not wait.
+the shards are joined after attention. Attention takes longer than sending, so the chips do not wait.
 """
 
 from collections.abc import Callable, Iterator, Sequence
