@@ -179,10 +179,17 @@ def gather_beside(
     if waiting is None:
         return attend(*operands), ()
     size = partitioner.axis_size(waiting.mesh_axis)
-    operands, weights = jax.lax.optimization_barrier((operands, tuple(weights)))
+    operands, weights = _barrier((operands, tuple(weights)))
     arrivals = [weights, *(send(weights, waiting.mesh_axis, size, distance) for distance in range(1, size))]
-    out, arrivals = jax.lax.optimization_barrier((attend(*operands), arrivals))
+    out, arrivals = _barrier((attend(*operands), arrivals))
     return out, [join.concatenate() for join in shards_to_join(arrivals, waiting.axes, waiting.mesh_axis)]
+
+
+def _barrier(tree: Result) -> Result:
+    """Apply an optimization barrier to a tree. Heads [B L N D] are joined in the channels meanwhile: with an axis of
+    heads, a TPU would copy them before and after the barrier."""
+    joined = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1) if x.ndim == 4 else x, tree)
+    return jax.tree.map(lambda x, like: x.reshape(like.shape), jax.lax.optimization_barrier(joined), tree)
 
 
 def join_during(
