@@ -199,7 +199,9 @@ def test_peft_may_set_alpha_by_module(pattern, opened):
 def test_alpha_may_be_in_the_metadata(metadata, scale, opened):
     file = opened(PAIR, metadata)
     np.testing.assert_allclose(file.change("blocks.0.attn1.to_q.weight", 1.0, ZEROS), scale * UP @ DOWN, rtol=1e-6)
-    with_alpha = opened(PAIR | {f"{Q}.alpha": np.array([[3]], np.int64)}, metadata)  # is nearer
+    with_alpha = opened(
+        PAIR | {f"{Q}.alpha": np.array([[3]], np.int64)}, metadata
+    )  # replaces the alpha in the metadata
     np.testing.assert_allclose(with_alpha.change("blocks.0.attn1.to_q.weight", 1.0, ZEROS), 1.5 * UP @ DOWN, rtol=1e-6)
 
 

@@ -24,10 +24,10 @@ class Mistake(NamedTuple):
     elsewhere: Mapping[str, str] = {}
 
 
-TYPED = {"command": "all that is typed is text"}
+ONLY_TEXT = {"command": "each value on a command line is text"}
 NO_PROMPT_IN_TOML = {"toml": "a prompt is typed"}
-UNTYPED = TYPED | NO_PROMPT_IN_TOML
-NONE_MEANT = {"python": "none is meant in a program"}
+ONLY_TEXT_WITHOUT_TOML = ONLY_TEXT | NO_PROMPT_IN_TOML
+EMPTY_PROMPT_ALLOWED = {"python": "a program may give an empty prompt"}
 NO_FLAG = dict.fromkeys(("command", "toml"), "a flag is given or not")
 ONE_NAME = dict.fromkeys(("command", "toml", "python"), "the image has one name")
 ANY_TEXT = {"python": "a record keeps any text of a program"}
@@ -53,13 +53,15 @@ MISTAKES = (
     # prompts
     Mistake({"prompt": None}, "prompt"),
     Mistake({"prompt": None}, "prompt missing allow_empty_prompt", {"python": "the argument stands in the call"}),
-    Mistake({"prompt": " "}, "prompt empty allow_empty_prompt", NONE_MEANT),
-    Mistake({"prompt": ""}, "prompt empty allow_empty_prompt", NONE_MEANT),
-    Mistake({"prompt": " ", "allow_empty_prompt": False}, "prompt empty allow_empty_prompt", NONE_MEANT | NO_FLAG),
-    Mistake({"prompt": 3}, "prompt 3 text", UNTYPED),
+    Mistake({"prompt": " "}, "prompt empty allow_empty_prompt", EMPTY_PROMPT_ALLOWED),
+    Mistake({"prompt": ""}, "prompt empty allow_empty_prompt", EMPTY_PROMPT_ALLOWED),
+    Mistake(
+        {"prompt": " ", "allow_empty_prompt": False}, "prompt empty allow_empty_prompt", EMPTY_PROMPT_ALLOWED | NO_FLAG
+    ),
+    Mistake({"prompt": 3}, "prompt 3 text", ONLY_TEXT_WITHOUT_TOML),
     Mistake({"prompt": "caf\udce9"}, r"prompt 'caf\udce9' text UTF-8", NO_PROMPT_IN_TOML),
     Mistake({"negative_prompt": "caf\udce9"}, r"negative_prompt 'caf\udce9' text UTF-8", {"toml": "it is in UTF-8"}),
-    Mistake({"negative_prompt": ["a"]}, "negative_prompt ['a'] text", TYPED),
+    Mistake({"negative_prompt": ["a"]}, "negative_prompt ['a'] text", ONLY_TEXT),
     Mistake(
         {"negative_prompt": "a\0b"}, "negative_prompt", {"command": "no argument of a process holds \\0"} | ANY_TEXT
     ),
@@ -86,12 +88,12 @@ MISTAKES = (
     Mistake({"steps": 10**12}, "steps 1000000000000 whole number"),
     Mistake({"steps": 201}, "steps 201 200", BY_HTTP),
     Mistake({"steps": "many"}, "steps 'many' number"),
-    Mistake({"steps": True}, "steps True whole number", TYPED),
+    Mistake({"steps": True}, "steps True whole number", ONLY_TEXT),
     Mistake({"steps": 4.5}, "steps 4.5"),
     Mistake({"steps": [4]}, "steps [4] whole number"),
     Mistake({"frames": 0}, "0 frames 4n + 1 1"),
     Mistake({"frames": 80}, "80 frames 4n + 1 77 81"),
-    Mistake({"frames": True}, "frames True whole number", TYPED),
+    Mistake({"frames": True}, "frames True whole number", ONLY_TEXT),
     Mistake({"fps": 0}, "fps 0 whole number 1"),
     Mistake({"fps": 10**30}, "fps 240", BY_HTTP),
     Mistake({"guidance_scale": -1}, "guidance_scale -1 finite number 0"),
@@ -101,7 +103,7 @@ MISTAKES = (
     Mistake({"guidance_scale": float("nan")}, "guidance_scale nan finite number"),
     Mistake({"guidance_scale": float("inf")}, "guidance_scale inf finite number 5"),
     Mistake({"guidance_scale": "high"}, "guidance_scale 'high' number"),
-    Mistake({"guidance_scale": False}, "guidance_scale False number", TYPED),
+    Mistake({"guidance_scale": False}, "guidance_scale False number", ONLY_TEXT),
     Mistake({"guidance_scale_2": 3.5}, "guidance_scale_2 guidance_scale"),
     Mistake({"boundary": 0.9}, "boundary"),
     Mistake({"boundary_step": 2}, "boundary_step"),
@@ -168,7 +170,7 @@ MISTAKES = (
     Mistake({"scheduler": "rcm", "sigmas": "diffusers"}, "diffusers sigmas official", SET),
     Mistake({"scheduler": "rcm", "sigmas": "comfy"}, "comfy sigmas official", SET),
     Mistake({"scheduler": "consistency:timesteps=500,750"}, "timesteps (500.0, 750.0)", SET),
-    Mistake({"scheduler": 3}, "scheduler 3", TYPED | SET),
+    Mistake({"scheduler": 3}, "scheduler 3", ONLY_TEXT | SET),
     Mistake({"dtype": "float8"}, "dtype"),
     Mistake({"dtype": "float8"}, "dtype float8 bfloat16 float32", {"http": "it is the server's"}),
     Mistake({"dtype": "bfloat16"}, "dtype", BY_HTTP),
@@ -177,14 +179,14 @@ MISTAKES = (
     Mistake({"precision": "int8"}, "precision", BY_HTTP),
     Mistake({"model": "nanoo"}, "nanoo nano"),
     Mistake({"model": "sora-2"}, "sora-2 nano", BY_HTTP),
-    Mistake({"model": 3}, "model 3", TYPED),
+    Mistake({"model": 3}, "model 3", ONLY_TEXT),
     Mistake({"lora": "other:1"}, "other LoRA --lora", AT_LOADING),
     Mistake({"lora": 3}, "lora 3 LoRA --lora", AT_LOADING),
     Mistake({"lora": {"other": "x"}}, "lora LoRA --lora", AT_LOADING),
     # pictures and clips
     Mistake({"image": "absent.png"}, "absent.png", NEVER_NAMED),
     Mistake({"image": ADDRESS}, f"{ADDRESS} curl", NEVER_NAMED),
-    Mistake({"image": 7}, "image 7", TYPED | NEVER_NAMED),
+    Mistake({"image": 7}, "image 7", ONLY_TEXT | NEVER_NAMED),
     Mistake({"references": "absent.png"}, "nano reference images"),
     Mistake({"mask": "absent.png"}, "nano mask"),
     Mistake({"last_image": "absent.png"}, "nano last"),

@@ -32,8 +32,8 @@ def vae(axes=None, rules="fsdp"):
 
 def frames_of(z, axes=None, rules="fsdp"):
     devices = partitioner(axes, rules)
-    at_once = SMALL.decode_lengths(z.shape[2])
-    chunks = decode_latents(vae(axes, rules), [z], at_once, jnp.float32, None, caller(devices))
+    chunk_lengths = SMALL.decode_lengths(z.shape[2])
+    chunks = decode_latents(vae(axes, rules), [z], chunk_lengths, jnp.float32, None, caller(devices))
     return np.concatenate([np.asarray(x) for x in chunks])
 
 
@@ -82,9 +82,9 @@ def test_memory_does_not_grow_with_the_clip():
     ("frames", "lengths"), [(1, [1]), (2, [2]), (3, [3]), (4, [2, 2]), (5, [3, 2]), (13, [3] + 5 * [2])]
 )
 def test_chunks(frames, lengths):
-    at_once = SMALL.decode_lengths(frames)
-    assert [len(part) for part in spans(frames, at_once)] == lengths
-    assert chunk_count(frames, at_once) == len(lengths)
+    chunk_lengths = SMALL.decode_lengths(frames)
+    assert [len(part) for part in spans(frames, chunk_lengths)] == lengths
+    assert chunk_count(frames, chunk_lengths) == len(lengths)
 
 
 def test_clips_of_many_lengths_share_their_programs():

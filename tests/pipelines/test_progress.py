@@ -77,7 +77,8 @@ def slow(pipe, monkeypatch):
 
 
 def test_a_recorded_terminal(slow):
-    """No line is ahead of the device, and from half of the steps on the time left is right within 25 %."""
+    """No line reports a step before the device has made it. After half of the steps, the remaining time is right within
+    25 %."""
     encoded, recorder = slow.encode("a"), Recorder()
     with progress.stage_on_console("denoise", Console(file=recorder, force_terminal=True, width=120)):
         jax.block_until_ready(slow.denoise(encoded, steps=STEPS, **SMALL))

@@ -179,7 +179,7 @@ class _Header:
 
     def _array(self, nesting: int) -> tuple[int, int]:
         if nesting == MAX_NESTING:
-            raise CorruptError("it has arrays nested {MAX_NESTING} deep or more")
+            raise CorruptError(f"it has arrays nested {MAX_NESTING} deep or more")
         item_type, count = self.number("I"), self.number("Q")
         if count > self.size - self.position:  # each value takes at least one byte
             raise CorruptError("it ends within its header")

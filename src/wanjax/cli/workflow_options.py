@@ -438,7 +438,7 @@ def confirm_downloads(ctx: click.Context) -> None:
             f"{PRINT_COMMAND} prints, which downloads them"
         )
     if not click.confirm(f"Download {described}?", err=True):
-        raise WanjaxError("nothing is downloaded: give --models FOLDER, or --model")
+        raise WanjaxError("the files are not downloaded: give --models FOLDER that has them, or another --model")
 
 
 def command_text(ctx: click.Context) -> str:

@@ -182,8 +182,8 @@ class ModelSpec:
         cache_tables: The tables for step caches.
         denoisers: The names of the denoising networks, which all have the same shapes. Each step uses one network.
         inputs: The inputs besides the prompt.
-        has_two_references: True if the authors' code and diffusers differ. The setting `follow` then selects a
-            reference.
+        has_two_reference_implementations: True if the authors' code and diffusers differ. The setting `follow` then
+            selects one of them.
         radial_attention: True if the denoiser's self-attention can be radial.
         sparse_linear: True if the denoiser supports the extra projection of sparse-linear attention.
         int8_attention: True if the product of self-attention's queries and keys can be in int8: heads of 128, all keys.
@@ -211,7 +211,7 @@ class ModelSpec:
     cache_tables: Tables = NO_TABLES
     denoisers: tuple[str, ...] = ("transformer",)
     inputs: tuple[InputSpec, ...] = ()
-    has_two_references: bool = False
+    has_two_reference_implementations: bool = False
     radial_attention: bool = False
     sparse_linear: bool = False
     int8_attention: bool = False
@@ -314,7 +314,11 @@ class ModelSpec:
             settings: The values of settings by name.
         """
         complete = {**settings}
-        if self.has_two_references and "sigma_schedule" in self._schedule_parameters and settings.get("sigmas") is None:
+        if (
+            self.has_two_reference_implementations
+            and "sigma_schedule" in self._schedule_parameters
+            and settings.get("sigmas") is None
+        ):
             complete["sigmas"] = settings.get("follow")
         if self.has_experts and settings.get("guidance_scale_2") is None:
             complete["guidance_scale_2"] = settings.get("guidance_scale")
@@ -600,7 +604,7 @@ class ModelSpec:
         setting."""
         if "sigma_schedule" not in self._schedule_parameters:
             return ()
-        return tuple(name for name in SIGMA_SCHEDULES if self.has_two_references or name != "diffusers")
+        return tuple(name for name in SIGMA_SCHEDULES if self.has_two_reference_implementations or name != "diffusers")
 
     def schedule_options(self, settings: Settings) -> Mapping[str, float | str]:
         """Return the settings that determine the noise levels. They are keyword arguments of the scheduler's

@@ -126,7 +126,7 @@ class Component:
         )
 
 
-class OtherNamesMeta(type):
+class OtherNamesAdvice(type):
     """A metaclass whose error for another library's name, such as `from_pretrained`, gives wanjax's name."""
 
     if not TYPE_CHECKING:
@@ -137,7 +137,7 @@ class OtherNamesMeta(type):
 
 @final
 @readable_signature
-class Pipeline(metaclass=OtherNamesMeta):
+class Pipeline(metaclass=OtherNamesAdvice):
     """A loaded model that makes videos from prompts, and from pictures if the model takes them.
 
     `wanjax.load` makes one. Call it for a video, or use its three stages: `encode`, `denoise` and `decode`. The

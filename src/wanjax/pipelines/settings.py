@@ -129,9 +129,7 @@ class Setting(NamedTuple):
         if isinstance(converted, int | float):
             is_allowed = self.minimum <= converted <= self.maximum and self.exclusive_minimum < converted < math.inf
         if not is_allowed:
-            is_short = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
-            got = int(value) if is_short else value  # as users write it
-            raise SettingError(f"{self.name} must be {self.allowed_values}, got {repr_short(got)}", self.name)
+            raise SettingError(f"{self.name} must be {self.allowed_values}, got {repr_short(value)}", self.name)
         return converted
 
     def parse(self, text: Any) -> Any:

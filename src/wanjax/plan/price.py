@@ -75,5 +75,7 @@ def price(
             f"donate must be a list of indices of arguments, got {repr_short(donate)}: give one such as [0]"
         )
     if not isinstance(options, Mapping | None):
-        raise WanjaxError(f"options must be compiler options by name, got {repr_short(options)}: give a dict or None")
+        raise WanjaxError(
+            f"options must be a dict of compiler options, got {repr_short(options)}: give names and values"
+        )
     return PRICER.price(function, *shapes, mesh=mesh, chip=chip, donate=donate, options=options)

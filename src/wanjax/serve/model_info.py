@@ -108,7 +108,7 @@ def json_schema(setting: Setting) -> dict[str, Any]:
 def _follow_values(pipe: Pipeline) -> list[str]:
     """Return the values of `follow` that change the result."""
     choices = []
-    for choice in schema(Settings)["follow"].choices if pipe.model.spec.has_two_references else ():
+    for choice in schema(Settings)["follow"].choices if pipe.model.spec.has_two_reference_implementations else ():
         with suppress(WanjaxError):
             choices.append(pipe.settings(follow=choice).follow)
     return choices

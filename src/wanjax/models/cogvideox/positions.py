@@ -102,8 +102,8 @@ def zero_positions(grid: Grid, trained_grid: Grid | None) -> list[Float[np.ndarr
 def resized_positions(grid: Grid, trained_grid: Grid | None) -> list[Float[np.ndarray, " _L"]]:
     """Return positions that fit the grid into the middle of the trained grid, with its aspect ratio.
 
-    The last row is at `bottom · (1 - 1 / height)`, as in the reference. If `top` is not 0, the rows are therefore not
-    spaced by `(bottom - top) / height`.
+    The rows run from `top` to `bottom · (1 - 1 / height)`, as in the reference. Their spacing is
+    `(bottom - top) / height` only if `top` is 0.
     """
     assert trained_grid is not None
     (frames, height, width), (_, rows, columns) = grid, trained_grid

@@ -127,7 +127,7 @@ class FaceEncoder(nnx.Module):
     """Encode the motions of a clip's frames as the face tokens of its latent frames: one token for each head, and a
     learned token.
 
-    Three causal convolutions over time. Two of them halve the number of frames after the first.
+    Three causal convolutions over time. Two of them keep the first frame and halve the number of later frames.
     """
 
     def __init__(self, config: PoseTransformerConfig, **kw):

@@ -107,7 +107,7 @@ class CogVideoXModel(VideoModel[CogVideoXConditioning]):
             networks={name: config for name, config in networks.items() if config is not None},
             cache_tables=self.tables,
             inputs=(IMAGE.needed,) if self.starts_from_image else (VIDEO,),
-            has_two_references=True,
+            has_two_reference_implementations=True,
             frame_multiple=self.transformer.patch[0],
             fixed_size=self.fixed_size,
             posteriors=POSTERIORS,

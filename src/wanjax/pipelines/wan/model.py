@@ -82,7 +82,7 @@ class WanModel(VideoModel[WanConditioning]):
             cache_tables=self.tables,
             denoisers=EXPERTS if self.experts else EXPERTS[:1],
             inputs=self.inputs,
-            has_two_references=True,
+            has_two_reference_implementations=True,
             radial_attention=self.radial and not config.sparse_linear,
             sparse_linear=self.radial and not config.sparse_linear,
             int8_attention=config.head_dim == INT8_HEAD_DIM,
