@@ -137,7 +137,7 @@ def test_jax_compiles_once_and_reads_then(folder, chosen):
         with compilations() as messages, compile_cache():
             assert jax.jit(double_plus_one)(jnp.float32(3)) == 7
         assert [x.cached for x in messages if x.name == "double_plus_one"] == [cached]
-    assert [name for name in file_names_in(folder) if name.startswith("jit_made-")]
+    assert [name for name in file_names_in(folder) if name.startswith("jit_double_plus_one-")]
 
 
 def test_a_cache_that_cannot_be_created_is_noted(chosen, monkeypatch, tmp_path):
