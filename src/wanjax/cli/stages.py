@@ -58,7 +58,7 @@ from wanjax.pipelines.previews.previews import Previews
 from wanjax.pipelines.request import ALTERNATIVES, SCHEDULER, PreparedRequest, VideoRequest
 from wanjax.pipelines.resume import ResumeObserver
 from wanjax.pipelines.run import Run
-from wanjax.pipelines.settings import RANDOM_SEED, Settings, schema
+from wanjax.pipelines.settings import RANDOM_SEED, SEAM_SETTINGS, Settings, schema
 from wanjax.pipelines.tracing import (
     check_decode_memory,
     check_denoise_memory,
@@ -841,6 +841,8 @@ def _inherit_options(
         dtypes = {name: value and schema(Settings)[name].read(value) for name, value in dtypes.items()}
     except WanjaxError as error:
         raise WanjaxError(f"{stage_files.CONFIG}: {error}") from error
+    settings = {name: value for name, value in request.settings.items() if name not in SEAM_SETTINGS}
+    request = replace(request, settings=settings)  # a stage makes one window
     recorded_names = [name for name in ("model", loads) if name and not getattr(options, name)]
     files = {"lora": _stored_loras, "decoder": _stored_decoder}
     inherited_settings = {name: files[name](stored_settings) for name in recorded_names if name in files}
