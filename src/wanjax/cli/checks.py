@@ -64,7 +64,7 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
             if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
         }
     _check_seeds(ctx, values.get("seeds"))
-    _check_seams(ctx)
+    _check_seams(ctx, request)
     if "at" in values:  # with --at, these options belong to the server
         values = {name: value for name, value in values.items() if name not in (*MODEL_PARAMETERS, "lora", "decoder")}
     for model in [values[name] for name in MODEL_PARAMETERS if name in values]:
@@ -193,14 +193,13 @@ def _check_seeds(ctx: click.Context, seeds: str | None) -> None:
     read_seeds(seeds)
 
 
-def _check_seams(ctx: click.Context) -> None:
+def _check_seams(ctx: click.Context, request: "VideoRequest | None") -> None:
     """Raise SettingError if an option for the seams of windows is given for a video that has one window. With --from,
     the number of windows may come from the metadata, and with a list of requests from its lines."""
     if ctx.info_name == "batch" or any(ctx.params.get(name) is not None for name in ("original_metadata", "prompts")):
         return
-    has_windows = (ctx.params.get("windows") or 1) > 1 or ctx.params.get("then") or ctx.params.get("video")
     for name in SEAM_SETTINGS:
-        if name in ctx.params and on_command_line(name, ctx) and not has_windows:  # a driving clip has several windows
+        if name in ctx.params and on_command_line(name, ctx) and not (request and request.has_effect(name)):
             raise seams_without_windows(f"--{name}", "--windows", name)
 
 
@@ -224,7 +223,7 @@ def _check_rows(
     folder."""
     if file is None or file == "-" or request is None or "prompt" in request.settings:
         return
-    from wanjax.jobs.rows import RowErrors, has_effect, read_requests, shared_by_all  # imported late for a quick --help
+    from wanjax.jobs.rows import RowErrors, read_requests, shared_by_all  # imported late for a quick --help
 
     row_errors, options = RowErrors(), shared_by_all(request)
     rows = read_requests(file, row_errors) if rows is None else rows
@@ -240,7 +239,7 @@ def _check_rows(
     row_errors.raise_if_any()
     whole_requests = [row.with_defaults(options) for row in rows]
     for name in ("strength", *SEAM_SETTINGS):
-        if name in options.settings and on_command_line(name) and not any(has_effect(name, x) for x in whole_requests):
+        if name in options.settings and on_command_line(name) and not any(x.has_effect(name) for x in whole_requests):
             if name == "strength":
                 raise strength_without_video(options.settings[name])
             raise seams_without_windows(f"--{name}", "--windows", name)

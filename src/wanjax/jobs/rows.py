@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.errors import SettingError, WanjaxError, install_extra, json_values, reason, repr_short
-from wanjax.media.inputs import VIDEO
 from wanjax.media.text_files import decode_text, read_text, strip_text
 from wanjax.pipelines.other_names import RENAMED, unknown_keyword
 from wanjax.pipelines.request import LORA_STRENGTH, ROW, VideoRequest, field_names, row_text, unique_fields
-from wanjax.pipelines.settings import SEAM_SETTINGS
 from wanjax.stores.paths import parse_path
 
 LINE, ITEM, CSV_ROW = "line", "item", "row below the header"  # nouns for rows in messages; `ROW` for .parquet
@@ -304,25 +302,12 @@ def with_shared(request: VideoRequest, shared: VideoRequest) -> VideoRequest:
     """
     complete_request = request.with_defaults(shared)
     absent = {
-        name for name in shared.settings if name not in request.settings and not has_effect(name, complete_request)
+        name for name in shared.settings if name not in request.settings and not complete_request.has_effect(name)
     }
     return replace(
         complete_request,
         settings={name: value for name, value in complete_request.settings.items() if name not in absent},
     )
-
-
-def has_effect(name: str, request: VideoRequest) -> bool:
-    """Return False for a strength without a video, and for a setting of seams in a video of one window.
-
-    Args:
-        name: The setting.
-        request: The whole request.
-    """
-    if name not in ("strength", *SEAM_SETTINGS) or VIDEO.name in request.inputs:  # a driving clip has several windows
-        return True
-    has_windows = (request.settings.get("windows") or 1) > 1 or bool(request.settings.get("then"))
-    return has_windows and name in SEAM_SETTINGS
 
 
 def with_seeds(requests: Iterable[VideoRequest], seeds: Iterable[int] | None) -> list[VideoRequest]:

@@ -14,11 +14,12 @@ from typing import Any
 
 from wanjax.checkpoints.lora_keys import MAX_STRENGTH
 from wanjax.errors import RequestError, SettingError, WanjaxError, repr_short
-from wanjax.media.inputs import IMAGE, INPUT_SPECS
+from wanjax.media.inputs import IMAGE, INPUT_SPECS, VIDEO
 from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.settings import (
     ALLOW_EMPTY,
     LOAD_SETTINGS,
+    SEAM_SETTINGS,
     Setting,
     Settings,
     is_text,
@@ -220,6 +221,17 @@ class VideoRequest:
             settings: Values of settings by name.
         """
         return replace(self, settings={**self.settings, **settings})
+
+    def has_effect(self, name: str) -> bool:
+        """Return False for a strength without a video, and for a setting of seams in a video of one window.
+
+        Args:
+            name: The setting.
+        """
+        if name not in ("strength", *SEAM_SETTINGS) or VIDEO.name in self.inputs:  # a driving clip has several windows
+            return True
+        has_windows = (self.settings.get("windows") or 1) > 1 or bool(self.settings.get("then"))
+        return has_windows and name in SEAM_SETTINGS
 
     def with_defaults(self, defaults: "VideoRequest") -> "VideoRequest":
         """Fill in defaults. A default is ignored if the request sets the field, or an alternative from `ALTERNATIVES`.

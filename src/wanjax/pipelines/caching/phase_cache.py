@@ -82,7 +82,7 @@ def step_cache(
     phase: Phase,
 ) -> StepCache:
     """Return the cache of a phase. Raises WanjaxError if no step would reuse cached values, or if every step that may
-    reuse them would do so.
+    reuse them does.
 
     TeaCache reads the weights. While a run is traced, there are no weights; then only the last step that may reuse
     cached values reuses them.
