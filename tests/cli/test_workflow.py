@@ -162,7 +162,7 @@ def test_a_terminal_is_asked_before_a_download(monkeypatch, result):
         if result:
             workflow_options.confirm_downloads(context)
         else:
-            with pytest.raises(workflow_options.WanjaxError, match="nothing is downloaded"):
+            with pytest.raises(workflow_options.WanjaxError, match="files are not downloaded"):
                 workflow_options.confirm_downloads(context)
     assert "licence apache-2.0" in requested[0]
 
