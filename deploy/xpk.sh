@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A v6e-16 by xpk, on a cluster that `xpk cluster create` made: deploy/xpk.sh CLUSTER IMAGE [OPTIONS OF XPK]
-# GKE tells each host its place. /data is a storage that `xpk storage attach --auto-mount=true --mount-point=/data` knows.
+# Make many videos on a v6e-16 with xpk, on a cluster of `xpk cluster create`: deploy/xpk.sh CLUSTER IMAGE [OPTIONS OF XPK]
+# GKE gives each host its index. Attach a storage as /data first: `xpk storage attach --auto-mount=true --mount-point=/data`.
 set -euo pipefail
 xpk workload create --cluster "$1" --docker-image "$2" --workload wanjax --tpu-type v6e-16 --num-slices 1 \
     --max-restarts 10 --env HF_HOME=/data/huggingface --env XDG_CACHE_HOME=/data/cache \
