@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recognise a clip's colour, shape and motion with classical computer vision; None for what is not clear.
+"""Recognise a clip's colour, shape and motion with classical computer vision. None stands for an unclear result.
 
 The steps are: fit a plain or linearly shaded background to each frame; take the pixels that differ from it as the
 shape; find the nearest colour of the palette; compare the shape with a template of each shape that has the same centre
@@ -27,7 +27,7 @@ MAX_DEVIATION = 0.04  # root mean square distance from a straight track, as a fr
 
 @dataclass(frozen=True)
 class Reading:
-    """The recognised names, or None for what is not clear, and the measurements behind them."""
+    """The recognised names, or None if a result is unclear, and the measurements from which they follow."""
 
     colour: str | None = None
     shape: str | None = None

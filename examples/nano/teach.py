@@ -47,7 +47,7 @@ CONFIG = TrainConfig(
 def write_clips(folder: Path, pipe: wanjax.Pipeline, seed: int) -> None:
     """Write the missing clips, and a table of their captions in which clips of old words are preserved.
 
-    Some clips of old words are made by the model, since it would forget more with only the few drawn ones.
+    The model makes some clips of old words, because with the few drawn clips alone it would forget more.
     """
     rng = np.random.default_rng([seed, 16])
     new = [Spec(*WORDS, MOTIONS[i % len(MOTIONS)], BACKGROUNDS[i % len(BACKGROUNDS)]) for i in range(NEW_CLIPS)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The small tokenizer: a unigram model like UMT5's, in which every word of the captions is one token.
 
-It has only what transformers' T5Tokenizer rebuilds from a vocabulary (no normaliser, no byte fallback), so both
-libraries read its folder in the same way. Without a normaliser, the vocabulary contains each word in three cases. Other
+It has no normaliser and no byte fallback, because transformers' T5Tokenizer rebuilds neither from a vocabulary. Both
+libraries therefore read its folder in the same way. Without a normaliser, the vocabulary contains each word in three cases. Other
 words are split into ASCII characters, and other characters become <unk>.
 """
 
