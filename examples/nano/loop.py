@@ -18,7 +18,7 @@ PRINT_EVERY = 100
 
 
 class ClipTrainer(Trainer):
-    """A named training with an exponential moving average of the weights. `loss(model, batch, key)` returns the loss and metrics."""
+    """A named training with an EMA of the weights. `loss(model, batch, key)` returns the loss and metrics."""
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 """The small tokenizer: a unigram model like UMT5's, in which every word of the captions is one token.
 
 It has no normaliser and no byte fallback, because transformers' T5Tokenizer rebuilds neither from a vocabulary. Both
-libraries therefore read its folder in the same way. Without a normaliser, the vocabulary contains each word in three cases. Other
-words are split into ASCII characters, and other characters become <unk>.
+libraries therefore read its folder in the same way. Without a normaliser, the vocabulary contains each word in three
+cases. Other words are split into ASCII characters, and other characters become <unk>.
 """
 
 import argparse

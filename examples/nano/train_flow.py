@@ -2,8 +2,8 @@
 """Train the small diffusion transformer and its text encoder together, by flow matching on encoded clips.
 
 Flow matching (Lipman et al., 2023; Liu et al., rectified flow, 2023): at noise level s, a clip x and noise e are mixed
-to (1 - s) x + s e, and the transformer predicts the velocity e - x. First it learns to make clips from a prompt. Then it
-also learns to continue from a picture: the first frame's latents are the picture's latents, without noise and at
+to (1 - s) x + s e, and the transformer predicts the velocity e - x. First it learns to make clips from a prompt. Then
+it also learns to continue from a picture: the first frame's latents are the picture's latents, without noise and at
 timestep 0.
 """
 
