@@ -187,7 +187,7 @@ def layer_norm(x: Array) -> Array:
     return x * jax.lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)
 
 
-def normed_heads(x: Array, norm: float, rope: Rope | Angles) -> Array:
+def norm_and_rotate(x: Array, norm: float, rope: Rope | Angles) -> Array:
     """Norm q or k over all heads, and rotate the heads by position: [L N D]."""
     x = x * jax.lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6) * norm
     return apply_rotary(x.reshape(1, len(x), HEADS, HEAD_DIM), rope)[0]
@@ -200,9 +200,9 @@ def block_output(
     multiply = jax.jit(multiply)
     rope = rope_3d(GRID, (44, 42, 42))
     tokens = layer_norm(weights.x) * weights.scale[0]
-    k = normed_heads(multiply(tokens, weights.k), weights.norm, rope)
+    k = norm_and_rotate(multiply(tokens, weights.k), weights.norm, rope)
     v = multiply(tokens, weights.v).reshape(-1, HEADS, HEAD_DIM)
-    q = normed_heads(multiply(tokens[rows], weights.q), weights.norm, Angles(rope.cos[rows], rope.sin[rows]))
+    q = norm_and_rotate(multiply(tokens[rows], weights.q), weights.norm, Angles(rope.cos[rows], rope.sin[rows]))
 
     @jax.jit
     def attend(q: Array, k: Array, v: Array) -> Array:

@@ -22,15 +22,15 @@ from benchmarks.attention_prices import smallest
 from wanjax.kernels.quantized_matmul import (
     FORMATS,
     GatedSum,
-    HeadsNorm,
     Modulation,
     QuantizedWeight,
+    RMSNormRotary,
     quantize_tokens,
     quantized_heads,
     quantized_matmul,
     quantized_mlp,
 )
-from wanjax.kernels.quantized_matmul.operands import gated, modulated_norm, normed_heads
+from wanjax.kernels.quantized_matmul.operands import add_gated, modulated_norm, norm_and_rotate
 from wanjax.pricing.chips import abstract_mesh, find_slice
 from wanjax.pricing.lowering import replicated
 from wanjax.pricing.pricer import Pricer
@@ -51,14 +51,14 @@ class Part(NamedTuple):
         sizes: The input and output channels of each weight.
         run: A function of a variant, x, weights, a modulation, a sum and a norm of heads; it returns the results.
         normed: Whether a modulated norm precedes them.
-        adds: Whether a gated sum follows.
+        has_residual: Whether a gated sum follows.
         heads: `normed` if the norm of queries follows, `rotated` if their rotation follows too, else "".
     """
 
     sizes: tuple[tuple[int, int], ...]
     run: Callable[..., Any]
     normed: bool = False
-    adds: bool = False
+    has_residual: bool = False
     heads: Literal["normed", "rotated"] | None = None
 
 
@@ -88,7 +88,7 @@ class Variant(NamedTuple):
 
 
 def joint(
-    variant: Variant, x: jax.Array, weights: Any, modulation: Modulation, _: None, norm: HeadsNorm
+    variant: Variant, x: jax.Array, weights: Any, modulation: Modulation, _: None, norm: RMSNormRotary
 ) -> list[jax.Array]:
     """Queries, keys and values."""
     if variant.name == "fused":
@@ -98,7 +98,7 @@ def joint(
         return [q, k, quantized_matmul(rows, *weights[2], **options)]
     normed = modulated_norm(x, modulation, EPS).astype(DTYPE)
     q, k, v = (variant.product(normed, weight) for weight in weights)
-    return [normed_heads(q, norm, EPS), normed_heads(k, norm, EPS), v]
+    return [norm_and_rotate(q, norm, EPS), norm_and_rotate(k, norm, EPS), v]
 
 
 def single(
@@ -107,7 +107,7 @@ def single(
     weights: Any,
     modulation: Modulation | None,
     added: GatedSum | None,
-    norm: HeadsNorm | None,
+    norm: RMSNormRotary | None,
 ) -> jax.Array:
     """One projection."""
     if variant.name == "fused":
@@ -117,8 +117,8 @@ def single(
         return quantized_matmul(x, *weights[0], gated_sum=added, **options)
     x = x if modulation is None else modulated_norm(x, modulation, EPS).astype(DTYPE)
     y = variant.product(x, weights[0])
-    y = y if norm is None else normed_heads(y, norm, EPS)
-    return y if added is None else gated(y, added)
+    y = y if norm is None else norm_and_rotate(y, norm, EPS)
+    return y if added is None else add_gated(y, added)
 
 
 def mlp(variant: Variant, x: jax.Array, weights: Any, modulation: Modulation, added: GatedSum, _: None) -> jax.Array:
@@ -127,16 +127,16 @@ def mlp(variant: Variant, x: jax.Array, weights: Any, modulation: Modulation, ad
         parts = {"modulation": modulation, "gated_sum": added}
         return quantized_mlp(x, *weights, hadamard_sizes=(HADAMARD_SIZE, HADAMARD_SIZE), **variant.options, **parts)
     normed = modulated_norm(x, modulation, EPS).astype(DTYPE)
-    return gated(variant.product(variant.product(normed, weights[0], gelu=True), weights[1]), added)
+    return add_gated(variant.product(variant.product(normed, weights[0], gelu=True), weights[1]), added)
 
 
 SQUARE = (WIDTH, WIDTH)
 PARTS = {
     "q, k, v": Part((SQUARE,) * 3, joint, normed=True, heads="rotated"),
-    "o": Part((SQUARE,), single, adds=True),
+    "o": Part((SQUARE,), single, has_residual=True),
     "q to the text": Part((SQUARE,), single, normed=True, heads="normed"),
-    "o from the text": Part((SQUARE,), single, adds=True),
-    "MLP": Part(((WIDTH, MLP_WIDTH), (MLP_WIDTH, WIDTH)), mlp, normed=True, adds=True),
+    "o from the text": Part((SQUARE,), single, has_residual=True),
+    "MLP": Part(((WIDTH, MLP_WIDTH), (MLP_WIDTH, WIDTH)), mlp, normed=True, has_residual=True),
 }
 
 
@@ -156,10 +156,10 @@ def program(part: Part, variant: Variant, rows: int) -> tuple[Callable[..., Any]
     vector = shape((1, 1, WIDTH), jnp.float32)
     arguments.append(Modulation(vector, vector) if part.normed else None)  # pyright: ignore[reportArgumentType]
     added: Any = shape((1, rows, part.sizes[-1][1]), DTYPE), vector
-    arguments.append(GatedSum(*added) if part.adds else None)
+    arguments.append(GatedSum(*added) if part.has_residual else None)
     table = (shape((rows, HEAD_DIM // 2), jnp.float32),) * 2
     norm: Any = shape((WIDTH,), jnp.float32), *(table if part.heads == "rotated" else ())
-    arguments.append(HeadsNorm(*norm) if part.heads else None)
+    arguments.append(RMSNormRotary(*norm) if part.heads else None)
     leaves, tree = jax.tree.flatten(arguments)
 
     def run(*arrays: jax.Array) -> Any:

@@ -240,7 +240,7 @@ def test_a_chip_that_failed_its_trials(monkeypatch):
     for module in (flash_tpu, flash_int8):
         monkeypatch.setattr(module, "vmem_bytes", lambda: 128 << 20)
     for is_fast, words in ((False, "no faster"), (True, "flash_tpu_int8 failed")):
-        monkeypatch.setattr(flash_int8, "multiplies_int8", lambda is_fast=is_fast: is_fast)
+        monkeypatch.setattr(flash_int8, "has_fast_int8", lambda is_fast=is_fast: is_fast)
         monkeypatch.setattr(admitted, "_rejected", {"flash_tpu_int8": "differs"})
         with pytest.raises(UnsupportedError, match=line_with_words(words)):
             choose_implementation(*shapes, implementation=INT8)

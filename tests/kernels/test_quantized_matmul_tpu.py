@@ -20,10 +20,10 @@ from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.alignment import ceil_div
 from wanjax.kernels.quantized_matmul import (
     GatedSum,
-    HeadsNorm,
     Modulation,
     QuantizedRows,
     QuantizedWeight,
+    RMSNormRotary,
     api,
     quantize_tokens,
     quantize_weight,
@@ -138,10 +138,10 @@ def test_a_norm_before_and_a_sum_after(apart, count, dtype, monkeypatch):
 
 def heads_norm(length, channels, rotates=True):
     angles = normal(9, length, 64)
-    return HeadsNorm(normal(8, channels), *((jnp.cos(angles), jnp.sin(angles)) if rotates else ()))
+    return RMSNormRotary(normal(8, channels), *((jnp.cos(angles), jnp.sin(angles)) if rotates else ()))
 
 
-def normed_heads(y, norm):
+def norm_and_rotate(y, norm):
     """Return the RMS norm of whole rows, or of each head, and the rotation of heads, in float64."""
     scale, *tables = (np.asarray(each, np.float64) for each in norm if each is not None)
     groups = y.reshape(*y.shape[:2], -1, len(scale))
@@ -160,7 +160,7 @@ def test_queries_are_normed_and_rotated(channels, rotates, parts, number_format,
     """The norm is of all heads or of each. The column tiles of 256 lie in one group of heads, or contain two."""
     x, (weight, bias) = outliers(0, 2, 100, 512, dtype=dtype), weight_and_bias(number_format, columns=512)
     norm = heads_norm(100, channels, rotates)
-    expected = normed_heads(formula(x, weight, bias, 64, number_format), norm)
+    expected = norm_and_rotate(formula(x, weight, bias, 64, number_format), norm)
     kernel = partial(tpu.quantized_heads, parts=parts, tiles=SMALL, interpret=True)
     for call in (kernel, quantized_heads, reference.quantized_heads):
         options = {"norm_eps": EPS, "hadamard_size": 64, "activations": number_format, "dtype": jnp.dtype(dtype)}
@@ -177,7 +177,7 @@ def test_a_norm_before_and_a_norm_after(apart, monkeypatch):
     x = x.at[:, 2].multiply(1e-3).at[:, 3].set(0.0)
     modulation = Modulation(jnp.zeros((2, 1, 512)), 0.3 * normal(4, 2, 1, 512))
     norm, tiles = heads_norm(70, 512), {} if apart else {"tiles": SMALL}
-    expected = normed_heads(formula(normed(x, modulation), weight, bias, 64, "int8"), norm)
+    expected = norm_and_rotate(formula(normed(x, modulation), weight, bias, 64, "int8"), norm)
     options = {"norm_eps": EPS, "hadamard_size": 64, "activations": "int8", "dtype": jnp.dtype("float32"), "eps": EPS}
     kernel = partial(tpu.quantized_heads, parts=2, interpret=True, **tiles)
     for call in (kernel, quantized_heads):
@@ -333,7 +333,7 @@ def test_elsewhere_xla_computes_it():
 @pytest.mark.parametrize(("depth", "columns"), [(5120, 5120), (5120, 13824), (13824, 5120), (1536, 8960), (3072, 3072)])
 def test_default_tiles(depth, columns, rows, vmem):
     changes_of_products = (
-        {"quantizes": depth <= 8192, "adds": True},
+        {"quantizes": depth <= 8192, "has_residual": True},
         {"gelu": True, "quantizes_result": True},
         {"quantizes": depth <= 8192, "norms_result": True},
         {},
@@ -350,7 +350,9 @@ def test_default_tiles(depth, columns, rows, vmem):
 
 def test_the_tiles_of_the_prices():
     sizes = {"square": (5120, 5120), "up": (5120, 13824), "down": (13824, 5120)}
-    tiles = {name: default_tiles(Product(18_900, *size, 2, adds=True), 128 << 20) for name, size in sizes.items()}
+    tiles = {
+        name: default_tiles(Product(18_900, *size, 2, has_residual=True), 128 << 20) for name, size in sizes.items()
+    }
     assert tiles["square"] == Tiles(2112, 1280, 704, 192)
     assert tiles["down"] == Tiles(1056, 1280, 352, 96)
 
@@ -385,7 +387,7 @@ def test_a_chip_s_compiler_accepts_the_kernels(chip, number_format):
         options: Any = {"activations": number_format, "dtype": "bfloat16"}
         rows = quantize_tokens(x, square, hadamard_size=256, **options, modulation=modulation)
         q = quantized_heads(rows, square, None, norm, norm_eps=EPS, hadamard_size=256, **options)
-        y = quantized_heads(q, square, None, HeadsNorm(head_scale), norm_eps=EPS, hadamard_size=256, **options)
+        y = quantized_heads(q, square, None, RMSNormRotary(head_scale), norm_eps=EPS, hadamard_size=256, **options)
         x = quantized_matmul(y, square, None, hadamard_size=256, **options, gated_sum=GatedSum(x, gate, second))
         mlp = partial(quantized_mlp, hadamard_sizes=(256, 256), **options, modulation=modulation)
         return mlp(x, (up, None), (down, None), gated_sum=GatedSum(x, gate, second))
@@ -397,7 +399,7 @@ def test_a_chip_s_compiler_accepts_the_kernels(chip, number_format):
     vectors, second = shape(1, 2, 512, dtype="float32"), shape(1000, dtype="bool")
     shapes = shape(1, 1000, 512), weight(512, 512), weight(512, 1024), weight(1024, 512)
     head_scale = shape(128, dtype="float32")
-    norm = HeadsNorm(shape(512, dtype="float32"), *2 * [shape(1000, 64, dtype="float32")])
+    norm = RMSNormRotary(shape(512, dtype="float32"), *2 * [shape(1000, 64, dtype="float32")])
     compiled = compile_program(
         AbstractCall(sharded, (*shapes, Modulation(vectors, vectors, second), vectors, second, norm, head_scale)), chip
     )

@@ -42,9 +42,9 @@ from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.attention.ring_weights import ShardsToJoin
 from wanjax.kernels.quantized_matmul import (
     GatedSum,
-    HeadsNorm,
     Modulation,
     QuantizedRows,
+    RMSNormRotary,
     quantize_weight,
     quantized_mlp,
 )
@@ -242,7 +242,7 @@ def quantized(length: int, result: str, number_format: Any = "int8") -> tuple[tu
         ]
     elif result == "heads":
         angles = normal(9, length, 64)
-        norm = HeadsNorm(normal(10, 512), jnp.cos(angles), jnp.sin(angles))
+        norm = RMSNormRotary(normal(10, 512), jnp.cos(angles), jnp.sin(angles))
         heads = partial(quantized_tpu.quantized_heads, hadamard_size=64, norm_eps=1e-6, parts=2, **options, **tiles)
         expected = partial(quantized_reference.quantized_heads, hadamard_size=64, norm_eps=1e-6, **options, **normed)
         pairs = [

@@ -30,7 +30,7 @@ from tests.support.tiny import (
 )
 from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
-from wanjax.layers.stack import EVERY_BLOCK, BlockCache
+from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache
 from wanjax.pipelines import denoiser
 from wanjax.pipelines.caching.cache_tables import Magnitudes, Tables
 from wanjax.pipelines.caching.phase_cache import embedding_changes
@@ -111,7 +111,7 @@ def forwards(pipe: Any, cache: Any = BlockCache, **settings: Any) -> Any:
         t = jax.tree.map(lambda time: jnp.full((len(x),), time), times)
         return [
             step.denoiser.predict(
-                network, x, t, prompt, inputs.shared, EVERY_BLOCK if cached is None else cache(cached[i])
+                network, x, t, prompt, inputs.shared, NO_BLOCK_CACHE if cached is None else cache(cached[i])
             )
             for i, prompt in enumerate(inputs.prompts)
         ]

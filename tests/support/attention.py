@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from wanjax.kernels.attention import attention, flash_kernel, flash_tpu
-from wanjax.kernels.attention.ring_weights import RingWeights, gather_during_attention, take_waiting
+from wanjax.kernels.attention.ring_weights import RingWeights, gather_during_attention, take_pending_weights
 from wanjax.sharding import use_partitioner
 
 BOUND = {"float32": 1e-6, "bfloat16": 3e-3}
@@ -103,10 +103,10 @@ def with_waiting_weights(used, attend, *operands):
     placed = [jax.device_put(x, NamedSharding(used.mesh, spec)) for x, spec in zip(weights, specs, strict=True)]
 
     def run(weights, *operands):
-        with use_partitioner(used), gather_during_attention(waiting := RingWeights(weights, (1, 0), mesh_axis)):
+        with use_partitioner(used), gather_during_attention(pending := RingWeights(weights, (1, 0), mesh_axis)):
             out = attend(*operands)
-            assert take_waiting() is None
-            return out, waiting.gathered()
+            assert take_pending_weights() is None
+            return out, pending.gathered()
 
     out, gathered = jax.jit(run)(placed, *operands)
     for gathered_weight, weight in zip(gathered, weights, strict=True):

@@ -112,10 +112,10 @@ def attend_round(mesh: AbstractMesh, *, size: int, dtype: str, length: int) -> A
     specs = P(None, "sp"), P("sp", None)
 
     def run(q, k, v, *weights):
-        waiting = RingWeights(weights, (1, 0))
-        with use_partitioner(Partitioner(mesh, SHARDING_RULES["fsdp"])), gather_during_attention(waiting):
+        pending = RingWeights(weights, (1, 0))
+        with use_partitioner(Partitioner(mesh, SHARDING_RULES["fsdp"])), gather_during_attention(pending):
             tokens = (shard_tokens(x, ("batch", "length", "heads", None)) for x in (q, k, v))
-            return attention(*tokens, kv_length=length), waiting.gathered()
+            return attention(*tokens, kv_length=length), pending.gathered()
 
     operand = jax.ShapeDtypeStruct((1, length, 2, size), jnp.dtype(dtype), sharding=NamedSharding(mesh, P()))
     weights = (jax.ShapeDtypeStruct((512, 512), operand.dtype, sharding=NamedSharding(mesh, spec)) for spec in specs)

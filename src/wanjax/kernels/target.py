@@ -31,7 +31,7 @@ def target_of(device: Any) -> Target:
     return Target(_PLATFORMS.get(platform, platform), device.device_kind)
 
 
-def multiplies_bfloat16(x: jax.Array) -> bool:
+def uses_bfloat16_instructions(x: jax.Array) -> bool:
     """Return True for a bfloat16 array on a CPU with bfloat16 instructions (AMX, AVX-512 BF16).
 
     On these CPUs, XLA calls a library for a product of bfloat16 if the result is float32. Otherwise XLA first casts the
@@ -106,12 +106,12 @@ def vmem_bytes() -> int | None:
         return None
 
 
-def multiplies_float8() -> bool:
+def has_fast_float8() -> bool:
     """Return True if the target is a TPU that multiplies 8-bit floats faster than bfloat16."""
     return _multiplies_faster("fp8")
 
 
-def multiplies_int8() -> bool:
+def has_fast_int8() -> bool:
     """Return True if the target is a TPU that multiplies 8-bit integers faster than bfloat16."""
     return _multiplies_faster("int8")
 

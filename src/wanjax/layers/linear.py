@@ -11,7 +11,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax.typing import DTypeLike
 
-from wanjax.kernels.target import multiplies_bfloat16, target
+from wanjax.kernels.target import target, uses_bfloat16_instructions
 from wanjax.layers.placement import Axes, with_axes
 from wanjax.sharding import constrain, current_partitioner, gather_weight
 
@@ -76,7 +76,7 @@ def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     the projection has more input than output channels, the product is computed in blocks of tokens, which is faster in
     XLA's matmul library.
     """
-    if not multiplies_bfloat16(x):
+    if not uses_bfloat16_instructions(x):
         return _dot(x, kernel)
     is_narrowing = kernel.shape[0] > kernel.shape[1] and current_partitioner().is_single_device
     blocks = ceil(x.shape[-2] / TOKEN_BLOCK) if is_narrowing and x.ndim > 1 else 1

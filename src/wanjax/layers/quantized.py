@@ -11,9 +11,9 @@ from flax import nnx
 
 from wanjax.kernels.quantized_matmul import (
     FORMATS,
-    HeadsNorm,
     QuantizedRows,
     QuantizedWeight,
+    RMSNormRotary,
     choose_hadamard_size,
     quantize_tokens,
     quantized_heads,
@@ -70,7 +70,7 @@ class QuantizedLinear(Gathered, nnx.Module):
         y = quantized_matmul(inputs, *self.operands(tokens), hadamard_size=self.hadamard_size, **self.options, **fused)
         return constrain(y, ("batch", "length", self.axis)) if tokens else y
 
-    def heads(self, inputs: jax.Array | QuantizedRows, norm: HeadsNorm, norm_eps: float, **fused: Any) -> jax.Array:
+    def heads(self, inputs: jax.Array | QuantizedRows, norm: RMSNormRotary, norm_eps: float, **fused: Any) -> jax.Array:
         """Compute the projection of tokens to queries or keys, with their norm and rotation."""
         options = self.options | {"hadamard_size": self.hadamard_size, "norm_eps": norm_eps}
         y = quantized_heads(inputs, *self.operands(True), norm, **options, **fused)

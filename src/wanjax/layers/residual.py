@@ -14,7 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from wanjax.kernels.quantized_matmul import GatedSum, HeadsNorm, QuantizedRows
+from wanjax.kernels.quantized_matmul import GatedSum, QuantizedRows, RMSNormRotary
 from wanjax.kernels.quantized_matmul import Modulation as NormModulation
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.modulation import SecondMask, gated_add, modulate
@@ -142,7 +142,7 @@ def project_heads(
     assert norm.scale is not None
     if quantizes_tokens(projection):
         tables = () if rope is None else (rope.cos, rope.sin)
-        heads_norm = HeadsNorm(norm.scale[...], *tables)
+        heads_norm = RMSNormRotary(norm.scale[...], *tables)
         return run_fused(partial(layer.heads, norm=heads_norm, norm_eps=norm.epsilon), inputs, None)
     y = layer(compute_norm(inputs))
     if norm.scale.shape[-1] == y.shape[-1]:

@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 from wanjax.execution import ArrayOrShape, program
 from wanjax.kernels.autodiff import forward_only
 from wanjax.kernels.compiler_options import fast_matmul_options, matmul_options, random_options, scan_options
-from wanjax.layers.stack import EVERY_BLOCK, BlockCache, SkippedBlocks
+from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache, SkippedBlocks
 from wanjax.pipelines.caching.step_cache import NO_CACHE, CachedArrays, StepCache, in_float32
 from wanjax.pipelines.guidance import Groups, GuidanceRule, Latents
 from wanjax.pipelines.noise_inputs import VIDEO
@@ -82,7 +82,7 @@ class Denoiser(ABC):
         t: Any,
         prompt: Any,
         shared: Any,
-        blocks: BlockCache = EVERY_BLOCK,
+        blocks: BlockCache = NO_BLOCK_CACHE,
         dense: bool | None = None,
     ) -> Any:
         """Return the network's prediction [B T H W _C], or a mapping of predictions if there are several modalities.

@@ -19,7 +19,7 @@ from wanjax.checkpoints.network_kinds import NetworkKind, network
 from wanjax.converters.weight_rules import linear
 from wanjax.execution import program
 from wanjax.kernels.compiler_options import scan_options
-from wanjax.layers.stack import EVERY_BLOCK
+from wanjax.layers.stack import NO_BLOCK_CACHE
 from wanjax.models.t5 import T5Config
 from wanjax.pipelines.denoiser import Denoiser
 from wanjax.pipelines.family import Family, Preset
@@ -106,7 +106,7 @@ class ToyDenoiser(Denoiser):
     def embed_timesteps(self, network, times, unprojected=False):
         return network.time_embed(nets.sinusoidal_embedding(times, 8).astype(network.dtype))
 
-    def predict(self, network, x, t, prompt, shared, blocks=EVERY_BLOCK, dense=None):
+    def predict(self, network, x, t, prompt, shared, blocks=NO_BLOCK_CACHE, dense=None):
         return network(x, t, *prompt, blocks)
 
 

@@ -14,7 +14,7 @@ from wanjax.layers.embeddings import sinusoidal_embedding
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import layer_norm
 from wanjax.layers.patch import depth_to_space, patch_grid, patchify, space_to_depth, unpatchify
-from wanjax.layers.stack import EVERY_BLOCK, scan_blocks, stack
+from wanjax.layers.stack import NO_BLOCK_CACHE, scan_blocks, stack
 from wanjax.layers.tiling import Tiling
 
 PATCH = (1, 2, 2)
@@ -105,7 +105,7 @@ class Transformer(nnx.Module):
         both = self.text_embed(text.astype(self.dtype)), self.glyph_embed(glyphs.astype(self.dtype))
         return jnp.concatenate(both, axis=1)
 
-    def __call__(self, x, t, text, mask, cache=EVERY_BLOCK):
+    def __call__(self, x, t, text, mask, cache=NO_BLOCK_CACHE):
         grid = patch_grid(x, PATCH)
         tokens = self.patch_embed(patchify(x.astype(self.dtype), PATCH))
         tokens = tokens + self.time_embed(sinusoidal_embedding(t, 8).astype(self.dtype))[:, None]

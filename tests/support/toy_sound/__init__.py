@@ -25,7 +25,7 @@ from wanjax.checkpoints.network_kinds import NetworkKind, network
 from wanjax.converters.weight_rules import linear
 from wanjax.execution import program
 from wanjax.kernels.compiler_options import conv_options, matmul_options, random_options, scan_options
-from wanjax.layers.stack import EVERY_BLOCK
+from wanjax.layers.stack import NO_BLOCK_CACHE
 from wanjax.media.inputs import IMAGE, InputSpec
 from wanjax.media.pictures import fit_to_size
 from wanjax.models.t5 import T5Config
@@ -120,7 +120,7 @@ class SoundDenoiser(Denoiser):
     def embed_timesteps(self, network, times, unprojected=False):
         return network.time_embed(nets.sinusoidal_embedding(times, 8).astype(network.dtype))
 
-    def predict(self, network, x, t, prompt, shared, blocks=EVERY_BLOCK, dense=None):
+    def predict(self, network, x, t, prompt, shared, blocks=NO_BLOCK_CACHE, dense=None):
         reference, real = shared
         times = len(t) // len(real)  # the prompts of a video
         reference = jax.tree.map(lambda x: jnp.concatenate([x] * times, axis=1), reference)

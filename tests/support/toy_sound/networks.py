@@ -13,7 +13,7 @@ from wanjax.layers.embeddings import sinusoidal_embedding
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import layer_norm
 from wanjax.layers.patch import depth_to_space, patch_grid, patchify, unpatchify
-from wanjax.layers.stack import EVERY_BLOCK, scan_blocks, scan_with_results, stack
+from wanjax.layers.stack import NO_BLOCK_CACHE, scan_blocks, scan_with_results, stack
 
 PATCH = (1, 2, 2)
 
@@ -103,7 +103,7 @@ class JointTransformer(nnx.Module):
         _, keys_and_values = scan_with_results(self.blocks, lambda block, x: block.reference(x, real), tokens)
         return keys_and_values, real
 
-    def __call__(self, x, t, text, mask, reference, real, cache=EVERY_BLOCK):
+    def __call__(self, x, t, text, mask, reference, real, cache=NO_BLOCK_CACHE):
         time = self.time_embed(sinusoidal_embedding(t, 8).astype(self.dtype))[:, None]
         video, is_real = self._tokens(x["video"])
         audio = self.audio_embed(x["audio"].astype(self.dtype))

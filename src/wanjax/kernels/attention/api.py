@@ -75,21 +75,21 @@ def attention(
 ) -> Float[Array, "B L N D"]:
     """Return softmax(scale · q kᵀ + bias) v in the dtype of the operands; softmax and sums are in float32.
 
-    Within `sharding.use_partitioner` all devices compute together.
+    Within `sharding.use_partitioner`, the devices of the mesh share the computation.
 
     Args:
         q: Queries.
-        k: Keys. k may have fewer heads than q. Then N / K consecutive heads of q share a head of k.
+        k: Keys. If k has fewer heads than q, N / K consecutive heads of q share a head of k.
         v: Values, one for each key.
-        kv_length: The number of valid keys. The valid keys come first. None means that all keys are valid.
+        kv_length: The first `kv_length` keys are valid. None means that all keys are valid.
         key_mask: True for valid keys. A query without a valid key gives zeros.
-        window: (left, right): a query attends to at most this many keys before and after its own position. One number
-            sets both sides; None in place of a number means no bound. A `Radial` mask is also possible.
+        window: A pair (left, right), or a `Radial` mask. A query attends to at most `left` keys before its own position
+            and `right` keys after it. A single number sets both; None for a side means no bound.
         scale: The factor of the logits, 1 / √D by default.
         bias: Added to the logits; float32, broadcasts to [B N L S].
-        implementation: An `AttentionConfig`, or its text. The tiles and the window in it apply if the call has no
-            `config` and no `window`. If the config names an implementation, no other implementation is used in its
-            place. None chooses an implementation by platform and shape; `choose_implementation` returns this choice.
+        implementation: An `AttentionConfig`, or its text. Its tiles and its window apply if the call has no `config`
+            and no `window`. If it names an implementation, there is no fallback to another one. With None, the
+            platform and the shapes determine the implementation, as `choose_implementation` shows.
         config: The configuration of the implementation. Each implementation has its own type.
 
     Raises:
@@ -124,7 +124,8 @@ def kernel_with_lse(
 ) -> Callable[..., Any]:
     """Return the function (q, k, v) of dense attention on one device, for operands of these dtypes and head size.
 
-    It returns the result and the log-sum-exp of each query, by which parts of a softmax are merged.
+    The function returns the result, and the log-sum-exp of each query. Log-sum-exps are needed to merge the attention
+    to several sets of keys.
     """
     attn = AttentionConfig.of(implementation)
     if not attn.is_dense:
@@ -148,9 +149,8 @@ def attention_to_cache(
 ) -> tuple[Float[Array, "B L N D"], KVCache]:
     """Compute the attention of a chunk of tokens to itself and to a cache. Also return the chunk's keys and values.
 
-    The first `length` tokens of the chunk are real. `kv_cache.insert_chunk` puts the returned keys and values
-    into the cache.
-    The other keywords and the errors are those of `attention`; a window or radial attention is not supported.
+    The first `length` tokens of the chunk are real. `kv_cache.insert_chunk` writes the returned keys and values into
+    the cache. The other keywords and the errors are those of `attention`. Windows and radial masks are not supported.
     """
     attn = AttentionConfig.of(implementation)
     if not attn.is_dense:
@@ -177,8 +177,8 @@ def joint_attention(
     """Compute the joint attention of a video and its text. The first `length` tokens of the video and the first
     `text_lengths` tokens of the text are valid.
 
-    `window` applies to the sequence in which the text follows the video. The other keywords and the errors are those of
-    `attention`.
+    The text follows the video in one sequence, to which `window` applies. The other keywords and the errors are those
+    of `attention`.
     """
     attn = _parse_dense(implementation)
     options = _checked_options(attn, q.video, k.video, v.video, window=window)
@@ -247,8 +247,7 @@ def sparse_linear_attention(
 
 
 def _parse_dense(implementation: str | AttentionConfig | None) -> AttentionConfig:
-    """Parse a config. Raises UnsupportedError for sparse-linear attention, because this function has no weights for
-    it."""
+    """Parse a config. Raises UnsupportedError for sparse-linear attention, which needs a learned projection."""
     attn = AttentionConfig.of(implementation)
     if attn.sparse:
         raise UnsupportedError("sparse-linear attention has weights: call `sparse_linear_attention`")
@@ -266,8 +265,7 @@ def _attend_on_one_device(
     return_lse: bool = False,
     **options: Any,
 ) -> Any:
-    """Compute attention on the device that holds the operands. Only the first `kv_length` keys are valid; the following
-    ones are padding."""
+    """Compute attention on the device that holds the operands. Keys after the first `kv_length` are padding."""
     options |= {"return_lse": return_lse}
     implementation = _implementation_for(q, k, v, name, key_mask=key_mask, **options)
     per_example = isinstance(kv_length, Array)
@@ -298,7 +296,7 @@ def _attend_with_carry_on_one_device(
     joins: tuple[ShardsToJoin, ...] = (),
     **options: Any,
 ) -> Any:
-    """Continue an attention over some keys with more keys; see `sharded.AttentionKernels.attend_with_carry`."""
+    """Add keys to the softmax sums in `carry`, as `sharded.AttentionKernels.attend_with_carry` describes."""
     all_options = {"window": None, "bias": None, "return_lse": True, **options}
     implementation = _implementation_for(q, k, v, name, key_mask=key_mask, **all_options)
     is_tpu_admitted = name is not None or is_admitted("flash_tpu_carried")
@@ -318,7 +316,7 @@ def _attend_with_carry_on_one_device(
 def _gradient_on_one_device(
     q, k, v, g, lse, delta, *, key_mask, name: str | None, kv_length: Array | None = None, **options: Any
 ) -> Any:
-    """Compute the gradients of q, k and v, for attention in which all queries attend to the same keys."""
+    """Compute the gradients of q, k and v, for attention of all queries to the same keys."""
     options |= {"window": None}
     implementation = _implementation_for(q, k, v, name, key_mask=key_mask, bias=None, **options, return_lse=True)
     return implementation.gradient(q, k, v, g, lse, delta, key_mask=key_mask, kv_length=kv_length, **options)
@@ -339,8 +337,8 @@ def choose_implementation(
 ) -> ImplementationChoice:
     """Return the implementation that `attention` uses for these arguments, and the reason for the choice.
 
-    The arguments and errors are those of `attention`. In place of arrays, shapes (`jax.ShapeDtypeStruct`) suffice.
-    `return_lse` says that the caller also needs the log-sum-exp of each query, as ring attention does.
+    The arguments and errors are those of `attention`. Shapes (`jax.ShapeDtypeStruct`) may replace the arrays. With
+    `return_lse`, the implementation must also return the log-sum-exp of each query, as ring attention needs.
     `kernels.target.target` gives the platform.
     """
     attn = AttentionConfig.of(implementation)
@@ -349,7 +347,7 @@ def choose_implementation(
 
 
 def _implementation_for(q, k, v, name: str | None, **options: Any) -> Implementation:
-    """Look up the implementation that `_first_supported` returns."""
+    """Return the implementation that `_first_supported` chooses."""
     return IMPLEMENTATIONS[_first_supported(q, k, v, name, **options).name]
 
 
@@ -368,7 +366,7 @@ def _first_supported(q, k, v, name: str | None, **options: Any) -> Implementatio
 
 
 def _rejection_reason(name: str, window: Any) -> str | None:
-    """If an implementation's kernel failed its trials on this chip, return the reason, else None."""
+    """Return the reason against an implementation whose kernel failed its trials on this chip, or None."""
     kernel = f"{name}_radial" if isinstance(window, Radial) else name
     return None if is_admitted(kernel) else f"{kernel} was tried on this chip and failed"
 

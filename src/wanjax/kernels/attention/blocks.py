@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers of the implementations: layouts of heads, loops over heads, and blocks of queries and keys."""
+"""Helpers of the implementations: the order of heads in memory, loops over heads, and blocks of queries and keys."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ class Config:
     """Maximum sizes of blocks. All blocks of a sequence have about the same size.
 
     Attributes:
-        block_q: The most queries of a block.
-        block_kv: The most keys of a block.
-        batched: True computes all heads of all examples at once, which suits an accelerator. False computes them one
-            after another, so that the scores of a block fit in a CPU's cache.
+        block_q: The maximum number of queries in a block.
+        block_kv: The maximum number of keys in a block.
+        batched: If True, all heads of all examples are computed at once, which is faster on an accelerator. If False,
+            heads are computed one after another, so that the scores of a block fit in a CPU's cache.
     """
 
     block_q: int
@@ -40,8 +40,8 @@ class Config:
 
 
 def map_axis(f: Callable, axes: Sequence[int | None], *, batched: bool) -> Callable:
-    """Map f over one axis of each argument, by vmap or in a loop. An argument is broadcast if its axis is None or has
-    size 1.
+    """Map f over one axis of each argument: by vmap if `batched`, else in a loop. An argument is broadcast if its axis
+    is None or has size 1.
     """
 
     def mapped(*arguments: Array | None) -> tuple[Array, ...]:
@@ -74,8 +74,8 @@ def batch_to_heads(x: Float[Array, "_B L D"], heads: int) -> Float[Array, "B L N
 
 
 def to_rows(x: Float[Array, "B L N D"]) -> Float[Array, "_B L _D"]:
-    """Reshape x for a TPU kernel. If heads fill whole lanes, they stay side by side, as projections write them. Other
-    heads are merged into the first axis, as `heads_to_batch` does.
+    """Reshape x for a TPU kernel. If the head size is a multiple of the lanes, the heads of a token stay side by side,
+    as projections write them. Otherwise the heads are merged into the first axis, as in `heads_to_batch`.
     """
     return x.reshape(*x.shape[:2], -1) if x.shape[3] % LANES == 0 else heads_to_batch(x)
 
@@ -113,13 +113,15 @@ def _entry_in_float32_jvp(axis: int, values: tuple, tangents: tuple) -> tuple[Ar
 
 
 class BlockGrid(NamedTuple):
-    """Blocks of `block_q` queries. A block of queries attends to at most `span` neighbouring keys, in blocks of
-    `block_kv`. The blocks cover these keys exactly: the first block may be shorter, and no key is padding.
+    """Blocks of `block_q` queries, and the blocks of `block_kv` keys that each of them attends to.
+
+    For a block of queries, `span` neighbouring keys are computed. The first block of these keys may be shorter than
+    the others, so that no key is padding.
     """
 
     q_blocks: int
     block_q: int
-    left: int  # the most visible keys before a query
+    left: int  # the maximum number of visible keys before a query
     span: int
     num_keys: int
     block_kv: int
@@ -131,7 +133,8 @@ class BlockGrid(NamedTuple):
         return self.span - (self.kv_blocks - 1) * self.block_kv
 
     def key_starts(self, q_start: Array) -> tuple[Array, Array]:
-        """Return the first key of each block that the block of queries from `q_start` on visits."""
+        """Return the position of the first key of each block of keys, for the block of queries from `q_start` on: the
+        position for the first block, and an array of positions for the other blocks."""
         first = jnp.clip(q_start - self.left, 0, self.num_keys - self.span)
         return first, first + self.first_block_kv + self.block_kv * jnp.arange(self.kv_blocks - 1, dtype=q_start.dtype)
 
@@ -172,7 +175,10 @@ def visible_keys(
 
 
 class BlockLists(NamedTuple):
-    """The blocks of keys that some blocks of queries visit under a radial mask, a few blocks in each step."""
+    """For a range of blocks of queries: the lists of the blocks of keys that are visible under a radial mask.
+
+    A step of the computation takes a few blocks of a list.
+    """
 
     q_blocks: slice  # indices of the blocks of queries
     kv_blocks: Int32[np.ndarray, "_B _T _S"]  # for each block of queries and each step, the indices of blocks of keys
@@ -180,17 +186,20 @@ class BlockLists(NamedTuple):
 
     @property
     def arrays(self) -> tuple[Array, Array, Array]:
-        """Return for each block of queries its list, the position of each entry in the list, and the length of the
-        list."""
-        slots = np.arange(self.kv_blocks[0].size, dtype=np.int32).reshape(self.kv_blocks[0].shape)
-        return jnp.asarray(self.kv_blocks), jnp.broadcast_to(slots, self.kv_blocks.shape), jnp.asarray(self.counts)
+        """Return for each block of queries: its list, the position of each entry in the list, and the list's length."""
+        list_positions = np.arange(self.kv_blocks[0].size, dtype=np.int32).reshape(self.kv_blocks[0].shape)
+        return (
+            jnp.asarray(self.kv_blocks),
+            jnp.broadcast_to(list_positions, self.kv_blocks.shape),
+            jnp.asarray(self.counts),
+        )
 
 
 def block_lists(mask: Radial, num_queries: int, num_keys: int, block_kv: int) -> list[BlockLists]:
-    """List the blocks of keys that each block of queries sees. A step computes up to `block_kv` keys.
+    """List the visible blocks of keys of each block of queries. A step of the computation takes up to `block_kv` keys.
 
-    The lists of one `BlockLists` are padded to the longest list. Blocks with text see all keys, so they have a separate
-    `BlockLists`.
+    The lists in one `BlockLists` are padded to the longest list. Queries of text see all keys, so their blocks have a
+    separate `BlockLists`.
     """
     block_mask, first_text_block = (
         mask.block_mask(num_queries, num_keys),
@@ -212,13 +221,13 @@ def to_blocks(x: Float[Array, "*B L D"], size: int) -> Float[Array, "*B _L S D"]
 
 
 def key_mask_blocks(key_mask: Bool[Array, " S"] | None, num_keys: int, size: int) -> Bool[Array, "_B _S"]:
-    """Split a key mask into blocks of `size` keys. Padding is False. A mask of None means all keys."""
+    """Split a key mask into blocks of `size` keys. Padding is False. None stands for a mask of all keys."""
     valid = jnp.ones(num_keys, bool) if key_mask is None else key_mask
     return pad_to(valid, 0, size).reshape(-1, size)
 
 
 def mean_logits(q: Float[Array, "B L N D"], key_mean: Float32[Array, "B K D"], scale: float) -> Float32[Array, "B L N"]:
-    """Return the logits of the mean key, which centring subtracts from all logits of a query."""
+    """Return the logits of the mean key. If the keys are centred, each logit of a query is smaller by this number."""
     (batch, queries, heads, head_dim), kv_heads = q.shape, key_mean.shape[1]
     grouped_q = q.astype(jnp.float32).reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
     logits = jnp.einsum("BLKND,BKD->BLKN", grouped_q, key_mean, precision="highest")
@@ -226,8 +235,7 @@ def mean_logits(q: Float[Array, "B L N D"], key_mean: Float32[Array, "B K D"], s
 
 
 def even_blocks(length: int, max_size: int) -> tuple[int, int]:
-    """Divide a length into as few blocks of at most `max_size` as possible. Return the number of blocks and their
-    size."""
+    """Return the smallest number of blocks of at most `max_size` that cover a length, and the size of a block."""
     count = ceil_div(length, max_size)
     return count, ceil_div(length, count)
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by blocks of queries and keys, on any platform. The memory of this implementation does not grow with
-queries times keys.
+"""Attention by blocks of queries and keys, on any platform. The score matrix is never in memory as a whole.
 
-The softmax over all keys is computed from the softmaxes over the blocks (Milakov and Gimelshein, Online normalizer
-calculation for softmax, 2018; Rabe and Staats, Self-attention does not need O(n²) memory, 2021). The blocks cover the S
-keys exactly: the first block may be shorter, and no key is padding.
+The softmax over all keys is merged from the softmaxes over the blocks (Milakov and Gimelshein, Online normalizer
+calculation for softmax, 2018; Rabe and Staats, Self-attention does not need O(n²) memory, 2021). The first block of
+keys may be shorter than the others, so that no key is padding.
 """
 
 from functools import partial
@@ -30,12 +29,12 @@ from wanjax.kernels.attention.chunked_gradient import gradient_by_blocks
 from wanjax.kernels.attention.gradient import from_result
 from wanjax.kernels.attention.masks import Window, divide_or_zero, finite_max, length_mask, log_sum_exp
 from wanjax.kernels.attention.radial import Radial
-from wanjax.kernels.target import multiplies_bfloat16, target
+from wanjax.kernels.target import target, uses_bfloat16_instructions
 
 
 def default_config(platform: str, head_dim: int) -> Config:
-    """Return the default sizes: for CPUs the fastest ones of benchmarks/attention.py, elsewhere blocks that fill a
-    matrix unit."""
+    """Return the default block sizes. For CPUs they are the fastest in benchmarks/attention.py. On other platforms, the
+    blocks fill a matrix unit."""
     if platform == "cpu":
         return Config(1024, 512 if head_dim <= 64 else 1024, batched=False)
     return Config(256, 1024, batched=True)
@@ -87,9 +86,9 @@ def gradient(
     config: Config | None,
     kv_length: Int32[Array, " B"] | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of q, k and v; for g, lse and delta see `gradient.from_result`.
+    """Return the gradients of q, k and v. `gradient.from_result` explains g, lse and delta.
 
-    The keys of `key_mask` are valid, or the first `kv_length` keys of each example.
+    The valid keys are those in `key_mask`, or the first `kv_length` keys of each example.
     """
     if kv_length is not None:
         key_mask = length_mask(kv_length, k.shape[1])
@@ -125,8 +124,8 @@ def _forward(
 
 
 class MatmulOptions(NamedTuple):
-    """The precision of matrix products, and the scale of the logits, which is None if the queries are already
-    scaled."""
+    """The precision of matrix products, and the scale of the logits. If the queries are already scaled, `scale` is
+    None."""
 
     precision: str
     scale: float | None
@@ -136,8 +135,7 @@ class MatmulOptions(NamedTuple):
 
 
 class PartialSoftmax(NamedTuple):
-    """An unfinished softmax over some keys: for each query the maximum logit, and relative to it the sums of the
-    weights and of the weighted values."""
+    """The sums of a softmax over a part of the keys. A query's weights are relative to its maximum logit, `row_max`."""
 
     row_max: Float32[Array, "L 1"]
     weight_sum: Float32[Array, "L 1"]
@@ -169,7 +167,7 @@ def _attend_one_head(
 
     Operands are float32, or bfloat16 if the processor can multiply bfloat16. Logits and sums are always float32.
     """
-    matmul, length = MatmulOptions(matmul_precision(dtype), scale if multiplies_bfloat16(q) else None), len(q)
+    matmul, length = MatmulOptions(matmul_precision(dtype), scale if uses_bfloat16_instructions(q) else None), len(q)
     if matmul.scale is None:
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         q = scale * q
@@ -227,18 +225,18 @@ def _attend_radial_head(
     matmul: MatmulOptions,
     config: Config,
 ) -> tuple[Float32[Array, "L D"], Float32[Array, "L 1"]]:
-    """Compute the attention of one head under a radial mask. Each block of queries visits its visible blocks of keys, a
-    few at a time."""
+    """Compute the attention of one head under a radial mask. For each block of queries, only the visible blocks of keys
+    are computed, a few at a time."""
     q_blocks, k_blocks, v_blocks = to_blocks(q, mask.block_q), to_blocks(k, mask.block_kv), to_blocks(v, mask.block_kv)
     valid = key_mask_blocks(key_mask, len(k), mask.block_kv)
 
     def attend_block(entry: tuple[Array, ...]) -> tuple[Float32[Array, "L D"], Float32[Array, "L 1"]]:
-        q_block, kv_blocks, slots, count = entry
+        q_block, kv_blocks, list_positions, count = entry
 
         def add(state: PartialSoftmax, step: tuple[Array, Array]) -> tuple[PartialSoftmax, None]:
-            kv_blocks, slots = step
+            kv_blocks, list_positions = step
             k_part, v_part = (blocks[kv_blocks].reshape(-1, blocks.shape[2]) for blocks in (k_blocks, v_blocks))
-            visible = valid[kv_blocks] & (slots < count)[:, None]
+            visible = valid[kv_blocks] & (list_positions < count)[:, None]
             return merge_partial_softmax(
                 state, _softmax(q_block, k_part, v_part, visible.reshape(1, -1), None, matmul)
             ), None
@@ -246,7 +244,7 @@ def _attend_radial_head(
         initial_state = PartialSoftmax(
             *(jnp.full((len(q_block), n), fill) for n, fill in ((1, -jnp.inf), (1, 0.0), (v.shape[1], 0.0)))
         )
-        state, _ = jax.lax.scan(add, initial_state, (kv_blocks, slots))
+        state, _ = jax.lax.scan(add, initial_state, (kv_blocks, list_positions))
         return divide_or_zero(state.value_sum, state.weight_sum), log_sum_exp(state.row_max, state.weight_sum)
 
     results = [

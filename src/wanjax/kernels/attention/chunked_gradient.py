@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of attention by blocks of queries and keys, on any platform.
 
-The scores have the shape keys × queries, so that only one of the five matrix products has to transpose them.
+The scores have the shape keys × queries. In this shape, only one of the five matrix products has to transpose them.
 """
 
 from functools import partial
@@ -28,7 +28,7 @@ from wanjax.kernels.attention.radial import Radial
 
 
 class QueryBlock(NamedTuple):
-    """A block of scaled queries, the gradients of their results, their log-sum-exps, and their deltas."""
+    """A block of scaled queries, with the arguments of `gradient_by_blocks` that belong to these queries."""
 
     q: Float32[Array, "L D"]
     g: Float32[Array, "L D"]
@@ -126,7 +126,7 @@ def _dense_gradients(
 
         first_start, later_starts = grid.key_starts(q_start)
         gradients = add(Gradients(jnp.zeros_like(query_block.q), *sums), first_start, grid.first_block_kv)
-        if len(later_starts):  # as in `chunked`
+        if len(later_starts):  # under `jax.disable_jit`, a scan of zero steps is an error
             gradients, _ = jax.lax.scan(
                 lambda gradients, kv_start: (add(gradients, kv_start, grid.block_kv), None), gradients, later_starts
             )
@@ -146,19 +146,19 @@ def _add_at(total: Array, start: Array, part: Array) -> Array:
 def _radial_gradients(
     queries: QueryBlock, k: Array, v: Array, key_mask: Array | None, mask: Radial, precision: str, config: Config
 ) -> Gradients:
-    """Compute the same as `_dense_gradients` under a radial mask: each block of queries visits only its visible blocks
-    of keys."""
+    """Compute the gradients under a radial mask. For each block of queries, only the visible blocks of keys are
+    computed."""
     length, num_keys, block_kv = len(queries.q), len(k), mask.block_kv
     query_blocks = QueryBlock(*(to_blocks(x, mask.block_q) for x in queries))
     k, v, valid = to_blocks(k, block_kv), to_blocks(v, block_kv), key_mask_blocks(key_mask, num_keys, block_kv)
 
     def scan_block(sums: tuple[Array, Array], entry: tuple[Any, ...]) -> tuple[tuple[Array, Array], Array]:
-        query_block, kv_blocks, slots, count = entry
+        query_block, kv_blocks, list_positions, count = entry
 
         def add(gradients: Gradients, step: tuple[Array, Array]) -> tuple[Gradients, None]:
-            kv_blocks, slots = step
+            kv_blocks, list_positions = step
             k_part, v_part = (blocks[kv_blocks].reshape(-1, blocks.shape[2]) for blocks in (k, v))
-            visible = valid[kv_blocks] & (slots < count)[:, None]
+            visible = valid[kv_blocks] & (list_positions < count)[:, None]
             contribution = _block_gradients(query_block, k_part, v_part, visible.reshape(1, -1), precision)
             dk, dv = (
                 gradient.at[kv_blocks].add(part.reshape(len(kv_blocks), block_kv, -1))
@@ -166,13 +166,13 @@ def _radial_gradients(
             )
             return Gradients(gradients.q + contribution.q, dk, dv), None
 
-        gradients, _ = jax.lax.scan(add, Gradients(jnp.zeros_like(query_block.q), *sums), (kv_blocks, slots))
+        gradients, _ = jax.lax.scan(add, Gradients(jnp.zeros_like(query_block.q), *sums), (kv_blocks, list_positions))
         return (gradients.k, gradients.v), gradients.q
 
     sums, dqs = (jnp.zeros_like(k), jnp.zeros_like(v)), []
     for lists in block_lists(mask, length, num_keys, config.block_kv):
-        some_queries = QueryBlock(*(x[lists.q_blocks] for x in query_blocks))
-        sums, dq = jax.lax.scan(scan_block, sums, (some_queries, *lists.arrays))
+        query_subset = QueryBlock(*(x[lists.q_blocks] for x in query_blocks))
+        sums, dq = jax.lax.scan(scan_block, sums, (query_subset, *lists.arrays))
         dqs.append(dq)
     padded = Gradients(jnp.concatenate(dqs), *sums)
     return Gradients(

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Self-attention whose queries also see keys that belong to their frame alone, in one softmax.
+"""Attention of a video to itself and to another clip, frame by frame, in one softmax.
 
-The tokens of frame f of a video attend to all tokens of the video, and to the tokens of frame f - 1 of another clip.
-The first frame has no frame of the clip. Attention to the video and attention to the clip are computed separately and
-merged by their log-sum-exps, so the scores of other frames of the clip are never computed.
+The tokens of frame f of the video attend to all tokens of the video, and to the tokens of frame f - 1 of the clip. The
+first frame attends only to the video. Attention to the video and attention to the clip are computed separately. They
+are merged by their log-sum-exps, so that no scores of other frames of the clip are computed.
 
-On several devices, tokens are exchanged for heads over all mesh axes of tokens. The clip's keys and values stay sharded
-by heads in the same way, so they are never sent.
+On several devices, an all-to-all exchanges tokens for heads, over all mesh axes that shard tokens. The clip's keys and
+values are always sharded by heads, so they are never sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int8
 
-from wanjax.kernels.attention.ring_weights import RingWeights, gather_beside, shard_map_with_weights
+from wanjax.kernels.attention.ring_weights import RingWeights, gather_while_computing, shard_map_with_weights
 from wanjax.kernels.attention.sharded import (
     AttentionResult,
     QueryPlacement,
@@ -33,7 +33,7 @@ INT8_MAX = 127.0
 
 
 class ClipKV(NamedTuple):
-    """Keys and values of a clip, with concatenated heads. Stacked blocks add a leading axis.
+    """Keys and values of a clip, with concatenated heads. For stacked blocks, there is a leading axis of blocks.
 
     In int8, `k_scale` and `v_scale` hold a scale for each token and head.
     """
@@ -45,7 +45,7 @@ class ClipKV(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """How tokens are exchanged for heads, so that each device has all tokens of some heads.
+    """The all-to-all that exchanges tokens for heads. After it, each device has all tokens of some heads.
 
     Attributes:
         tokens: The sharding [B L N D] of tokens before the exchange.
@@ -61,7 +61,7 @@ class Exchange(NamedTuple):
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> "Exchange":
-        """Find the exchange for queries, keys and values of a shape [B L N D], in the partitioner in use."""
+        """Return the exchange for queries, keys and values of a shape [B L N D], with the current partitioner."""
         partitioner = current_partitioner()
         placement = QueryPlacement(*partitioner.activation_spec(("batch", "length", "heads"), shape[:3]))
         axes_of = [(axes,) if isinstance(axes, str) else axes or () for axes in (placement.heads, placement.tokens)]
@@ -102,7 +102,7 @@ def store_clip_kv(k: Float[Array, "B L N D"], v: Float[Array, "B L N D"], length
 
 
 def shard_clip_kv(keys: ClipKV, heads: int) -> ClipKV:
-    """State the sharding of the keys and values [layers B S E] of all blocks, which is that of `store_clip_kv`."""
+    """Constrain the keys and values [layers B S E] of all blocks to the sharding that `store_clip_kv` gives them."""
     num_devices = current_partitioner().axis_size(TOKEN_AXES)
     exchange = Exchange.of((1, num_devices, heads))
     return jax.tree.map(lambda x: constrain_to(x, PartitionSpec(None, *exchange.heads)), keys)
@@ -120,7 +120,7 @@ def attention_with_frames(
     frame_tokens: int,
     bias: Float[Array, ""] | None = None,
 ) -> Float[Array, "B L N D"]:
-    """Return the attention of the first `length` tokens to each other, and to the clip's tokens of their frame.
+    """Return the attention of the first `length` tokens to each other and, frame by frame, to the clip's tokens.
 
     Args:
         kernel: Computes attention on one device; returns the result and its log-sum-exps.
@@ -130,19 +130,19 @@ def attention_with_frames(
         clip: The keys and values of one clip, from `store_clip_kv`.
         length: The number of real tokens; further tokens are padding.
         frame_tokens: The number of tokens of a frame.
-        bias: A number that is added to the scores of the keys of frame 1; None for none.
+        bias: A number that is added to the scores of the keys of frame 1, or None.
     """
     queries, partitioner = q.shape[1], current_partitioner()
     q, k, v = (pad_to(x, 1, partitioner.axis_size(TOKEN_AXES)) for x in (q, k, v))
     exchange = Exchange.of(q.shape)
 
     def attend(
-        waiting: RingWeights | None, weights: Sequence[Array], q: Array, k: Array, v: Array, clip: ClipKV,
+        pending: RingWeights | None, weights: Sequence[Array], q: Array, k: Array, v: Array, clip: ClipKV,
         bias: Array | None,
     ) -> tuple[Array, Sequence[Array]]:  # fmt: skip
         heads, attend_by_frames = q.shape[2], partial(_attend_by_frames, kernel, length, frame_tokens)
         qkv = map(exchange.tokens_to_heads, (q, k, v))
-        out, weights = gather_beside(waiting, weights, partitioner, attend_by_frames, *qkv, clip, bias)
+        out, weights = gather_while_computing(pending, weights, partitioner, attend_by_frames, *qkv, clip, bias)
         return exchange.heads_to_tokens(out, heads), weights
 
     clip_specs = jax.tree.map(lambda _: exchange.heads, clip)
@@ -161,11 +161,10 @@ def _attend_by_frames(
     clip: ClipKV,
     bias: Float[Array, ""] | None,
 ) -> Float[Array, "B L N D"]:
-    """Compute attention on one device, for some heads and all of their tokens. Padding follows the first `length`
-    tokens."""
+    """Compute attention on one device, for all tokens of some heads. Padding follows the first `length` tokens."""
     batch = len(q)
 
-    def to_frames(x: Array) -> Array:  # the queries of one frame in all videos of the batch share keys
+    def to_frames(x: Array) -> Array:  # for one frame, the queries of all videos of the batch have the same keys
         by_video = x.reshape(batch, -1, frame_tokens, *x.shape[2:])
         return jnp.moveaxis(by_video, 1, 0).reshape(-1, batch * frame_tokens, *x.shape[2:])
 
@@ -194,8 +193,8 @@ def _attend_to_video(
         return kernel(q, k, v, kv_length=length)
     frame_1 = slice(frame_tokens, 2 * frame_tokens)
     out, lse = kernel(q, k[:, frame_1], v[:, frame_1])
-    others = (jnp.concatenate([x[:, :frame_tokens], x[:, 2 * frame_tokens :]], axis=1) for x in (k, v))
-    merged, lse = merge_by_log_sum_exp(kernel(q, *others, kv_length=length - frame_tokens), (out, lse + bias))
+    other_kv = (jnp.concatenate([x[:, :frame_tokens], x[:, 2 * frame_tokens :]], axis=1) for x in (k, v))
+    merged, lse = merge_by_log_sum_exp(kernel(q, *other_kv, kv_length=length - frame_tokens), (out, lse + bias))
     return merged.astype(q.dtype), lse
 
 

@@ -50,7 +50,7 @@ class AttentionConfig:
 
     @classmethod
     def of(cls, value: "str | AttentionConfig | None") -> "AttentionConfig":
-        """Return a config. Text is parsed. None gives a config that lets `attention` choose the implementation."""
+        """Return a config. Text is parsed. With None, `attention` chooses the implementation."""
         if not isinstance(value, AttentionConfig | str | None):
             names = ", ".join((_AUTO_NAME, *IMPLEMENTATIONS, _RADIAL_NAME, _SPARSE_NAME))
             raise WanjaxError(
@@ -117,13 +117,12 @@ class AttentionConfig:
 
     @property
     def supports_ring(self) -> bool:
-        """Whether the kernel can add the keys of other TPUs to its sums. Ring attention needs this."""
+        """Whether the kernel can continue with the softmax sums of earlier keys, as ring attention needs."""
         implementation = IMPLEMENTATIONS[self.implementation or "flash_tpu"]
         return implementation.supports_carry(self.config) and self.is_dense
 
     def dense_only(self) -> "AttentionConfig":
-        """Return the config without window and without sparse mask. Attention other than self-attention uses this
-        config."""
+        """Return the config for cross-attention, without a window and without a sparse mask."""
         return AttentionConfig(self.implementation)
 
     def mask(self, grid: tuple[int, int, int], *, decay: float = DEFAULT_DECAY, sink: bool = True) -> Radial | None:

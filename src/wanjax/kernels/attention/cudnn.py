@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by NVIDIA's cuDNN, through `jax.nn.dot_product_attention`, on GPUs from Ampere on.
 
-In cuDNN, a mask is a whole score matrix. To avoid this matrix, the valid keys are moved to the front, and cuDNN
-receives their number. The keys may be moved because attention does not depend on their order.
+cuDNN takes a mask only as a full score matrix. To avoid this matrix, the valid keys are moved to the front, and cuDNN
+gets the number of valid keys. Attention does not depend on the order of the keys.
 """
 
 import re

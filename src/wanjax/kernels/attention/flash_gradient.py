@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of attention on TPUs: a Pallas kernel with five matrix products for each pair of blocks.
 
-The scores have the shape keys × queries, as in `flash_kernel`. The weights follow from the scores and the log-sum-exp
-of the forward pass, so no maximum and no sum is computed. For each block of keys, the kernel streams all blocks of
-queries of a head, and sums dk and dv in scratch memory. dq is summed over all blocks of keys, so the dq of all queries
-of a call must fit in VMEM. Longer sequences take several calls.
+The scores have the shape keys × queries, as in `flash_kernel`. The kernel computes the weights from the scores and the
+log-sum-exps of the forward pass, so it needs no maximum and no sum. For each block of keys, the kernel streams all
+blocks of queries of a head, and sums dk and dv in scratch memory. dq is summed over all blocks of keys. The dq of all
+queries of a call must therefore fit in VMEM, and longer sequences need several calls.
 """
 
 import math
@@ -28,7 +28,7 @@ from wanjax.sharding import pad_to
 MAX_BLOCK_Q, MAX_BLOCK_KV = 2048, 2048  # of a grid step
 MAX_COMPUTE_KV = 2048  # unrolled keys
 STRIP = 256  # queries and keys of one step: a tile of the matrix unit
-# Number of steps whose weights are computed before the products of the first, so that the matrix units do not wait
+# Number of steps whose weights are computed before the products of the first step; the matrix units then do not wait
 PIPELINE_DEPTH = 2
 
 
@@ -39,7 +39,7 @@ class Config:
     Attributes:
         block_q: Queries of a grid step.
         block_kv: Keys of a grid step.
-        block_kv_compute: Keys of a compute block, whose steps are unrolled. This number divides `block_kv`.
+        block_kv_compute: Keys of a compute block, which divides `block_kv`. The steps of a compute block are unrolled.
         resident_q: Queries of one call, a multiple of `block_q`. The dq of these queries stays in VMEM.
         interpret: Run the kernel without a TPU, slowly, for tests.
     """
@@ -76,7 +76,7 @@ class GradientRefs(NamedTuple):
     q: jax.Ref
     g: jax.Ref
     k: jax.Ref
-    dq: jax.Ref  # dq of all blocks of queries, side by side
+    dq: jax.Ref  # the dq of all blocks of queries, side by side
     dk: jax.Ref
     dv: jax.Ref
 
@@ -152,7 +152,7 @@ def kernel(
 def _accumulate_keys(
     k_ref, v_ref, state: GradientRefs, lse, delta, start, q_start, num_valid: Array | None, sizes: GradientSizes
 ) -> None:
-    """Add the keys of a compute block to the gradients: the first `num_valid` keys, or all keys if it is None."""
+    """Add the first `num_valid` keys of a compute block to the gradients, or all keys if `num_valid` is None."""
     exponent_scale = sizes.scale * math.log2(math.e)
     pending: list[tuple[slice, Any, Array, Array]] = []
     for kv_offset in range(0, sizes.block_kv_compute, STRIP):
@@ -176,7 +176,7 @@ def _accumulate_keys(
 def _accumulate(
     state: GradientRefs, q_start: Array, query_slice: slice, key_slice: Any, weights: Array, dlogits: Array
 ) -> None:
-    """Add the products of the weights [S L] and of the gradients of the logits to dv, dk and dq."""
+    """Add the contribution of the weights [S L] to dv, and of the gradients of the logits [S L] to dk and dq."""
     state.dv[:, key_slice] += matmul(state.g[:, query_slice], weights, transposed=True)
     state.dk[:, key_slice] += matmul(state.q[:, query_slice], dlogits, transposed=True)
     dq_slice = pl.ds(pl.multiple_of(q_start + query_slice.start, LANES), query_slice.stop - query_slice.start)
@@ -186,7 +186,7 @@ def _accumulate(
 def choose_config(
     num_queries: int, num_keys: int, head_dim: int, itemsize: int, vmem_bytes: int, *, interpret: bool = False
 ) -> Config | None:
-    """Return tiles for these sizes. Return None if the chip's VMEM is too small even for one block of queries."""
+    """Return tiles for these sizes, or None if the chip's VMEM is too small for one block of queries."""
     block_q, block_kv = (
         round_up(even_blocks(n, maximum)[1], LANES)
         for n, maximum in ((num_queries, MAX_BLOCK_Q), (num_keys, MAX_BLOCK_KV))
@@ -213,8 +213,9 @@ def gradient(
     max_keys: int,
     config: Config,
 ) -> tuple[Float[Array, "B L N D"], Float[Array, "B S N D"], Float[Array, "B S N D"]]:
-    """Return the gradients of q, k and v. `gradient.from_result` explains `g`, `lse` and `delta`. The first
-    `valid_keys` keys of each example are valid, and no example has more than `max_keys` valid keys.
+    """Return the gradients of q, k and v. `gradient.from_result` explains `g`, `lse` and `delta`.
+
+    The first `valid_keys` keys of each example are valid. Their number is at most `max_keys`.
     """
     call_kernel = partial(_call, scale=scale, max_keys=max_keys, config=config)
     if config.resident_q >= q.shape[1]:
@@ -227,7 +228,7 @@ def gradient(
     return jnp.concatenate(dq, axis=1), reduce(jnp.add, dk).astype(k.dtype), reduce(jnp.add, dv).astype(v.dtype)
 
 
-# A jitted function, so that it is traced only once
+# With `jit`, the function is traced only once
 @partial(jax.jit, static_argnames=("scale", "max_keys", "config", "sum_dtype"), inline=True)
 def _call(q, k, v, g, lse, delta, valid_keys, *, scale: float, max_keys: int, config: Config, sum_dtype: Any) -> tuple:
     """Call the kernel on a grid of heads, blocks of keys and blocks of queries. `sum_dtype` is the dtype of dk and
@@ -282,7 +283,7 @@ def _block_specs(grid: tuple[int, int, int], heads_per_row: int, head_dim: int, 
 
     q_spec, kv_spec = block(config.block_q, lambda j, i: i), block(config.block_kv, lambda j, i: j)
     row_vector_spec = pl.BlockSpec((None, 1, config.block_q), lambda h, j, i, *_: (h, 0, i))
-    # Dq is written only in the last pass
+    # dq is complete, and written, only in the last pass over the blocks of queries
     dq_spec = block(config.block_q, lambda j, i: jnp.where(j == grid[1] - 1, i, 0))
     return [q_spec, q_spec, row_vector_spec, row_vector_spec, kv_spec, kv_spec], [dq_spec, kv_spec, kv_spec]
 

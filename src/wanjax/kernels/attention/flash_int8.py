@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention on TPUs with q kᵀ in int8: `flash_tpu:qk=int8`. It is faster than flash_tpu, and not exact.
+"""Attention on TPUs with q kᵀ in int8, selected by `flash_tpu:qk=int8`. It is faster than flash_tpu, but not exact.
 
-The mean of all keys is subtracted from them, which changes no weight (Zhang et al., SageAttention, 2024). The largest
-number of a head's keys, and that of each query, sets a scale, and both are quantized to int8. Weights are bfloat16,
-and values as they are. docs/attention.md has the error beside the price.
+First, the mean of all keys is subtracted from each key, which does not change the weights (Zhang et al., SageAttention,
+2024). Then queries and keys are quantized to int8. The largest number of a query determines the query's scale, and the
+largest number of all keys of a head the scale of these keys. Weights are bfloat16, and values are not quantized.
+docs/attention.md has the error and the price.
 """
 
 import math
@@ -19,24 +20,25 @@ from wanjax.kernels.attention.blocks import from_rows, mean_logits, to_rows
 from wanjax.kernels.attention.flash_int8_kernel import INT8_MAX, MIN_SCALE, call
 from wanjax.kernels.attention.flash_kernel import KernelSizes
 from wanjax.kernels.attention.flash_tiles import INT8_REGISTER_ROWS, RUNNING_MAX_STEP_KV, UNBOUNDED_SIDE, Config
-from wanjax.kernels.target import multiplies_int8, vmem_bytes
+from wanjax.kernels.target import has_fast_int8, vmem_bytes
 
-TRIAL_KERNEL = "flash_tpu_int8"  # for its trials
+TRIAL_KERNEL = "flash_tpu_int8"  # the name of the kernel in `admitted.is_admitted`
 ADVICE = "use --attention flash_tpu"
 ERROR = "relative errors of 0.015 and 0.032 where logits have a standard deviation of 1 and 3"
 RUNNING_MAX_STEPS = range(RUNNING_MAX_STEP_KV, 0, -INT8_REGISTER_ROWS)  # keys of a step of the running-max path
-HEAD_DIM = 128  # two of them fill the depth of the matrix unit: the queries and the digits of the offset
+HEAD_DIM = 128  # half of the matrix unit's depth; the digits of the offset fill the other half
 
 
 def unsupported(q: Any, *, key_mask: Any, window: Any, interpret: bool) -> str | None:
-    """Return the reason why q kᵀ cannot be in int8 for these operands on this chip, or None. Shapes suffice."""
+    """Return the reason why q kᵀ in int8 is not supported for these operands on this chip, or None. A shape may replace
+    the array q."""
     if q.shape[3] != HEAD_DIM or q.dtype != jnp.bfloat16:
         return f"qk=int8 takes heads of {HEAD_DIM} in bfloat16, not of {q.shape[3]} in {q.dtype.name}: {ADVICE}"
     if key_mask is not None or window is not None:
         return f"qk=int8 takes no mask and no window: {ADVICE}"
     if interpret or vmem_bytes() is None:
         return None
-    if not multiplies_int8():
+    if not has_fast_int8():
         return f"qk=int8 is no faster on this TPU: {ADVICE}"
     return None if is_admitted(TRIAL_KERNEL) else f"{TRIAL_KERNEL} was tried on this chip and failed: {ADVICE}"
 
@@ -75,8 +77,9 @@ def attention(
 def quantize_keys(
     k: BFloat16[Array, "B S E"], heads: int, kv_length: int
 ) -> tuple[Int8[Array, "B S E"], Float32[Array, "B K"], Float32[Array, "B E"]]:
-    """Subtract the mean of the first `kv_length` keys, and quantize them to int8. Also return the scales and means."""
-    k32 = k.astype(jnp.float32)  # rows, not heads: a TPU pads an axis of heads
+    """Subtract the mean of the first `kv_length` keys from all keys, and quantize the keys to int8. Also return the
+    scale of each head and the mean of each channel."""
+    k32 = k.astype(jnp.float32)  # heads stay side by side, because a TPU would pad an axis of heads
     key_sum, key_max, key_min = _sum_and_range(k32[:, :kv_length])
     mean = key_sum / kv_length
     absmax = jnp.maximum(key_max - mean, mean - key_min).reshape(len(k), heads, -1).max(axis=2)
@@ -87,7 +90,7 @@ def quantize_keys(
 
 
 def _sum_and_range(x: Float32[Array, "B S E"]) -> tuple[Float32[Array, "B E"], ...]:
-    """Return the sum, the largest and the smallest number of each channel, in one pass."""
+    """Return the sum, the maximum and the minimum of each channel, computed in one pass."""
 
     def combine(a: tuple, b: tuple) -> tuple:
         return a[0] + b[0], jnp.maximum(a[1], b[1]), jnp.minimum(a[2], b[2])

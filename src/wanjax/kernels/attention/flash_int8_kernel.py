@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Pallas kernel of flash_tpu with q kᵀ in int8, and its call: a block of queries against a block of keys.
+"""The Pallas kernel of flash_tpu with q kᵀ in int8, and the function that calls it.
 
-It differs from `flash_kernel` in three ways. Keys are int8, with one scale for a head. A block of queries is quantized
-to int8 when it arrives, with a scale for each query: a score times the query's scale is an exponent of two.
+The kernel differs from `flash_kernel` in three ways:
 
-The matrix unit subtracts the offset of the fast path, a whole number of scores. A head of 128 leaves half of its depth
-free. There the queries have the digits of the offset, and all keys have the values of the digits.
-
-Weights are bfloat16: `exp2` then has half the registers. Rows of ones below the values add them up.
+1. Queries and keys are int8. The keys of a head have one scale. The kernel quantizes a block of queries when the block
+   arrives in VMEM, with a scale for each query. A score is an integer. The score times the query's scale is an exponent
+   of two.
+2. The offset of the fast path is an integer, and the matrix unit subtracts it. A head of 128 channels fills half of the
+   depth of the matrix unit. In the other half, a query has the digits of its offset, and each key has the place values
+   of the digits.
+3. Weights are bfloat16, so that `exp2` needs half as many registers. The matrix unit also sums the weights, because
+   rows of ones are appended to the values.
 """
 
 import math
@@ -43,32 +46,32 @@ from wanjax.kernels.attention.flash_tiles import (
 )
 from wanjax.kernels.attention.masks import divide_or_zero
 
-INT8_MAX = 127  # of the int8 numbers that are used: the range is symmetric
+INT8_MAX = 127  # -128 is not used, so that the range is symmetric
 STRIP_Q, STRIP_KV = 256, 256  # queries and keys of one step
-PIPELINE_DEPTH = 4  # steps that are scored before the values of the first are added
-NUM_ONES_ROWS = 16  # rows of ones below the values, a register
-NUM_SUM_ROWS = 8  # of the sums of weights, which are alike
-MIN_SCALE = 1e-30  # of zeros
-PROBE_KV = 256  # keys whose maximum sets a row's offset: with more of them, fewer logits are far above it
-MAX_WEIGHT_SUM = 2.0**32  # beyond it, exponents of two are too coarse in bfloat16
+PIPELINE_DEPTH = 4  # the scores of this many steps are computed before the values of the first step are added
+NUM_ONES_ROWS = 16  # rows of ones that are appended to the values: one register
+NUM_SUM_ROWS = 8  # rows with the sums of weights, all equal
+MIN_SCALE = 1e-30  # the scale of rows of zeros
+PROBE_KV = 256  # the maximum of the first 256 keys sets a row's offset; with more keys, fewer logits exceed it by much
+MAX_WEIGHT_SUM = 2.0**32  # for a larger sum, bfloat16 is too coarse for the exponents of two
 
 
 class SoftmaxRefs(NamedTuple):
     """References to the state of one block of queries, which is updated by each block of keys."""
 
     q: jax.Ref  # int8 [2·D L]: the queries, and below them the digits of the offset
-    scale: jax.Ref  # [1 L], of a score as an exponent of two; bfloat16 numbers
-    offset: jax.Ref  # [1 L], in scores: a whole number
-    weight_sum: jax.Ref  # [8 L], the sum of weights in each row
+    scale: jax.Ref  # [1 L]: a score times the scale is an exponent of two; the scale is a bfloat16 number
+    offset: jax.Ref  # [1 L]: an integer that is subtracted from scores
+    weight_sum: jax.Ref  # [8 L], the sum of weights, repeated in each row
     value_sum: jax.Ref  # [D L], the sum of weighted values
-    saved_weight_sum: jax.Ref  # both sums before this block of keys, to restore
+    saved_weight_sum: jax.Ref  # copies of both sums from before this block of keys, to restore them
     saved_value_sum: jax.Ref
-    scores: jax.Ref  # [S L], of the next running-max step
-    score_max: jax.Ref  # [8 L], their maximum in eight parts
+    scores: jax.Ref  # [S L], the scores of the next running-max step
+    score_max: jax.Ref  # [8 L], the maximum of these scores in eight parts
     flags: jax.Ref
 
 
-@partial(jax.jit, static_argnames=("sizes", "kv_heads", "head_dim", "config"), inline=True)  # is traced once
+@partial(jax.jit, static_argnames=("sizes", "kv_heads", "head_dim", "config"), inline=True)  # traced only once
 def call(
     k_scale: Float32[Array, " _K"],
     q: Array,
@@ -88,8 +91,8 @@ def call(
         k: Keys [B S K·D], int8.
         v: Values [B S K·D], bfloat16.
         sizes: Static arguments.
-        kv_heads: The heads of k and v.
-        head_dim: The channels of a head.
+        kv_heads: The number of heads of k and v.
+        head_dim: The number of channels of a head.
         config: Tile sizes.
 
     Returns:
@@ -147,7 +150,7 @@ def _scratch_shapes(sizes: KernelSizes, head_dim: int) -> list[Any]:
 def kernel(k_scale_ref, q_ref, k_ref, v_ref, *refs, sizes: KernelSizes, heads_per_kv: int) -> None:
     """Compute attention; the grid runs over examples, heads, blocks of queries and blocks of keys.
 
-    `refs` are the result, its log-sum-exp, and the scratch of `SoftmaxRefs`.
+    `refs` has the result, its log-sum-exp, and the scratch memory of `SoftmaxRefs`.
     """
     example, head, i, j = (pl.program_id(axis) for axis in range(4))
     k_scale = k_scale_ref[(example * sizes.heads + head) // heads_per_kv]
@@ -157,7 +160,7 @@ def kernel(k_scale_ref, q_ref, k_ref, v_ref, *refs, sizes: KernelSizes, heads_pe
 def _add_block(
     k_scale: Array, grid_index: tuple[Array, Array], q_ref, k_ref, v_ref, o_ref, lse_ref, *scratch, sizes: KernelSizes
 ) -> None:
-    """Add the block of keys of a grid step; for the references see `kernel`."""
+    """Add the block of keys of a grid step. `kernel` explains the references."""
     (i, j), state = grid_index, SoftmaxRefs(*scratch)
     is_last = j == ceil_div(sizes.num_keys, sizes.block_kv) - 1
     num_blocks, tail = num_compute_blocks(is_last, sizes), sizes.num_keys % sizes.block_kv_compute
@@ -204,7 +207,8 @@ def _add_block(
 
 
 def _init_queries(q_ref, k_scale: Array, state: SoftmaxRefs, q_start: Array, sizes: KernelSizes) -> None:
-    """Clear the sums and write the queries, transposed and quantized; undefined queries after the last become 0."""
+    """Clear the sums, and write the transposed and quantized queries. The input after the last query is undefined, so
+    0 is written there."""
     q = sizes.q_scale * q_ref[...].T.astype(jnp.float32)  # [D L]
     if sizes.num_queries % sizes.block_q:
         q = jnp.where(q_start + positions(slice(0, q.shape[1]), 1) < sizes.num_queries, q, 0.0)
@@ -217,15 +221,15 @@ def _init_queries(q_ref, k_scale: Array, state: SoftmaxRefs, q_start: Array, siz
 
 
 def _round_up_to_bfloat16(x: Float32[Array, "1 L"]) -> Float32[Array, "1 L"]:
-    """Round positive numbers up to the next bfloat16: a product in bfloat16 then takes the scale as it is."""
+    """Round positive numbers up to the next bfloat16, so that a later cast to bfloat16 does not change them."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jax.lax.bitcast_convert_type((bits + 0xFFFF) & -0x10000, jnp.float32)
 
 
 def _init_offset(k_ref, state: SoftmaxRefs, num_keys: int) -> None:
-    """Set the offset to the maximum of the first keys, and write its digits below the queries, with the other sign.
+    """Set the offset to the maximum score of the first keys. Write the digits of the negative offset below the queries.
 
-    The values of the digits are 1, 127, 127 …
+    The place values of the digits are 1, 127, 127 …
     """
     head_dim = state.q.shape[0] // 2
     largest_offset = (head_dim - 1) * INT8_MAX**2  # scores are at most head_dim · 127²
@@ -242,31 +246,31 @@ def _init_offset(k_ref, state: SoftmaxRefs, num_keys: int) -> None:
 
 
 def _append_digit_values(k: Int8[Array, "S D"]) -> Int8[Array, "S _D"]:
-    """Return keys beside the values of the digits below the queries."""
+    """Append the place values of the offset's digits to the channels of the keys."""
     is_first = jax.lax.broadcasted_iota(jnp.int32, k.shape, 1) == 0
     return jnp.concatenate([k, jnp.where(is_first, 1, INT8_MAX).astype(jnp.int8)], axis=1)
 
 
 def _scores(k: Int8[Array, "S _D"], state: SoftmaxRefs, q_strip: slice) -> Float32[Array, "S L"]:
-    """Return scores, less the offset if the values of its digits are beside the keys.
+    """Return the scores. If `k` includes the place values of the digits, the offset is subtracted.
 
-    They are whole numbers below 2^24, and so exact in float32.
+    Scores are integers below 2^24, which float32 represents exactly.
     """
     return jnp.dot(k, state.q[: k.shape[1], q_strip], preferred_element_type=jnp.int32).astype(jnp.float32)
 
 
 def _weights(s: Float32[Array, "S L"], state: SoftmaxRefs, q_strip: slice) -> BFloat16[Array, "S L"]:
-    """Return the weights of scores less the offset."""
+    """Return the weights for scores from which the offset is already subtracted."""
     return jnp.exp2(s.astype(jnp.bfloat16) * state.scale[:, q_strip].astype(jnp.bfloat16))
 
 
 def _strips_of_keys(num_keys: int) -> list[slice]:
-    """Return strips of keys in whole registers."""
+    """Return strips of keys that fill whole registers."""
     return strips(round_up(num_keys, INT8_REGISTER_ROWS), STRIP_KV)
 
 
 def _valid_keys(kv_strip: slice, num_keys: int) -> Array | None:
-    """Return which keys of a strip are before the last key; None if all are."""
+    """Return a mask of the first `num_keys` keys in a strip, or None if these are all keys of the strip."""
     return None if kv_strip.stop <= num_keys else positions(kv_strip, 0) < num_keys
 
 
@@ -285,7 +289,7 @@ def _accumulate_keys(
 ) -> None:
     """Add the weights and weighted values of these keys, with the offset unchanged.
 
-    `uses_offset_digits` is false once the offset has been raised, which does not change its digits.
+    `uses_offset_digits` must be False after the offset was raised, because its digits keep the old value.
     """
     pending: list[tuple[Array, slice, Array]] = []
     for kv_strip in _strips_of_keys(num_keys):
@@ -312,7 +316,7 @@ def _append_ones_rows(v: BFloat16[Array, "S D"]) -> BFloat16[Array, "_D S"]:
 def _accumulate_values(
     state: SoftmaxRefs, v: BFloat16[Array, "_D S"], q_strip: slice, p: BFloat16[Array, "S L"]
 ) -> None:
-    """Add weighted values, and below them sums of weights."""
+    """Add the weighted values, and the sums of weights, which are the rows after them."""
     sums, head_dim = jnp.dot(v, p, preferred_element_type=jnp.float32), len(v) - NUM_ONES_ROWS
     state.value_sum[:, q_strip] += sums[:head_dim]
     state.weight_sum[:, q_strip] += sums[head_dim : head_dim + NUM_SUM_ROWS]
@@ -335,7 +339,7 @@ def _raise_offset_to(state: SoftmaxRefs, q_strip: slice, max_score: Float32[Arra
 
 
 def _add_with_running_max(k_ref, v_ref, state: SoftmaxRefs, end_step: Array | int, step_kv: int) -> None:
-    """Add steps of `step_kv` keys; before each, raise the offset to their maximum.
+    """Add steps of `step_kv` keys. Before each step, raise the offset to the maximum score of its keys.
 
     Each step computes the scores of the next one, so that the matrix unit does not wait for the maximum.
     """

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Pallas kernel of flash_tpu, and its call: a block of queries against a block of keys.
+"""The Pallas kernel of flash_tpu, and the function that calls it.
 
-The scores have the shape keys × queries. So one row of registers holds the offsets or sums of many queries, and the
-second product takes the weights without a transpose. The fast path subtracts a fixed offset in place of the running
-maximum. The running-max path first raises the offset to the maximum. A compute block of `block_kv_compute` keys is
-completely unrolled, so that the matrix unit waits only at the start and the end of the block.
+A grid step computes a block of queries with a block of keys. The scores have the shape keys × queries. In this shape,
+one row of registers contains the offsets or sums of many queries, and the product with the values needs no transpose.
+The fast path subtracts a fixed offset from the logits, in place of the running maximum. The running-max path first
+raises the offset to the maximum. A compute block of `block_kv_compute` keys is completely unrolled, so that the matrix
+unit waits only at the start and the end of the block.
 """
 
 import math
@@ -35,9 +36,9 @@ from wanjax.kernels.attention.flash_tiles import (
     Config,
 )
 from wanjax.kernels.attention.masks import divide_or_zero, finite_max
-from wanjax.kernels.attention.ring_weights import ShardsToJoin, join_during
+from wanjax.kernels.attention.ring_weights import ShardsToJoin, join_while_computing
 
-# Indices of a head's flags: the head uses the running-max path; its offset is set
+# Indices of a head's two flags: whether the head uses the running-max path, and whether its offset is set
 RUNNING_MAX_FLAG, OFFSET_SET_FLAG = 0, 1
 
 
@@ -49,25 +50,25 @@ class KernelSizes(NamedTuple):
     heads: int  # of one example
     block_q: int
     block_kv: int
-    block_kv_compute: int  # unrolled keys, a compute block
+    block_kv_compute: int  # keys of a compute block, which is unrolled
     step_kv: int  # keys of a running-max step, of a masked step, or of a listed block; divides block_kv_compute
     q_per_list: int  # consecutive queries that share a list of blocks
-    ragged: bool  # True if a number of keys or a window hides some keys from some queries
+    ragged: bool  # True if a length for each example, or a window, hides some keys from some queries
     window: tuple[int, int]  # keys before and after a query's own position
-    q_scale: float  # softmax scale · log2 e, because logits are exponents of two
+    q_scale: float  # softmax scale · log2 e, because weights are powers of two
     has_carry: bool = False  # whether to start from the sums of earlier keys
     return_sums: bool = False  # whether to return the sums, so that later keys can be added
 
     @property
     def is_single_block(self) -> bool:
-        """Return whether all keys are in one block."""
+        """Whether all keys are in one block."""
         return self.num_keys <= self.block_kv and not self.ragged
 
 
 class SoftmaxRefs(NamedTuple):
     """References to the state of one block of queries. Each block of keys updates the state."""
 
-    q: jax.Ref  # [D L], times q_scale; for bfloat16 [2·D L]: the second half is the rounding error of the first
+    q: jax.Ref  # q · q_scale [D L]; for bfloat16 [2·D L], whose second half is the rounding error of the first half
     offset: jax.Ref  # [1 L]
     weight_sum: jax.Ref  # [8 L], the sum of weights in eight parts
     value_sum: jax.Ref  # [D L], the sum of weighted values
@@ -80,7 +81,7 @@ class SoftmaxRefs(NamedTuple):
 
 @runtime_checkable
 class RestorableSums(Protocol):
-    """The fields of a state that are saved before a block of keys, and restored if a logit left the range."""
+    """The state that `add_with_fallback` needs: the softmax sums, copies of them, and the flags."""
 
     @property
     def weight_sum(self) -> jax.Ref: ...
@@ -95,8 +96,8 @@ class RestorableSums(Protocol):
 
 
 class PartialSums(NamedTuple):
-    """The softmax sums of all queries after some of the keys: the first fields of `SoftmaxRefs`. A call passes them to
-    the next call as its carry."""
+    """The softmax sums of all queries over a part of the keys, which the next call takes as its carry. The fields are
+    the first fields of `SoftmaxRefs`."""
 
     q: Any
     offset: Any
@@ -105,8 +106,9 @@ class PartialSums(NamedTuple):
 
 
 class StepMask(NamedTuple):
-    """The visible keys of a step: those of the first `num_valid` keys that are within the window. `relative_start` is
-    the position of the step's first key minus the position of query 0.
+    """The mask of a step. A key is visible if it is one of the first `num_valid` keys of the step and in the window.
+
+    `relative_start` is the position of the step's first key minus the position of query 0.
     """
 
     num_valid: Array | int
@@ -114,7 +116,7 @@ class StepMask(NamedTuple):
     relative_start: Array | int = 0
 
     def all_valid(self, kv_strip: slice) -> bool:
-        """Return whether it is known at trace time that all these keys are valid."""
+        """Return whether all these keys are valid and this is known at trace time."""
         return isinstance(self.num_valid, int) and kv_strip.stop <= self.num_valid
 
     def valid(self, kv_strip: slice) -> Bool[Array, "S 1"]:
@@ -129,8 +131,9 @@ class StepMask(NamedTuple):
 
 
 class BlockList(NamedTuple):
-    """Lists of blocks of `size` keys, with a list for each group of `q_per_list` queries. An entry is the position of a
-    block's first key. An entry at or after `end` is padding.
+    """The lists of blocks of `size` keys: one list for each group of `q_per_list` queries.
+
+    An entry in `starts` is the position of a block's first key. An entry of `end` or more is padding.
     """
 
     size: int
@@ -139,7 +142,7 @@ class BlockList(NamedTuple):
     end: Array
 
     def slices(self, q_strip: slice, kv_strip: slice) -> Iterator[tuple[slice, Array, Array]]:
-        """Yield the blocks, or parts of blocks, in `kv_strip` to which a strip of queries attends.
+        """Yield the listed blocks, or parts of blocks, that a strip of queries has in `kv_strip`.
 
         Yields:
             The rows of the block in the strip, the position of the block's first key, and False if the block is
@@ -165,7 +168,7 @@ def positions(x: slice, axis: int) -> Array:
     return x.start + jax.lax.broadcasted_iota(jnp.int32, (1,) * axis + (size_of(x),) + (1,) * (1 - axis), axis)
 
 
-# So that it is traced only once
+# With `jit`, the function is traced only once
 @partial(jax.jit, static_argnames=("sizes", "kv_heads", "head_dim", "config"), inline=True)
 def call(
     scalars: tuple,
@@ -182,17 +185,16 @@ def call(
 
     `operands` are q, k and v: [B L N·D] and [B S K·D], or [B·N L D] and [B·K S D]. `scalars` has the number of valid
     keys of each example, or the lists of `sparse_kernel`. The new sums overwrite the sums of the carry. With `joins`,
-    the call joins shards while it computes, and also returns the joined matrices; it then returns no sums.
+    the call also joins these shards of weights while it computes. It then returns the joined weights, and no sums.
     """
     is_sparse, (q, k, v) = len(scalars) > 1, operands
     block_q, num_queries = sizes.block_q, sizes.num_queries
     heads_per_row = q.shape[2] // head_dim  # 1 if the heads are on the first axis
     heads = q.shape[0] * heads_per_row  # of all examples
-    split_q = q.dtype == jnp.bfloat16  # q times q_scale as a sum of two bfloat16: a single one would lose three digits
-    if (
-        split_q and 2 * head_dim <= LANES
-    ):  # two copies of k fill a row, one for each half of q; for wider rows, the kernel makes the copies
-        k = jnp.concatenate([k, k], axis=2)
+    # q · q_scale is a sum of two bfloat16 numbers, because a single bfloat16 number would lose three digits
+    split_q = q.dtype == jnp.bfloat16
+    if split_q and 2 * head_dim <= LANES:
+        k = jnp.concatenate([k, k], axis=2)  # a copy for each half of q; for wider heads, the kernel makes the copies
 
     q_index_map = row_index_map(sizes.heads, heads_per_row)
     q_spec = pl.BlockSpec((None, block_q, head_dim), lambda b, h, i, j, *_: q_index_map(b, h, i))
@@ -217,7 +219,7 @@ def call(
     shards = [shard for join in joins for shard in join.shards]
     in_memory = pl.BlockSpec(memory_space=pl.ANY)
     if joins:
-        body = join_during(body, joins, len(scalars), len(inputs), len(out_shape))
+        body = join_while_computing(body, joins, len(scalars), len(inputs), len(out_shape))
         scalars = (*scalars, joins[0].first[None])
     results = pl.pallas_call(
         body,
@@ -258,7 +260,7 @@ def call(
 
 
 def row_index_map(heads: int, heads_per_row: int) -> Callable[..., tuple]:
-    """Return the index map of a head's rows. The heads are side by side in a row, or on the first axis."""
+    """Return the index map of a head's rows. Heads are on the first axis if a row has one head, else side by side."""
     return (lambda b, h, i: (b * heads + h, i, 0)) if heads_per_row == 1 else (lambda b, h, i: (b, i, h))
 
 
@@ -285,7 +287,8 @@ def _kv_specs(
 
 
 def _nearest_visible_block(b, i, j, kv_lengths, sizes: KernelSizes):
-    """Return the block of keys to fetch in grid step j for block i of queries: j, or the nearest visible block."""
+    """Return the index of the block of keys to fetch in grid step j for block i of queries. If block j has no visible
+    key, this is the nearest block that has one."""
     left, right = sizes.window
     first_block = (i * sizes.block_q - left) // sizes.block_kv
     last_key = jnp.minimum(kv_lengths[b], i * sizes.block_q + sizes.block_q + right) - 1
@@ -311,9 +314,11 @@ def _scratch_shapes(sizes: KernelSizes, q_rows: int, head_dim: int, dtype: jnp.d
 def kernel(kv_lengths_ref, q_ref, k_ref, v_ref, *refs, sizes: KernelSizes) -> None:
     """Compute dense attention. The grid has examples, heads, blocks of queries and blocks of keys.
 
-    `refs` has, in this order: with `has_carry`, the sums of the carry, of which `q_ref` is the q; then the result and
-    its log-sum-exp, or with `return_sums` the new sums, which include q only if there is no carry; then the scratch
-    memory of `SoftmaxRefs`.
+    `refs` has three groups of references:
+
+    1. With `has_carry`, the sums of the carry except `q`, which is `q_ref`.
+    2. The result and its log-sum-exp. With `return_sums`, the new sums instead, which include `q` if there is no carry.
+    3. The scratch memory of `SoftmaxRefs`.
     """
     example, i, j = (pl.program_id(axis) for axis in (0, 2, 3))
     add_block = partial(_add_block, kv_lengths_ref[example], (i, j), sizes=sizes)
@@ -321,15 +326,15 @@ def kernel(kv_lengths_ref, q_ref, k_ref, v_ref, *refs, sizes: KernelSizes) -> No
 
 
 def add_to_queries(add_block: Callable, i: Array, q_ref, k_ref, v_ref, refs: Sequence[Any], sizes: KernelSizes) -> None:
-    """Call a function with references to block `i` of the queries; the last block may have fewer queries.
+    """Call `add_block(q_ref, k_ref, v_ref, *refs)`. For the last block of queries, pass only the rows of its queries.
 
     Args:
-        add_block: The function, which takes the other arguments but `i` and `sizes`.
+        add_block: The function.
         i: The index of the block of queries.
         q_ref: The queries.
         k_ref: A block of keys.
         v_ref: A block of values.
-        refs: References with an axis of queries, and flags with one axis.
+        refs: References that have an axis of queries, and the flags, which have one axis.
         sizes: The sizes.
     """
     last_block = ceil_div(sizes.num_queries, sizes.block_q) - 1
@@ -349,7 +354,7 @@ def add_to_queries(add_block: Callable, i: Array, q_ref, k_ref, v_ref, refs: Seq
 
 
 def _first_queries(ref: Any, num_queries: int, sizes: KernelSizes) -> Any:
-    """Return the first queries of a reference, along the axis that has the queries."""
+    """Return a reference to the first queries. The axis of queries is the axis with `block_q` entries."""
     return ref.at[:, :num_queries] if ref.shape[1] == sizes.block_q else ref.at[:num_queries]
 
 
@@ -415,10 +420,10 @@ def sparse_kernel(
 ) -> None:
     """Compute block-sparse attention, which visits only listed blocks of keys. The grid is that of `kernel`.
 
-    In grid step (i, j), each group of queries visits at most `list_length` blocks of `step_kv` keys. These blocks lie
-    in the grid step's block of keys. `block_start_ref` has their first keys, from `list_start` on. `list_length` may
-    differ between examples. If a group's `sees_tail_ref` is 1, the group also sees the keys after the last whole block,
-    up to `kv_length`.
+    In grid step (i, j), each group of queries visits at most `list_length` blocks of `step_kv` keys. All these blocks
+    are in the block of keys of the grid step. `block_start_ref` has the positions of their first keys, from index
+    `list_start` on. `list_length` may differ between examples. If `sees_tail_ref` is 1 for a group of queries, the
+    group also visits the tail: the keys after the last full block, up to `kv_length`.
     """
     state, groups = SoftmaxRefs(*scratch), range(sizes.block_q // sizes.q_per_list)
     example, i, j = (pl.program_id(axis) for axis in (0, 2, 3))
@@ -427,7 +432,7 @@ def sparse_kernel(
     list_start = list_start_ref[grid_step]
     list_length = list_length_ref[example * pl.num_programs(2) * kv_steps + grid_step]
     kv_length, blocks_per_step = kv_lengths_ref[example], sizes.block_kv // sizes.step_kv
-    tail_block = kv_length // sizes.step_kv - j * blocks_per_step  # index of the tail among this grid step's blocks
+    tail_block = kv_length // sizes.step_kv - j * blocks_per_step  # index of the tail in this grid step's block of keys
 
     @pl.when((i == 0) & (j == 0))
     def _():
@@ -488,8 +493,8 @@ def _add_listed_blocks(
 
 
 def _loop_in_chunks(begin: Array | int, end: Array | int, max_count: int, add: Callable[[Array, int], None]) -> None:
-    """Call `add(index, count)` until `end` is reached. `count` is `max_count` at first, and becomes smaller for the
-    remainder."""
+    """Call `add(index, count)` for consecutive chunks of the range from `begin` to `end`. Most chunks have `max_count`
+    entries, and the chunks at the end have fewer."""
     for count in sorted({max(1, max_count // 4**n) for n in range(max_count)}, reverse=True):
         steps = (end - begin) // count
         loop(0, steps, lambda index, begin=begin, count=count: add(begin + index * count, count))
@@ -505,11 +510,16 @@ def add_with_fallback(
     is_saved: bool = False,
     max_weight_sum: float = MAX_WEIGHT_SUM,
 ) -> None:
-    """Add keys by the fast path. If a logit left the range of the offset, restore the sums and take the running-max
+    """Add keys by the fast path. If a logit is out of the range of the offset, restore the sums and use the running-max
     path.
 
-    `starts_empty` says that there are no sums of earlier keys. `is_saved` says that the sums of earlier keys are
-    saved already. A sum of weights above `max_weight_sum` means that a logit left the range.
+    Args:
+        state: The softmax sums.
+        add_with_fixed_offset: The fast path.
+        add_with_running_max: The running-max path.
+        starts_empty: Whether there are no sums of earlier keys.
+        is_saved: Whether the sums of earlier keys are already saved.
+        max_weight_sum: A sum of weights above this number means that a logit is out of range.
     """
     if not (starts_empty or is_saved):
         _copy_refs((state.weight_sum, state.value_sum), (state.saved_weight_sum, state.saved_value_sum))
@@ -530,7 +540,7 @@ def add_with_fallback(
 def _raise_offset_and_add(
     k_ref, v_ref, state: SoftmaxRefs, start: Array | int | BlockList, count: int, mask: StepMask | None = None
 ) -> None:
-    """Raise the offset to the maximum of these keys, then add them."""
+    """Raise the offset to the maximum score of these keys, then add the keys."""
     _raise_offset(k_ref, state, start, count, mask)
     _accumulate_keys(k_ref, v_ref, state, start, count, mask)
 
@@ -543,7 +553,7 @@ def _write_results(o_ref, lse_ref, state: SoftmaxRefs) -> None:
 
 
 def _add_dense(k_ref, v_ref, state: SoftmaxRefs, is_last: Array, sizes: KernelSizes) -> None:
-    """Add a block of keys to which all queries attend: full compute blocks, and in the last block also the tail."""
+    """Add a block of keys to which all queries attend. The last block of keys may end with a partial compute block."""
     num_blocks, tail = num_compute_blocks(is_last, sizes), sizes.num_keys % sizes.block_kv_compute
 
     def add_tail(add: Callable) -> None:
@@ -591,13 +601,16 @@ def _add_ragged(
         return jnp.clip(position - kv_start, 0, sizes.block_kv)
 
     (left, right), num_queries = sizes.window, state.q.shape[1]
-    some_visible = clip_to_block(q_start - left), clip_to_block(jnp.minimum(kv_length, q_start + num_queries + right))
-    all_visible = (
+    any_visible_range = (
+        clip_to_block(q_start - left),
+        clip_to_block(jnp.minimum(kv_length, q_start + num_queries + right)),
+    )
+    all_visible_range = (
         clip_to_block(q_start + num_queries - 1 - left),
         clip_to_block(jnp.minimum(kv_length, q_start + 1 + right)),
     )
-    begin = ceil_div(all_visible[0], step_kv)
-    end = jnp.maximum(begin, all_visible[1] // step_kv)
+    begin = ceil_div(all_visible_range[0], step_kv)
+    end = jnp.maximum(begin, all_visible_range[1] // step_kv)
 
     def add_with_fixed_offset() -> None:
         def add(index: Array, count: int) -> None:
@@ -621,7 +634,7 @@ def _add_ragged(
         mask = StepMask(kv_length - kv_start - start, sizes.window, kv_start + start - q_start)
         _raise_offset_and_add(k_ref, v_ref, state, start, step_kv, mask)
 
-    loop(some_visible[0] // step_kv, ceil_div(some_visible[1], step_kv) - (end - begin), add_masked)
+    loop(any_visible_range[0] // step_kv, ceil_div(any_visible_range[1], step_kv) - (end - begin), add_masked)
 
 
 def num_compute_blocks(is_last: Array, sizes: KernelSizes) -> Array | int:
@@ -647,7 +660,7 @@ def strips(length: int, size: int) -> list[slice]:
 
 
 def _init_state(q_ref, state: SoftmaxRefs, q_start: Array, sizes: KernelSizes) -> None:
-    """Clear the state, and write the transposed and scaled queries. The memory after the last query is undefined, so 0
+    """Clear the state, and write the transposed and scaled queries. The input after the last query is undefined, so 0
     is written there."""
     q = sizes.q_scale * q_ref[...].T.astype(jnp.float32)  # [D L]
     if sizes.num_queries % sizes.block_q:
@@ -664,14 +677,15 @@ def _init_state(q_ref, state: SoftmaxRefs, q_start: Array, sizes: KernelSizes) -
 
 
 def _strips_and_mask(num_keys: int, mask: StepMask | None) -> tuple[list[slice], StepMask | None]:
-    """Return strips of keys in whole registers. If the keys end within a register, also return the mask of the last
-    strip."""
+    """Return strips of keys that fill whole registers, and the mask. If the keys end within a register and there is no
+    mask, return a mask of the valid keys."""
     padded_keys = round_up(num_keys, REGISTER_ROWS)
     return strips(padded_keys, STRIP_KV), StepMask(num_keys) if mask is None and padded_keys > num_keys else mask
 
 
 def _read_keys(ref, start: Array | int | BlockList, kv_strip: slice, q_strip: slice) -> Array:
-    """Read the rows `kv_strip` of the keys that begin at `start`, or of the listed blocks of a strip of queries."""
+    """Read the rows `kv_strip` of the keys that begin at `start`. If `start` is a `BlockList`, read the rows from the
+    listed blocks of the strip of queries."""
     if not isinstance(start, BlockList):
         return ref[pl.ds(start + kv_strip.start, size_of(kv_strip)), :]
     slices, alignment = start.slices(q_strip, kv_strip), math.gcd(start.size, size_of(kv_strip))
@@ -680,14 +694,15 @@ def _read_keys(ref, start: Array | int | BlockList, kv_strip: slice, q_strip: sl
 
 
 def _q_strips(state: SoftmaxRefs, start: Array | int | BlockList) -> list[slice]:
-    """Return strips of queries. All queries of a strip attend to the same keys."""
+    """Return strips of queries. All queries of a strip attend to the same blocks of keys."""
     return strips(state.q.shape[1], min(STRIP_Q, start.q_per_list) if isinstance(start, BlockList) else STRIP_Q)
 
 
 def _scores(
     k_ref, state: SoftmaxRefs, start: Array | int | BlockList, kv_strip: slice, q_strip: slice, mask: StepMask | None
 ) -> Float32[Array, "S L"]:
-    """Return the scores of a strip of keys and a strip of queries, as exponents of two. Masked keys have -inf."""
+    """Return the scores of a strip of keys and a strip of queries, as exponents of two. The score of a masked key is
+    -inf."""
     k = _read_keys(k_ref, start, kv_strip, q_strip)
     if k.shape[1] < state.q.shape[0]:
         k = jnp.concatenate([k, k], axis=1)
@@ -704,21 +719,22 @@ def _raise_offset(
     *,
     offset_margin: float = 0.0,
 ) -> None:
-    """If the maximum of these keys is above the offset, raise the offset to it and rescale the sums."""
+    """Raise the offset to the maximum score of these keys plus a margin, and rescale the sums. The offset never
+    decreases."""
     kv_strips, mask = _strips_and_mask(num_keys, mask)
     for q_strip in _q_strips(state, start):
         _raise_offset_to(state, q_strip, _max_scores(k_ref, state, start, kv_strips, q_strip, mask) + offset_margin)
 
 
 def _init_offset_from_list(k_ref, state: SoftmaxRefs, start: BlockList, num_keys: int, offset_margin: float) -> None:
-    """Set each offset that is still -inf, from the first keys of the list."""
+    """Set each offset that is still -inf to the maximum score of the first keys in the list, plus a margin."""
     for q_strip in _q_strips(state, start):
         max_score = _max_scores(k_ref, state, start, [slice(0, num_keys)], q_strip, None) + offset_margin
         state.offset[:, q_strip] = jnp.where(state.offset[:, q_strip] == -jnp.inf, max_score, state.offset[:, q_strip])
 
 
 def _init_offset(k_ref, state: SoftmaxRefs, num_keys: int, offset_margin: float) -> None:
-    """Set the offset from the first keys."""
+    """Set the offset to the maximum score of the first keys, plus a margin."""
     kv_strips, mask = _strips_and_mask(num_keys, None)
     for q_strip in strips(state.q.shape[1], STRIP_Q):
         state.offset[:, q_strip] = _max_scores(k_ref, state, 0, kv_strips, q_strip, mask) + offset_margin
@@ -762,7 +778,7 @@ def _accumulate_keys(
     pending: list[tuple[Array, slice, Array]] = []
     q_strips = _q_strips(state, start)
     is_list = isinstance(start, BlockList)
-    # The number of queries that are processed at the same time
+    # Strips of listed blocks are shorter, so more of them are processed at the same time
     depth = PIPELINE_DEPTH * STRIP_Q // size_of(q_strips[0]) if is_list else PIPELINE_DEPTH
     for kv_strip in kv_strips:
         strip_mask = None if mask is None or mask.all_valid(kv_strip) else mask
@@ -787,7 +803,7 @@ def _accumulate_keys(
 def _weights(
     s: Array, offset: Array, start: Array | int | BlockList, kv_strip: slice, q_strip: slice, masked: bool
 ) -> Array:
-    """Return the weights that belong to scores. Padding of a list has weight zero."""
+    """Return the weights for scores. Padding of a list has weight 0."""
     offset = finite_max(offset) if masked else offset
     if not isinstance(start, BlockList):
         return jnp.exp2(s - offset)
@@ -807,7 +823,7 @@ def _accumulate_values(state: SoftmaxRefs, v: Array, q_strip: slice, p: Array) -
 def _add_with_running_max(
     k_ref, v_ref, state: SoftmaxRefs, first_step: Array | int, end_step: Array | int, step_kv: int
 ) -> None:
-    """Add steps of `step_kv` keys. Before each step, raise the offset to the maximum of its keys.
+    """Add steps of `step_kv` keys. Before each step, raise the offset to the maximum score of its keys.
 
     Each step computes the scores of the next one, so that the matrix unit does not wait for the maximum.
     """

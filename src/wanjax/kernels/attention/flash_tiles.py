@@ -11,34 +11,33 @@ from wanjax.kernels.attention.radial import Radial
 
 TILE_Q = 256  # queries of a tile of the matrix unit
 STRIP_Q, STRIP_KV = 2 * TILE_Q, 256  # queries and keys of one step: one tile for each of the two matrix units of a core
-# Number of strips whose scores are computed before values are added, so that the matrix unit does not wait for softmax
+# Number of strips whose scores are computed before the values of the first strip are added; the matrix unit then does
+# not wait for the softmax
 PIPELINE_DEPTH = 2
-MAX_MASKED_KV = 512  # the most keys of a masked step
-RUNNING_MAX_STEP_KV, RUNNING_MAX_STEP_Q = (
-    1024,
-    256,
-)  # the most keys and queries of a step of the running-max path, which computes the maximum first
+MAX_MASKED_KV = 512  # maximum keys of a masked step
+# Maximum keys and queries of a step of the running-max path, which computes the maximum of a step first
+RUNNING_MAX_STEP_KV, RUNNING_MAX_STEP_Q = 1024, 256
 COMPILER_VMEM_BYTES = 32 << 20  # VMEM that is left to the compiler
 REGISTER_ROWS = 16  # rows of keys in a register
 INT8_REGISTER_ROWS = 32
-PROBE_KV = 32  # the number of first keys whose maximum sets a row's offset
-# Distance of the offset above this maximum; in float32 a distance would cost digits
+PROBE_KV = 32  # the maximum score of the first 32 keys determines a row's offset
+# The offset is larger than this maximum by the margin. In float32, a margin would reduce precision
 OFFSET_MARGIN = {"bfloat16": 60.0, "float32": 0.0}
-UNBOUNDED_SIDE = 1 << 30  # a side of a window without a bound
-MAX_WEIGHT_SUM = 2.0**64  # a row's sum of weights above this means that a logit left the range of the offset
+UNBOUNDED_SIDE = 1 << 30  # the size of a side of a window that has no bound
+MAX_WEIGHT_SUM = 2.0**64  # if a row's sum of weights is larger, a logit was out of the range of the offset
 
 TILE_NAMES = ("block_q", "block_kv", "block_kv_compute")
 CENTER_KEYS = "center_keys"
 QK_PREFIX = "qk="
 INT8_NAME = "int8"
-DEFAULT_TILE_TOKENS = 2048  # queries and keys, if neither is set
+DEFAULT_TILE_TOKENS = 2048  # the default of `block_q`, and of `block_kv` if no number of keys is set
 MAX_BLOCK_Q = 2048
-# For few keys, because the setup and write-back of a block of queries then take much of the time
+# If there are at most SHORT_KV keys, blocks of queries are larger, because each block costs setup and write-back
 SHORT_KV, MAX_BLOCK_Q_FOR_SHORT_KV = 512, 10_240
 MAX_COMPUTE_KV = {"bfloat16": 8192, "float32": 1024}  # unrolled keys; with more, compiling takes minutes
-Q_BLOCKS_PER_STEP = 4  # mask blocks of queries in a grid step: while one block waits, the products of another run
+Q_BLOCKS_PER_STEP = 4  # mask blocks of queries in a grid step; while one block waits, the products of another run
 SPARSE_COMPUTE_KV = {"bfloat16": 4096, "float32": 512}  # unrolled keys of listed blocks
-MAX_TAIL_KV = 2048  # the most keys after the last whole compute block, which are unrolled too
+MAX_TAIL_KV = 2048  # maximum keys after the last full compute block; these keys are unrolled too
 LOOP_OVERHEAD_KV = 120  # cost of entering and leaving a compute block, in keys
 
 
@@ -49,11 +48,11 @@ class Config:
     Attributes:
         block_q: Queries of a grid step.
         block_kv: Keys of a grid step.
-        block_kv_compute: Unrolled keys of the fast path, a compute block; divides `block_kv`.
-        center_keys: Whether to subtract the mean of the keys. This shifts all logits of a row by the same number, and
-            so changes no weight.
-        interpret: Run the kernel without a TPU, slowly, for tests.
-        buffers: With 2, the next block of keys is prefetched. With 1, less VMEM is needed.
+        block_kv_compute: Keys of a compute block, which the fast path unrolls. This number divides `block_kv`.
+        center_keys: Whether to subtract the mean of the keys. All logits of a row then change by the same number, and
+            the weights do not change.
+        interpret: Whether to run the kernel without a TPU, slowly, for tests.
+        buffers: The number of buffers for blocks of keys. With 2, the next block is prefetched; 1 needs less VMEM.
     """
 
     block_q: int
@@ -75,7 +74,7 @@ class Config:
 
     @property
     def safe_step_kv(self) -> int:
-        """Keys of one step of the running-max path, which computes the maximum before each step."""
+        """Keys of one step of the running-max path."""
         return self._even_step(RUNNING_MAX_STEP_KV)
 
     @property
@@ -88,7 +87,7 @@ class Config:
         return self.block_kv_compute // next(n for n in counts if self.block_kv_compute % (n * REGISTER_ROWS) == 0)
 
     def vmem_bytes(self, head_dim: int, itemsize: int) -> int:
-        """Return the bytes of VMEM of the kernel: the buffers of its input and output blocks, and scratch."""
+        """Return the bytes of VMEM that the kernel needs: buffers of input and output blocks, and scratch memory."""
         padded_head_dim = max(head_dim, LANES)  # rows of 64 occupy rows of 128
         streamed_bytes = 2 * itemsize * padded_head_dim * (2 * self.block_q + self.buffers * self.block_kv)
         scratch = self.block_q * (2 * padded_head_dim * itemsize + 2 * 4 * head_dim + 4 * self.safe_step_kv + 4 * 40)
@@ -97,9 +96,9 @@ class Config:
 
 @dataclass(frozen=True)
 class Int8Config:
-    """The configuration of flash_tpu with q kᵀ in int8: its tiles, or None for the default ones.
+    """The configuration of flash_tpu with q kᵀ in int8. If `tiles` is None, the default tiles are used.
 
-    Keys are always centered.
+    The mean of the keys is always subtracted.
     """
 
     tiles: Config | None = None
@@ -118,9 +117,9 @@ class Int8Config:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile sizes as the user gives them. A size that is None is derived from the other sizes.
+    """Tile sizes as the user sets them. A size of None is derived from the other sizes.
 
-    `qk` is the dtype of the product of queries and keys, `int8`; None is that of the operands.
+    `qk` is the dtype of the product of queries and keys: `int8`, or None for the dtype of the operands.
     """
 
     block_q: int | None = None
@@ -134,9 +133,9 @@ class Tiles:
 
     @classmethod
     def parse(cls, text: str) -> "Tiles":
-        """Read text such as `block_q=2048,block_kv=4096`, perhaps with `center_keys` or `qk=int8`.
+        """Parse text such as `block_q=2048,block_kv=4096`. The text may include `center_keys` or `qk=int8`.
 
-        Raises WanjaxError for other text, and for tiles that are not possible.
+        Raises WanjaxError if the text is malformed or the tiles are not possible.
         """
         sizes: dict[str, int] = {}
         entries = text.split(",")
@@ -162,10 +161,11 @@ class Tiles:
         return ",".join([*sizes, *flags])
 
     def config(self) -> Config | Int8Config:
-        """Return all sizes: `block_q` is 2,048 if left out, and either size of keys is the other one, or 2,048.
+        """Return the config with all sizes set.
 
-        With `qk` and no size, the default tiles for the shape are used. Raises WanjaxError for tiles that are not
-        possible.
+        The default of `block_q` is 2,048. If only one of `block_kv` and `block_kv_compute` is set, the other one is
+        equal to it; if neither is set, both are 2,048. With `qk` and no size, the config has no tiles: the default
+        tiles then depend on the shapes. Raises WanjaxError if the tiles are not possible.
         """
         if self.qk is not None and all(getattr(self, name) is None for name in TILE_NAMES):
             return Int8Config()
@@ -192,10 +192,11 @@ def default_config(
     ragged: bool = False,
     unit_kv: int = REGISTER_ROWS,
 ) -> Config:
-    """Return the tiles that are the fastest by docs/attention.md: large compute blocks of equal size, and as many keys
-    as fit in VMEM.
+    """Return the fastest tiles by docs/attention.md: large compute blocks of equal size, and as many keys as fit in
+    VMEM.
 
-    `ragged` says that there is a number of keys or a window. Then compute blocks consist of whole masked steps.
+    Set `ragged` if there is a number of keys for each example, or a window. Compute blocks then consist of whole masked
+    steps.
     """
     max_compute_kv, default_block_q = (
         MAX_COMPUTE_KV[dtype],
@@ -218,8 +219,8 @@ def default_config(
 
 
 def _choose_compute_kv(num_keys: int, max_compute_kv: int, unit_kv: int) -> int:
-    """Return the cheapest size of a compute block that consists of whole running-max steps and leaves no long tail to
-    compile."""
+    """Return the cheapest size of a compute block. A compute block consists of whole running-max steps. A long tail
+    after the last compute block is avoided, because it takes long to compile."""
     if num_keys <= min(max_compute_kv, MAX_TAIL_KV):
         return max(PROBE_KV, round_up(num_keys, unit_kv))
     max_compute_kv = min(max_compute_kv, num_keys)
@@ -229,8 +230,8 @@ def _choose_compute_kv(num_keys: int, max_compute_kv: int, unit_kv: int) -> int:
 
 
 def _relative_cost(num_keys: int, compute_kv: int) -> int:
-    """Return three times the cost of all keys: two thirds for the scores, one third for the values in whole strips, and
-    the overhead of the loop."""
+    """Return three times the cost of all keys, in keys. Per key, scores cost 2 and values 1. Values are computed in
+    whole strips. Each compute block adds the overhead of the loop."""
     count, tail = divmod(num_keys, compute_kv)
     compute_cost, tail_cost = (
         2 * size + round_up(size, STRIP_KV) + 3 * LOOP_OVERHEAD_KV for size in (compute_kv, tail)
@@ -243,8 +244,8 @@ def sparse_config(
 ) -> Config:
     """Return tiles that consist of whole blocks of a mask: a few blocks of queries, and as many keys as fit in VMEM.
 
-    It is more important that all keys of a head fit in VMEM than that keys are prefetched: for a block of few queries,
-    computing with the visible keys takes less time than fetching all keys again.
+    If all keys of a head fit only without prefetching, prefetching is turned off. For a block of few queries, fetching
+    all keys again would take longer than computing with the visible keys.
     """
     if config is not None:
         compute_kv = round_up(config.block_kv_compute, mask.block_kv)
@@ -261,11 +262,12 @@ def sparse_config(
     return Config(block_q, compute_kv, compute_kv)
 
 
-def _even_block(length: int, block: int, unit: int) -> int:
-    """Return the size of equal blocks of at most `block` that cover a length, rounded up to whole units. There are as
-    few blocks as possible, unless more blocks save a tenth of the padded length.
+def _even_block(length: int, max_size: int, unit: int) -> int:
+    """Return the size of equal blocks of at most `max_size` that cover a length. The size is rounded up to whole units.
+
+    There are as few blocks as possible, unless more blocks reduce the padded length by more than a tenth.
     """
-    min_blocks = ceil_div(length, block)
+    min_blocks = ceil_div(length, max_size)
     sizes = {count: round_up(ceil_div(length, count), unit) for count in range(min_blocks, ceil_div(length, unit) + 1)}
     best = min(sizes, key=lambda count: (count * sizes[count], count))
     return sizes[best if 1.1 * best * sizes[best] < min_blocks * sizes[min_blocks] else min_blocks]

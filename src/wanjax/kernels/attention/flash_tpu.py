@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact attention on TPUs: a Pallas kernel whose fast path needs no running maximum.
 
-Scores are laid out keys × queries, exponents are in base 2, and sums in float32 (Milakov and Gimelshein, Online
-normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022). Softmax does not change when an offset is
-subtracted from all logits of a row. In floating point, any offset within 60 powers of two of the row's maximum gives
-the same result. So the first keys of a row determine its offset. The other keys need no maximum and no rescaling, and
-no block waits for another block. If a later logit leaves this range, the row's sum of weights shows it. Then the kernel
-restores the state from before the block of keys, and repeats the block by the running-max path, which first raises the
-offset to the block's maximum. The later blocks of this head take the running-max path at once. Keys are not padded.
+Scores have the shape keys × queries, exponents are in base 2, and sums are in float32 (Milakov and Gimelshein, Online
+normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022).
+
+Softmax does not change when an offset is subtracted from all logits of a row. In floating point, any offset within 60
+powers of two of the row's maximum gives the same result. So the first keys of a row determine its offset. The other
+keys need no maximum and no rescaling, and no block waits for another block.
+
+If a later logit is out of this range, the row's sum of weights becomes very large. The kernel then restores the state
+from before the block of keys, and repeats the block by the running-max path, which first raises the offset to the
+block's maximum. All later blocks of this head use the running-max path at once. Keys are not padded.
 """
 
 import math
@@ -96,8 +99,7 @@ def attention(
     """Compute the same as the reference. The gradient computes the scores again, as in `chunked`.
 
     Only the first `kv_length` keys are valid; None means all. `kv_length` is one number, or one number for each
-    example. Give either `kv_length` or `key_mask`. Under a radial mask, a number for an example must be at least the
-    number of the video's tokens.
+    example. Set either `kv_length` or `key_mask`. With a radial mask, all tokens of the video must be valid.
     """
     per_example = isinstance(kv_length, Array)
     options = {"window": window, "scale": scale, "config": config, "kv_length": None if per_example else kv_length}
@@ -107,7 +109,8 @@ def attention(
 
 
 def supports_carry(config: Config | Int8Config | None) -> bool:
-    """Return True if `attention_with_carry` supports the config: not with centered keys, since means differ by call."""
+    """Return whether `attention_with_carry` supports the config. Centered keys are not supported, because each call
+    would subtract another mean."""
     return config is None or not (isinstance(config, Int8Config) or config.center_keys)
 
 
@@ -132,28 +135,29 @@ def attention_with_carry(
         v: The values of these keys.
         carry: The return value of the call for the earlier keys; None in the first call.
         is_last: Whether these are the last keys.
-        key_mask: As in `attention`, like the arguments that are not described here.
+        key_mask: True for valid keys.
         scale: The factor of the logits.
         config: Tiles that `supports_carry` accepts.
         kv_length: The number of valid keys of each example.
-        joins: Shards of weights to join during the call for the last keys.
+        joins: Shards of weights, which the call for the last keys joins to whole weights.
 
     Returns:
         The updated sums or, if `is_last`, the attention's output, its log-sum-exp and the joined weights.
     """
     options = {"window": None, "scale": scale, "config": config, "kv_length": None}
-    in_kernel = joins if _joins_in_kernel(joins, config) else ()
+    kernel_joins = joins if _can_kernel_join(joins, config) else ()
     results = _attention(
-        q, k, v, (key_mask, kv_length), **options, carry=carry, return_sums=not is_last, joins=in_kernel
+        q, k, v, (key_mask, kv_length), **options, carry=carry, return_sums=not is_last, joins=kernel_joins
     )
     if not is_last:
         return results
     out, lse, *joined = results
-    return out, lse, *(joined if in_kernel else [join.concatenate() for join in joins])
+    return out, lse, *(joined if kernel_joins else [join.concatenate() for join in joins])
 
 
-def _joins_in_kernel(joins: tuple[ShardsToJoin, ...], config: Config | None) -> bool:
-    """Return whether the kernel can join the shards: the chip has one core for each device, and tiles fit."""
+def _can_kernel_join(joins: tuple[ShardsToJoin, ...], config: Config | None) -> bool:
+    """Return whether the kernel can join the shards. The chip must have one core for each device, and shards must
+    consist of whole tiles."""
     if config is not None and config.interpret:
         return True
     is_possible = not pltpu.get_tpu_info().is_megacore and all(join.is_aligned() for join in joins)
@@ -182,8 +186,8 @@ def gradient(
 def _gradient(
     q, k, v, g, lse, delta, masks, *, window, scale: float, config: Config | Int8Config | None, kv_length: int | None
 ):
-    """Return the gradients of q, k and v. The kernel computes them if all queries see the same first keys, else
-    `chunked` does."""
+    """Return the gradients of q, k and v. If all queries attend to the same first keys, the kernel computes the
+    gradients, otherwise `chunked` does."""
     (key_mask, kv_lengths), (batch, num_queries, heads, head_dim) = masks, q.shape
     kv_length = k.shape[1] if kv_length is None else kv_length
     if isinstance(config, Int8Config):
@@ -269,7 +273,7 @@ def _window_sides(window: Window | Radial | None) -> tuple[int, int]:
 def _resolve_config(
     config: Config | Int8Config | None, window: Window | Radial | None, shape: tuple[int, int, int, str], ragged: bool
 ) -> Config:
-    """Return the tiles of the caller, or the default tiles for a `shape` of (head_dim, queries, keys, dtype)."""
+    """Return the tiles in `config`, or the default tiles for a `shape` of (head_dim, queries, keys, dtype)."""
     vmem_capacity, (head_dim, num_queries, num_keys, dtype) = vmem_bytes() or 0, shape
     unit_kv = REGISTER_ROWS
     if isinstance(config, Int8Config):
@@ -282,10 +286,10 @@ def _resolve_config(
 def _list_scalars(
     mask: Radial, num_queries: int, num_keys: int, config: Config, kv_lengths: Int32[Array, " B"]
 ) -> tuple[Array, ...]:
-    """Return the scalars of `sparse_kernel`: `radial.kernel_lists` without the blocks after `kv_lengths`.
+    """Return the scalars of `sparse_kernel`: the lists of `radial.kernel_lists` without the blocks after `kv_lengths`.
 
-    The last blocks of each list may be cut, because either all queries see a block of text, or no query sees it if it
-    is padding.
+    The lists are shortened at the end. This is correct because all queries see a block of text, unless the block is
+    padding, which no query sees.
     """
     block_kv = config.block_kv
     list_start, list_length, sees_tail, block_start = kernel_lists(
@@ -302,7 +306,7 @@ def _list_scalars(
 def _center_keys(
     k: Float[Array, "B S K D"], key_mask: Bool[Array, "B S"] | None
 ) -> tuple[Array, Float32[Array, "B K D"]]:
-    """Subtract the mean of the valid keys from the keys. Return the keys and the mean."""
+    """Subtract the mean of the valid keys from all keys. Return the centered keys and the mean."""
     k32 = k.astype(jnp.float32)
     valid = jnp.ones(k.shape[:2], bool) if key_mask is None else key_mask
     mean = divide_or_zero(

@@ -2,9 +2,9 @@
 """Compute the gradient of attention from its result and its log-sum-exps (Dao et al., FlashAttention, 2022, algorithm
 4).
 
-The weights of a block follow from its scores and the log-sum-exps, and the gradient of the softmax needs one more sum
-for each query, delta = Σ result · gradient. So the forward pass saves only operands and results. If the results of
-attention are saved, a rematerialized transformer block need not compute attention again.
+The backward pass computes the weights of a block again, from the block's scores and the log-sum-exps. The gradient of
+the softmax needs one more sum for each query, delta = Σ result · gradient. So the forward pass saves only operands and
+results. If the results are saved too, a rematerialized transformer block need not compute attention again.
 """
 
 from collections.abc import Callable
@@ -27,10 +27,10 @@ def from_result(
     v: Float[Array, "B S K D"],
     masks: Any,
 ) -> Result:
-    """Return `forward(q, k, v, masks)`, whose gradient is `backward(q, k, v, g, lse, delta, masks)`.
+    """Return `forward(q, k, v, masks)` with the custom gradient `backward(q, k, v, g, lse, delta, masks)`.
 
-    `g` is the gradient of the result, and `delta` [B L N] is subtracted from the gradient of a query's weights. `masks`
-    is a tree of arrays that have no gradient.
+    `forward` returns the result and its log-sum-exps `lse`. `g` is the gradient of the result. `delta` [B L N] is
+    subtracted from the gradient of each weight of a query. `masks` is a tree of arrays without a gradient.
     """
 
     def fwd(q: Array, k: Array, v: Array, masks: Any) -> tuple[Result, tuple]:

@@ -9,7 +9,7 @@ INTERPRETER_ADVICE = (
     "{0} runs on TPUs: choose chunked or auto here, or call the function of wanjax.kernels.attention with "
     "config={1}.Config(interpret=True), which is slow and meant for tests"
 )
-"""Why a TPU's kernel does not run elsewhere, given its name and its module."""
+"""The message for a TPU kernel on another platform. The fields are the kernel's name and its module."""
 
 
 def no_carry(config: Any) -> bool:
@@ -25,14 +25,13 @@ class Implementation:
 
     Attributes:
         attention: Returns the result, and with `return_lse` also the log-sum-exp of each query.
-        unsupported: Returns the reason why a call is not supported, or None. In place of arrays, shapes suffice.
-        gradient: The backward function for `gradient.from_result`. The function is used if all queries attend to the
-            same keys.
-        takes_kv_length: Whether `attention` takes `kv_length`, the number of valid keys. If `attention` does not take
-            it, the caller slices the keys.
-        supports_carry: Whether `attention_with_carry` takes a config.
-        attention_with_carry: Takes the carry of a call for earlier keys and adds further keys to it. If
-            the function is None, the caller merges the softmaxes instead.
+        unsupported: Returns the reason why a call is not supported, or None. Shapes may replace the arrays.
+        gradient: The backward function for `gradient.from_result`, for attention of all queries to the same keys.
+        takes_kv_length: Whether `attention` takes `kv_length`, the number of valid keys. If False, the caller slices
+            the keys.
+        supports_carry: Returns whether `attention_with_carry` supports a config.
+        attention_with_carry: Adds keys to the softmax sums of earlier keys, which are the carry. None means that the
+            caller has to merge the softmaxes.
     """
 
     attention: Callable[..., Any]

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joint attention: the tokens of a video and of its text form one sequence with dense attention.
+"""Joint attention: the tokens of a video and the tokens of its text form one sequence with dense attention.
 
-The video's real tokens come first, in the order of its frames. Then come the tokens of the text, and padding comes
-last. So the valid keys are the first keys of the sequence. The number of valid keys depends on the length of the
-example's text.
+The sequence has the video's real tokens in the order of the frames, then the tokens of the text, then padding. So the
+valid keys are the first keys of the sequence. Their number depends on the length of the example's text.
 
-On several devices, each device exchanges its tokens of video and text for heads, and then joins video and text. Over
-`sp`, queries stay on their devices, and the keys of all devices are gathered. A window needs the queries in their
-order, so with a window queries are exchanged too.
+On several devices, tokens of video and text are exchanged for heads over `tp`. Each device then concatenates video and
+text. Over `sp`, each device computes its own queries, and gathers the keys of all devices. A window needs all queries
+in their order, so with a window tokens are exchanged for heads over `sp` too.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
-from wanjax.kernels.attention.ring_weights import RingWeights, gather_beside, shard_map_with_weights
+from wanjax.kernels.attention.ring_weights import RingWeights, gather_while_computing, shard_map_with_weights
 from wanjax.kernels.attention.sharded import QueryPlacement, heads_to_tokens, tokens_to_heads
 from wanjax.sharding import current_partitioner, pad_to
 
@@ -44,8 +43,8 @@ def attention(
     """Return the attention of video and text to the first `length` video tokens and the first `text_lengths` text
     tokens.
 
-    `kernel(q, k, v, kv_length=..., window=...)` computes attention to the first `kv_length` keys of each example on one
-    device.
+    On one device, `kernel(q, k, v, kv_length=..., window=...)` computes the attention to the first `kv_length` keys of
+    each example.
     """
     partitioner = current_partitioner()
     placement = QueryPlacement.of(q.video, partitioner)
@@ -54,7 +53,7 @@ def attention(
     exchange_axes = tuple(axis for axis in axes if axis not in gather_axes)
 
     def attend(
-        waiting: RingWeights | None, weights: Sequence[Array], q: VideoTextPair, k: VideoTextPair, v: VideoTextPair,
+        pending: RingWeights | None, weights: Sequence[Array], q: VideoTextPair, k: VideoTextPair, v: VideoTextPair,
         text_lengths: Array,
     ) -> tuple[VideoTextPair, Sequence[Array]]:  # fmt: skip
         heads, num_devices, video_queries = q.video.shape[2], partitioner.axis_size(exchange_axes), length
@@ -64,7 +63,7 @@ def attention(
             k, v = jax.tree.map(lambda x: jax.lax.all_gather(x, gather_axes, axis=1, tiled=True), (k, v))
         attend_jointly = partial(kernel, kv_length=length + text_lengths, window=window)
         joint_qkv = (_concatenate_video_and_text(x, n) for x, n in ((q, video_queries), (k, length), (v, length)))
-        out, weights = gather_beside(waiting, weights, partitioner, attend_jointly, *joint_qkv)
+        out, weights = gather_while_computing(pending, weights, partitioner, attend_jointly, *joint_qkv)
         video = pad_to(out[:, :video_queries], 1, q.video.shape[1])  # later queries are padding
         out = VideoTextPair(video, out[:, video_queries:])
         return jax.tree.map(lambda x: heads_to_tokens(x, heads, num_devices, exchange_axes), out), weights
@@ -75,9 +74,9 @@ def attention(
 
 
 def _concatenate_video_and_text(x: VideoTextPair, length: int) -> Float[Array, "B _L N D"]:
-    """Join the first `length` tokens of a video and all of its text.
+    """Concatenate the first `length` tokens of a video and all tokens of its text.
 
-    Heads are concatenated in the channels: with an axis of heads, a TPU would copy the arrays again.
+    The heads are merged into the channels before. With an axis of heads, a TPU would copy the arrays once more.
     """
     heads = x.video.shape[2]
     video, text = (stream.reshape(*stream.shape[:2], -1) for stream in x)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a chunk of tokens to itself and to the cached keys and values of earlier chunks.
 
-The cache has a fixed number of rows, one for each token. A new chunk is written at a row. Then the rows of some number
-of chunks, from the first row on, are valid. Softmax does not depend on the order of keys, so a full cache is used as a
-ring buffer. The program has a branch for each number of valid chunks, because a kernel that is compiled for a fixed
-number of keys is faster than a kernel with a mask.
+The cache has a fixed number of rows, one for each token. A new chunk is written at the row in `CacheSlot`. The valid
+rows are the first rows of the cache. Softmax does not depend on the order of keys, so a full cache is used as a ring
+buffer. The program has a branch for each number of valid chunks, because a kernel that is compiled for a fixed number
+of keys is faster than a kernel with a mask.
 
-On several devices, heads are always sharded over `tp`, and each device has all rows of its heads. Queries are exchanged
-for heads as in self-attention, and only the keys of the new chunk are sent. Over `sp`, the queries of a head are
-sharded, and the cache is replicated.
+On several devices, the cache is always sharded by heads over `tp`, and each device has all rows of its heads. As in
+self-attention, tokens are exchanged for heads, and only the keys of the new chunk are sent. Over `sp`, the queries of a
+head are sharded, and the cache is replicated.
 """
 
 from collections.abc import Callable
@@ -28,9 +28,9 @@ HEADS_AXIS = "tp"
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the cache or of a chunk, with concatenated heads. Stacked blocks add a leading axis.
+    """Keys and values of the cache or of a chunk. For stacked blocks, there is a leading axis of blocks.
 
-    Because the heads are side by side, rows fill the tiles of a TPU's memory for any number of heads.
+    Heads are concatenated in the channels, so that rows fill the tiles of a TPU's memory for any number of heads.
     """
 
     k: Any  # Float[Array, "... B S E"]
@@ -38,21 +38,21 @@ class KVCache(NamedTuple):
 
 
 class CacheSlot(NamedTuple):
-    """The row at which a chunk is written, and the number of chunks that are valid after that."""
+    """The row at which a chunk is written, and the number of chunks that are valid after the write."""
 
     row: Any  # Int32[Array, ""]
     num_chunks: Any
 
 
 def empty_cache(layers: int, batch: int, rows: int, heads: int, head_dim: int, dtype: DTypeLike) -> KVCache:
-    """Return empty caches for stacked blocks, with the sharding that `attention` expects."""
+    """Return a cache of zeros for each block of a stack, with the sharding that `attention` expects."""
     num_devices = current_partitioner().axis_size(HEADS_AXIS)
     shape = layers, batch, rows, (heads + -heads % num_devices) * head_dim
     return _shard_cache(KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
 
 
 def insert_chunk(cache: KVCache, chunk: KVCache, slot: CacheSlot) -> KVCache:
-    """Return the cache [... B S E] after writing the keys and values of a chunk at the chunk's row."""
+    """Write the keys and values of a chunk at the slot's row, and return the new cache [... B S E]."""
 
     def write(x: Array, new: Array) -> Array:
         start = [0] * x.ndim
@@ -63,8 +63,7 @@ def insert_chunk(cache: KVCache, chunk: KVCache, slot: CacheSlot) -> KVCache:
 
 
 def update_cache(cache: KVCache, chunk: KVCache, slot: CacheSlot) -> KVCache:
-    """Return the caches [layers B S E] after writing the keys and values of a chunk at the chunk's row. The sharding
-    does not change."""
+    """Write a chunk as `insert_chunk` does, in the caches [layers B S E] of all blocks, with unchanged sharding."""
     return _shard_cache(insert_chunk(cache, chunk, slot))
 
 
@@ -83,9 +82,9 @@ def attention(
     slot: CacheSlot,
     length: int,
 ) -> tuple[Float[Array, "B L N D"], KVCache]:
-    """Return the attention of a chunk's first `length` tokens, and its keys and values for the cache.
+    """Return the attention of a chunk's first `length` tokens, and the chunk's keys and values for the cache.
 
-    `kernel(q, k, v, kv_length=...)` computes attention to the first `kv_length` keys on one device.
+    On one device, `kernel(q, k, v, kv_length=...)` computes the attention to the first `kv_length` keys.
     """
     queries, partitioner = q.shape[1], current_partitioner()
     q, k, v = (pad_to(x, 1, partitioner.axis_size(("sp", "tp"))) for x in (q, k, v))
@@ -111,10 +110,10 @@ def attention(
 def _attend_to_chunks(
     kernel: Callable[..., Array], q: Float[Array, "B L N D"], cache: KVCache, slot: CacheSlot, length: int
 ) -> Float[Array, "B L N D"]:
-    """Return the attention to the valid chunks. The branch for a full cache, which is the slowest, comes first.
+    """Return the attention to the valid chunks. The first branch is the slowest one, for a full cache.
 
-    The operands and results of branches have heads side by side. If heads had their own axis, each branch would copy
-    the arrays to other tiles of a TPU's memory.
+    The operands and results of branches have concatenated heads. With an axis of heads, each branch would copy the
+    arrays to other tiles of a TPU's memory.
     """
     max_chunks, heads = cache.k.shape[1] // length, q.shape[2]
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mask of radial attention: a query attends to all tokens of near frames, and in far frames to a band around its
-own position.
+"""The mask of radial attention. A query attends to all tokens of near frames, and to a band around its own position in
+far frames.
 
-Follows Li et al., Radial Attention, 2025: radial_attn/attn_mask.py of its authors. All heads and steps share one mask
-of blocks, so that the visible blocks are known when a program is compiled.
+The mask follows Li et al., Radial Attention, 2025: radial_attn/attn_mask.py of its authors. All heads and steps use the
+same mask, and the mask consists of blocks. So the visible blocks are known when a program is compiled.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int, Int32
 from wanjax.errors import WanjaxError
 from wanjax.kernels.alignment import ceil_div
 
-NO_BLOCK = 1 << 30  # padding of a list of blocks, in place of a first key
+NO_BLOCK = 1 << 30  # the entry of a list of blocks that is padding
 MASK_BLOCK = 128  # tokens along each side of a block of the published mask, and the smallest half width of a band
 DEFAULT_DECAY = 0.2  # the smallest decay that the authors use
 MAX_DECAY = 16.0
@@ -23,15 +23,15 @@ MAX_DECAY = 16.0
 
 @dataclass(frozen=True)
 class Radial:
-    """The mask of a video's tokens, which are in the order of the frames. Text tokens follow them: text tokens attend
-    to all tokens, and all tokens attend to text tokens.
+    """The mask of a sequence of video tokens, in the order of the frames, and text tokens after them.
 
-    A block of `block_q` queries and `block_kv` keys is visible if it contains a visible block of the published mask.
+    Text tokens attend to all tokens, and all tokens attend to text tokens. A block of `block_q` queries and `block_kv`
+    keys is visible if it contains a visible block of the published mask.
 
     Attributes:
         frames: Latent frames.
         frame_tokens: Tokens of a frame.
-        decay: How slowly the band narrows with the distance of frames. A larger decay keeps more keys.
+        decay: How slowly the band narrows with the distance of frames. With a larger decay, more keys are visible.
         sink: Whether all queries attend to the first frame.
         block_q: Queries of a block.
         block_kv: Keys of a block.
@@ -59,7 +59,7 @@ class Radial:
         return _cached_block_mask(self, num_queries, num_keys)
 
     def density(self, num_tokens: int) -> float:
-        """Return which share of all scores is computed, for a sequence with this number of tokens."""
+        """Return the fraction of all scores that is computed, for a sequence with this number of tokens."""
         rows, columns = (_block_sizes(num_tokens, block).astype(np.float64) for block in (self.block_q, self.block_kv))
         return float(rows @ self.block_mask(num_tokens, num_tokens) @ columns) / num_tokens**2
 
@@ -87,11 +87,12 @@ def _cached_block_mask(mask: Radial, num_queries: int, num_keys: int) -> Bool[np
 
 @cache
 def published_mask(frames: int, frame_tokens: int, decay: float, sink: bool) -> Bool[np.ndarray, "_L _S"]:
-    """Return the blocks of 128 by 128 video tokens that the published rule keeps.
+    """Return the blocks of 128 by 128 video tokens that are visible by the published rule.
 
-    The rule considers each pair of frames separately. Look at the columns of a block that have scores of the pair's
-    band. The block is kept if, in more than three fifths of these columns, the band covers more than a third of the
-    rows. Partial blocks at the end of a frame and of the video are included. The authors' code leaves some of them out.
+    The rule treats each pair of frames separately. Of the columns of a block, it counts those that intersect the pair's
+    band. The block is visible if the band covers more than a third of the rows in more than three fifths of these
+    columns. The mask includes partial blocks at the end of a frame and of the video. The authors' code omits some of
+    them.
     """
     blocks = ceil_div(frames * frame_tokens, MASK_BLOCK)
     mask = np.zeros((blocks, blocks), bool)
@@ -111,9 +112,9 @@ def published_mask(frames: int, frame_tokens: int, decay: float, sink: bool) -> 
 
 
 def band_half_width(distance: int, frame_tokens: int, decay: float) -> int | None:
-    """Return the largest distance of positions in two frames that are `distance` frames apart.
+    """Return the half width of the band, in positions, for two frames that are `distance` frames apart.
 
-    Return None if the query sees no key of the other frame.
+    Return None if no key of the other frame is visible.
     """
     width = 2.0 ** (frame_tokens.bit_length() - distance.bit_length())
     if width < MASK_BLOCK and distance % int(MASK_BLOCK / width):
@@ -126,7 +127,7 @@ def band_half_width(distance: int, frame_tokens: int, decay: float) -> int | Non
 def _frame_pair_mask(
     q_start: int, kv_start: int, frame_tokens: int, frames: int, half_width: int
 ) -> Bool[np.ndarray, "_L _S"]:
-    """Return the blocks that are kept for a pair of frames. The first block has the first tokens of the frames."""
+    """Return the visible blocks of a pair of frames. The first block contains the first tokens of both frames."""
     padding = kv_start % MASK_BLOCK
     # the first query of each block, counted from the frame's first token
     starts = np.arange(-(q_start % MASK_BLOCK), frame_tokens, MASK_BLOCK)[:, None]
@@ -156,15 +157,16 @@ def column_lists(block_mask: Bool[np.ndarray, "_L _S"]) -> tuple[Int32[np.ndarra
 def kernel_lists(
     mask: Radial, num_queries: int, num_keys: int, block_kv: int, q_blocks_per_step: int
 ) -> tuple[Int32[np.ndarray, " _L"], ...]:
-    """Return the scalars of `flash_kernel.sparse_kernel`, which visits the visible blocks of a mask.
+    """Return the scalars from which `flash_kernel.sparse_kernel` reads the visible blocks of a mask.
 
-    A grid step has `q_blocks_per_step` neighbouring blocks of queries, each with its own list, and `block_kv` keys.
+    A grid step has `q_blocks_per_step` neighbouring blocks of queries and `block_kv` keys. Each block of queries has a
+    list of visible blocks of keys. An entry of a list is the position of the block's first key, relative to the first
+    key of the grid step. The lists of a grid step are interleaved. Shorter lists are padded with `NO_BLOCK`.
 
     Returns:
-        Four arrays: the start of each grid step's lists; the length of its longest list; 1 for each block of queries
-        that attends to the keys after the last full block; and all lists. A list has the first key of each block,
-        relative to the first key of the grid step. The lists of a grid step are interleaved, and shorter lists are
-        padded with `NO_BLOCK`.
+        Four arrays: for each grid step, the index of its first list entry; for each grid step, the length of its
+        longest list; for each block of queries, 1 if it attends to the keys after the last full block, else 0; and the
+        entries of all lists.
     """
     block_mask = mask.block_mask(num_queries, num_keys)
     num_full_blocks, blocks_per_step = num_keys // mask.block_kv, block_kv // mask.block_kv
@@ -174,12 +176,12 @@ def kernel_lists(
     by_step = np.moveaxis(by_step.reshape(-1, q_blocks_per_step, steps, blocks_per_step), 2, 1)
     # The length of the list of each block of queries in each grid step
     columns, counts = column_lists(by_step.reshape(-1, blocks_per_step))
-    slots = np.arange(columns.shape[1])
-    block_start = np.where(slots < counts[:, None], columns * mask.block_kv, NO_BLOCK).reshape(
-        -1, q_blocks_per_step, len(slots)
+    list_positions = np.arange(columns.shape[1])
+    block_start = np.where(list_positions < counts[:, None], columns * mask.block_kv, NO_BLOCK).reshape(
+        -1, q_blocks_per_step, len(list_positions)
     )
     longest_lengths = counts.reshape(-1, q_blocks_per_step).max(axis=1)
     list_start = q_blocks_per_step * (np.cumsum(longest_lengths) - longest_lengths)
-    entries = np.moveaxis(block_start, 1, 2)[slots < longest_lengths[:, None]].reshape(-1)
+    entries = np.moveaxis(block_start, 1, 2)[list_positions < longest_lengths[:, None]].reshape(-1)
     entries = entries if len(entries) else np.full(q_blocks_per_step, NO_BLOCK)
     return tuple(np.asarray(x, np.int32) for x in (list_start, longest_lengths, block_mask[:, -1], entries))  # type: ignore[return-value]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by its formula, with the whole score matrix in float32. The reference is the specification of all other
-kernels."""
+"""Attention by its formula, with the full score matrix in float32. This reference specifies what all other
+implementations compute."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Float32
 from wanjax.kernels.attention.masks import Window, divide_or_zero, finite_max, in_window, log_sum_exp
 from wanjax.kernels.attention.radial import Radial
 
-KV_BLOCK = 512  # keys that are summed at a time
+KV_BLOCK = 512  # keys in one partial sum
 
 
 def attention(
@@ -56,8 +56,7 @@ def attention(
 
 
 def _weighted_sum(weights: Float32[Array, "B N L S"], v: Float32[Array, "B S N D"]) -> Float32[Array, "B L N D"]:
-    """Sum the weighted values block by block, because a single float32 sum over thousands of keys would lose a
-    digit."""
+    """Sum the weighted values in blocks of keys. A single float32 sum over thousands of keys would lose a digit."""
     blocks = v.shape[1] // KV_BLOCK
     in_blocks = blocks * KV_BLOCK
     out = _weighted_sum_of_block(weights[..., in_blocks:], v[:, in_blocks:])

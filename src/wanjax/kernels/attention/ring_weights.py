@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather the weights of the next block while attention computes.
+"""Gather the weights of the next transformer block while attention computes.
 
-In ring attention, the shards of the weights pass around the ring of `sp` in the direction opposite to the keys, so they
-use the other direction of the links. During the last turn, a kernel can join the shards by DMA while it computes. In
-attention that exchanges tokens for heads over `tp`, each device sends its shards to all others after the exchange, and
-the shards are joined after attention. Attention takes longer than sending, so the chips do not wait.
+In ring attention, the shards of the weights pass around the ring of `sp`. Their direction is opposite to that of the
+keys, so that both directions of the links are used. During the last turn, a kernel can join the shards by DMA while it
+computes. In attention that exchanges tokens for heads over `tp`, each device sends its shards to all other devices
+after the exchange. The shards are joined after attention. Attention takes longer than sending, so the chips do not
+wait.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,8 @@ class ShardsToJoin:
     Attributes:
         shards: The shards [I _O] or [_I O].
         axis: The axis that is sharded.
-        first: The position of the first shard; the others follow it, and wrap around.
+        first: The position of the first shard in the matrix. The following shards have the following positions, and the
+            position after the last one is 0.
     """
 
     shards: tuple[Array, ...]
@@ -53,7 +55,7 @@ class ShardsToJoin:
         return jax.ShapeDtypeStruct(shape, shard.dtype)
 
     def is_aligned(self) -> bool:
-        """Return whether each shard has whole tiles, so that a DMA can write it to its place."""
+        """Return whether a shard consists of whole tiles, so that a DMA can write it into the matrix."""
         shard = self.shards[0]
         unit = LANES if self.axis == 1 else TILE_BYTES // shard.dtype.itemsize
         return shard.shape[self.axis] % unit == 0
@@ -68,7 +70,7 @@ class ShardsToJoin:
 
 
 class RingWeights:
-    """Weights that wait for attention.
+    """Sharded weights that the next self-attention gathers while it computes.
 
     Attributes:
         weights: Matrices [I O].
@@ -94,34 +96,35 @@ class RingWeights:
         return replicate(self.weights if self._gathered is None else self._gathered)
 
 
-_waiting: ContextVar[RingWeights | None] = ContextVar("ring_weights", default=None)
+_pending_weights: ContextVar[RingWeights | None] = ContextVar("ring_weights", default=None)
 
 
 @contextmanager
 def gather_during_attention(weights: RingWeights) -> Iterator[None]:
-    """Within the block, let the first self-attention that devices share gather these weights."""
-    token = _waiting.set(weights)
+    """Within the `with` block, let the first self-attention that runs on several devices gather these weights."""
+    token = _pending_weights.set(weights)
     try:
         yield
     finally:
-        _waiting.reset(token)
+        _pending_weights.reset(token)
 
 
-def take_waiting() -> RingWeights | None:
-    """Return the weights that wait, for the caller to gather. Later callers get None."""
-    waiting = _waiting.get()
-    _waiting.set(None)
-    return waiting
+def take_pending_weights() -> RingWeights | None:
+    """Return the weights that the caller has to gather, or None. Later callers get None."""
+    pending = _pending_weights.get()
+    _pending_weights.set(None)
+    return pending
 
 
 def ring_mesh_axis(partitioner: Partitioner) -> str | None:
-    """Return the mesh axis over which weights are gathered, if there is only one, else None."""
+    """Return the mesh axis over which attention can gather weights. Return None unless exactly one axis shards tokens
+    and the rules gather weights."""
     axes = [axis for axis in ("sp", "tp") if partitioner.axis_size(axis) > 1]
     return axes[0] if len(axes) == 1 and partitioner.rules.gather_weights else None
 
 
 def send(weights: Sequence[Array], mesh_axis: str, num_devices: int, distance: int = 1) -> tuple[Array, ...]:
-    """Send shards to the device that is `distance` places before this one."""
+    """Send shards to the device that is `distance` positions before this device on the mesh axis."""
     permutation = [(i, (i - distance) % num_devices) for i in range(num_devices)]
     return tuple(jax.lax.ppermute(weight, mesh_axis, permutation) for weight in weights)
 
@@ -129,8 +132,8 @@ def send(weights: Sequence[Array], mesh_axis: str, num_devices: int, distance: i
 def shards_to_join(
     arrivals: Sequence[Sequence[Array]], axes: Sequence[int], mesh_axis: str
 ) -> tuple[ShardsToJoin, ...]:
-    """Return the shards of each weight. `arrivals` has the shards of all weights: the device's own, then those of the
-    following devices in their order."""
+    """Group the shards by weight. The first entry of `arrivals` has this device's shards of all weights. The other
+    entries have the shards of the following devices, in the order of the devices."""
     by_weight = zip(zip(*arrivals, strict=True), axes, strict=True)
     return tuple(ShardsToJoin(shards, axis, jax.lax.axis_index(mesh_axis)) for shards, axis in by_weight)
 
@@ -138,74 +141,75 @@ def shards_to_join(
 def shard_map_with_weights(
     partitioner: Partitioner, attend: Callable[..., tuple[Result, Sequence[Array]]], specs: tuple, out_specs: Any
 ) -> Callable[..., Result]:
-    """Shard a function over the devices, and let it gather the weights that wait.
+    """Shard a function over the devices. If there are pending weights, let the function gather them.
 
     Args:
         partitioner: The devices.
-        attend: Called on each device with `RingWeights` or None, the device's shards of the weights, and its shards of
-            the operands. Returns the result and the gathered weights, none if no weights wait.
+        attend: Called on each device with the pending `RingWeights` or None, the device's shards of these weights, and
+            its shards of the operands. Returns the result and the gathered weights, which are empty without pending
+            weights.
         specs: The shardings of the operands.
         out_specs: The sharding of the result.
     """
-    waiting = take_waiting() if ring_mesh_axis(partitioner) else None
-    weights, weight_specs = ((), ()) if waiting is None else (waiting.weights, waiting.specs)
+    pending = take_pending_weights() if ring_mesh_axis(partitioner) else None
+    weights, weight_specs = ((), ()) if pending is None else (pending.weights, pending.specs)
 
     def run(weights: Sequence[Array], *operands: Any) -> tuple[Result, tuple[Array, ...]]:
-        result, gathered = attend(waiting, weights, *operands)
+        result, gathered = attend(pending, weights, *operands)
         return result, tuple(gathered)
 
     def call(*operands: Any) -> Result:
         all_out_specs = out_specs, (PartitionSpec(),) * len(weights)
         result, gathered = partitioner.shard_map(run, (weight_specs, *specs), all_out_specs)(weights, *operands)
-        if waiting is not None:
-            waiting.set_gathered(gathered)
+        if pending is not None:
+            pending.set_gathered(gathered)
         return result
 
     return call
 
 
-def gather_beside(
-    waiting: RingWeights | None,
+def gather_while_computing(
+    pending: RingWeights | None,
     weights: Sequence[Array],
     partitioner: Partitioner,
     attend: Callable[..., Result],
     *operands: Any,
 ) -> tuple[Result, Sequence[Array]]:
-    """Compute `attend(*operands)` on a device while each device sends its shards of the weights to all others.
+    """Compute `attend(*operands)` on a device, while each device sends its shards of the weights to all other devices.
 
     Returns:
-        The result, and the gathered weights, none if no weights wait.
+        The result and the gathered weights. Without pending weights, the gathered weights are empty.
     """
-    if waiting is None:
+    if pending is None:
         return attend(*operands), ()
-    size = partitioner.axis_size(waiting.mesh_axis)
+    size = partitioner.axis_size(pending.mesh_axis)
     operands, weights = _barrier((operands, tuple(weights)))
-    arrivals = [weights, *(send(weights, waiting.mesh_axis, size, distance) for distance in range(1, size))]
+    arrivals = [weights, *(send(weights, pending.mesh_axis, size, distance) for distance in range(1, size))]
     out, arrivals = _barrier((attend(*operands), arrivals))
-    return out, [join.concatenate() for join in shards_to_join(arrivals, waiting.axes, waiting.mesh_axis)]
+    return out, [join.concatenate() for join in shards_to_join(arrivals, pending.axes, pending.mesh_axis)]
 
 
 def _barrier(tree: Result) -> Result:
-    """Apply an optimization barrier to a tree. Heads [B L N D] are joined in the channels meanwhile: with an axis of
-    heads, a TPU would copy them before and after the barrier."""
+    """Apply an optimization barrier to a tree. For the barrier, arrays [B L N D] are reshaped to [B L E], because a TPU
+    would copy arrays with an axis of heads before and after the barrier."""
     joined = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1) if x.ndim == 4 else x, tree)
     return jax.tree.map(lambda x, like: x.reshape(like.shape), jax.lax.optimization_barrier(joined), tree)
 
 
-def join_during(
+def join_while_computing(
     kernel: Callable[..., None], joins: Sequence[ShardsToJoin], num_scalars: int, num_inputs: int, num_results: int
 ) -> Callable[..., None]:
     """Return a kernel that joins shards by DMA while it computes. The chip must have one core for each device.
 
-    The new kernel takes more references: after its scalars the position of the first shard; after its inputs all
-    shards; after its results the joined matrices; and at the end a semaphore for each shard.
+    The new kernel takes these additional references: after the scalars, the position of the first shard; after the
+    inputs, all shards; after the results, the joined matrices; and at the end, a semaphore for each shard.
 
     Args:
-        kernel: The kernel, whose references are its scalars, its inputs, its results and its scratch memory.
+        kernel: The original kernel. Its references are scalars, inputs, results and scratch memory, in this order.
         joins: The shards.
-        num_scalars: The number of the kernel's scalars.
-        num_inputs: The number of its inputs.
-        num_results: The number of its results.
+        num_scalars: The number of scalars of the original kernel.
+        num_inputs: The number of inputs of the original kernel.
+        num_results: The number of results of the original kernel.
     """
     num_shards = sum(len(join.shards) for join in joins)
     lengths = [num_scalars, 1, num_inputs, num_shards, num_results, len(joins)]
@@ -217,15 +221,15 @@ def join_during(
         *scratch, semaphores = refs[ends[-1] :]
 
         def copies() -> Iterator[Any]:
-            numbers = count()
+            shard_numbers = count()
             for join, joined_ref in zip(joins, joined_refs, strict=True):
-                num_places, size = len(join.shards), join.shards[0].shape[join.axis]
-                for index in range(num_places):
+                num_positions, size = len(join.shards), join.shards[0].shape[join.axis]
+                for index in range(num_positions):
                     position = first_ref[0] + index
-                    position = jnp.where(position >= num_places, position - num_places, position)
-                    place = pl.ds(pl.multiple_of(position * size, size), size)
-                    target = joined_ref.at[:, place] if join.axis else joined_ref.at[place]
-                    i = next(numbers)
+                    position = jnp.where(position >= num_positions, position - num_positions, position)
+                    target_slice = pl.ds(pl.multiple_of(position * size, size), size)
+                    target = joined_ref.at[:, target_slice] if join.axis else joined_ref.at[target_slice]
+                    i = next(shard_numbers)
                     yield pltpu.make_async_copy(shard_refs[i], target, semaphores.at[i])
 
         grid = range(4)

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute attention on several devices, by any kernel that runs on one device. Operands are [B L N D], with the batch
-sharded over `dp`. If there are few keys compared with queries, each device has all keys, and computes the attention of
-its own queries to them. Otherwise an all-to-all over `tp` exchanges tokens for heads (Jacobs et al., DeepSpeed Ulysses,
-2023), unless heads are sharded there already; over `sp`, keys and values pass around a ring while queries stay (Liu et
-al., Ring Attention, 2023). If a kernel can start from the sums of earlier keys, it does. Otherwise the softmaxes of the
-shards are merged by their log-sum-exps. Lengths and numbers of heads that are not divisible are padded. A padded key is
-never used: if a device has all keys, it slices the padding off, else it masks the padding.
+"""Compute attention on several devices, by any kernel that runs on one device.
+
+Operands are [B L N D], with the batch sharded over `dp`. If there are few keys compared with queries, each device gets
+all keys, and computes the attention of its own queries to them.
+
+Otherwise, `tp` and `sp` shard the computation in different ways. Over `tp`, an all-to-all exchanges tokens for heads
+(Jacobs et al., DeepSpeed Ulysses, 2023), unless `tp` shards the heads already. Over `sp`, keys and values pass around a
+ring, and queries stay on their devices (Liu et al., Ring Attention, 2023). If the kernel supports it, it adds each
+shard of keys to the softmax sums of the earlier shards. Otherwise the softmaxes of the shards are merged by their
+log-sum-exps.
+
+Lengths and numbers of heads are padded to multiples of the number of devices. If a device has all keys, it slices the
+padding off. Otherwise it masks the padding.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +28,7 @@ from wanjax.kernels.attention.masks import divide_or_zero, finite_max, log_sum_e
 from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.attention.ring_weights import (
     RingWeights,
-    gather_beside,
+    gather_while_computing,
     send,
     shard_map_with_weights,
     shards_to_join,
@@ -30,9 +36,8 @@ from wanjax.kernels.attention.ring_weights import (
 from wanjax.kernels.rotary_heads import join_parts
 from wanjax.sharding import Partitioner, pad_to
 
-AttentionFunction = Callable[
-    ..., Any
-]  # attention on one device, with the arguments (q, k, v, *, key_mask, window, bias, return_lse); or the gradient
+# Attention on one device, with the arguments (q, k, v, *, key_mask, window, bias, return_lse), or its gradient
+AttentionFunction = Callable[..., Any]
 Mask = Bool[Array, "B S"]
 Axes = str | tuple[str, ...] | None
 
@@ -42,12 +47,11 @@ class AttentionKernels(NamedTuple):
 
     Attributes:
         attend: Computes attention to all keys.
-        attend_with_carry: `attend_with_carry(q, k, v, carry, is_last=...)` computes attention to some of the keys.
-            `carry` is the return value of the call for earlier keys, None in the first call. The call for the last keys
-            returns the result and its log-sum-exps. It also takes `joins`, shards of weights that it joins, and returns
-            the joined weights.
-        gradient: The backward function for `gradient.from_result`. The function requires that all queries see the same
-            keys.
+        attend_with_carry: `attend_with_carry(q, k, v, carry, is_last=...)` adds a part of the keys to the attention.
+            `carry` is the return value of the call for the earlier keys; it is None in the first call. The call for the
+            last keys returns the result and its log-sum-exps. This call also joins the shards of weights in its
+            argument `joins`, and returns the joined weights.
+        gradient: The backward function for `gradient.from_result`, for attention of all queries to the same keys.
     """
 
     attend: AttentionFunction
@@ -88,8 +92,8 @@ def attention(
         k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
     q = pad_to(q, 1, partitioner.axis_size(("sp", "tp")))
     placement = QueryPlacement.of(q, partitioner)
-    by_heads = window is None or (isinstance(window, Radial) and partitioner.axis_size("sp") == 1)
-    if by_heads and bias is None and not _replicates_keys(kv_length, length, heads, partitioner, placement):
+    allows_all_to_all = window is None or (isinstance(window, Radial) and partitioner.axis_size("sp") == 1)
+    if allows_all_to_all and bias is None and not _replicates_keys(kv_length, length, heads, partitioner, placement):
         kernels = kernels._replace(attend=partial(kernels.attend, window=window, bias=None))
         return _attend_ulysses_and_ring(kernels, partitioner, placement, q, k, v, kv_length, key_mask)[:, :length]
     k, v, key_mask = k[:, :kv_length], v[:, :kv_length], None if key_mask is None else key_mask[:, :kv_length]
@@ -103,7 +107,7 @@ def attention(
 def _replicates_keys(
     kv_length: int, num_queries: int, heads: int, partitioner: Partitioner, placement: QueryPlacement
 ) -> bool:
-    """Return whether keys and values should be replicated, because this sends the least data or there are too few heads
+    """Return whether keys and values should be replicated: if this sends the least data, or if there are too few heads
     for an all-to-all."""
     shards = partitioner.axis_size(placement.tokens)
     return kv_length * (shards - 1) <= num_queries or (placement.heads is None and heads < partitioner.axis_size("tp"))
@@ -145,25 +149,25 @@ def _attend_ulysses_and_ring(
         key_mask = pad_to(key_mask[:, :kv_length], 1, k.shape[1])
     ulysses_size = partitioner.axis_size("tp") if placement.heads is None else 1
 
-    def attend(waiting: RingWeights | None, weights: Sequence[Array], q, k, v, key_mask):
+    def attend(pending: RingWeights | None, weights: Sequence[Array], q, k, v, key_mask):
         heads = q.shape[2]
         q, k, v = (tokens_to_heads(x, ulysses_size) for x in (q, k, v))
         if ring_size == 1:
             attend_to_all = partial(kernels.attend, key_mask=key_mask, kv_length=kv_length)
-            out, weights = gather_beside(waiting, weights, partitioner, attend_to_all, q, k, v)
+            out, weights = gather_while_computing(pending, weights, partitioner, attend_to_all, q, k, v)
         else:
             masks = {"key_mask": key_mask}
-            # With a number of valid keys in place of a mask, a kernel need not reorder keys
+            # The padding is at the end, so a length suffices; for a mask, a kernel would reorder the keys
             if key_mask is None and is_padded:
-                local_keys = jnp.clip(kv_length - jax.lax.axis_index("sp") * k.shape[1], 0, k.shape[1])
-                masks["kv_length"] = jnp.full((k.shape[0],), local_keys, jnp.int32)
-            ring = partial(_ring, kernels.attend_with_carry, ring_size=ring_size)
-            if waiting is None:
+                local_length = jnp.clip(kv_length - jax.lax.axis_index("sp") * k.shape[1], 0, k.shape[1])
+                masks["kv_length"] = jnp.full((k.shape[0],), local_length, jnp.int32)
+            ring = partial(_ring_attention, kernels.attend_with_carry, ring_size=ring_size)
+            if pending is None:
                 out, _ = from_result(
                     ring, partial(_ring_gradient, kernels.gradient, ring_size=ring_size), q, k, v, masks
                 )
             else:
-                out, _, *weights = ring(q, k, v, masks, weights=weights, weight_axes=waiting.axes)
+                out, _, *weights = ring(q, k, v, masks, weights=weights, weight_axes=pending.axes)
         return heads_to_tokens(out, heads, ulysses_size), weights
 
     specs = (spec, spec, spec, PartitionSpec(placement.batch, "sp"))
@@ -178,10 +182,11 @@ def attention_by_heads(
     v: Float[Array, "B L N D"],
     weights: Any,
 ) -> Float[Array, "B L N D"]:
-    """Compute `kernel(q, k, v, weights)` with some heads and all their tokens on each device.
+    """Compute `kernel(q, k, v, weights)` with the heads sharded over all devices, and all tokens of a head on one
+    device.
 
-    All mesh axes of tokens take part in the exchange. `weights` is the same for all heads. Tokens and heads are padded
-    to multiples of the number of devices.
+    Tokens are exchanged for heads over all mesh axes that shard tokens. `weights` is the same for all heads. Tokens and
+    heads are padded to multiples of the number of devices.
     """
     length = q.shape[1]
     q, k, v = (pad_to(x, 1, partitioner.axis_size(("sp", "tp"))) for x in (q, k, v))
@@ -198,8 +203,10 @@ def attention_by_heads(
 
 
 def tokens_to_heads(x: Float[Array, "B L N D"], num_devices: int, axes: Axes = "tp") -> Float[Array, "B _L _N D"]:
-    """Exchange some tokens of all heads for all tokens of some heads. The number of heads is padded to a multiple of
-    the number of devices. The data that is sent to, or received from, a device is contiguous in memory.
+    """Exchange some tokens of all heads for all tokens of some heads, by an all-to-all.
+
+    The number of heads is padded to a multiple of the number of devices. The data for one device, or from one device,
+    is contiguous in memory.
     """
     if num_devices == 1:
         return x
@@ -225,7 +232,7 @@ def heads_to_tokens(
 AttentionResult = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
 
 
-def _ring(
+def _ring_attention(
     attend_with_carry: AttentionFunction,
     q: Float[Array, "B L N D"],
     k: Array,
@@ -236,23 +243,34 @@ def _ring(
     weights: Sequence[Array] = (),
     weight_axes: Sequence[int] = (),
 ) -> Any:
-    """Compute attention to the keys and values of all devices of `sp`. The last keys and values that a device receives
-    are not forwarded.
+    """Compute attention to the keys and values of all devices of `sp`.
 
-    `masks` has the kernel's options that select the valid keys of this device. The ring is unrolled, so that the first
-    keys can be sent while values are still being projected. `weights` are shards of matrices, sharded along
-    `weight_axes`: they pass around the ring in the other direction, and the gathered matrices follow the result.
+    Keys and values pass around the ring. A device does not forward the last ones that it receives. The ring is
+    unrolled, so that the first keys can be sent while the values are still being projected.
+
+    Args:
+        attend_with_carry: As in `AttentionKernels`.
+        q: The queries of this device.
+        k: The keys of this device.
+        v: The values of this device.
+        masks: Options of `attend_with_carry` that select the valid keys among `k`.
+        ring_size: The number of devices.
+        weights: Shards of matrices, which pass around the ring in the other direction.
+        weight_axes: The axis along which each matrix is sharded.
+
+    Returns:
+        The result, its log-sum-exps and the gathered matrices.
     """
 
-    def attend_shard(carry: Any, shard: tuple, **last: Any) -> Any:
+    def attend_shard(carry: Any, shard: tuple, **options: Any) -> Any:
         *keys_and_values, masks = shard
-        return attend_with_carry(q, *(x.reshape(k.shape) for x in keys_and_values), carry, **masks, **last)
+        return attend_with_carry(q, *(x.reshape(k.shape) for x in keys_and_values), carry, **masks, **options)
 
-    # heads are sent side by side, as projections write them; a TPU would copy arrays with an axis of heads first
+    # the arrays are sent with concatenated heads; a TPU would first copy arrays with an axis of heads
     carry, shard = None, (*(x.reshape(*x.shape[:2], -1) for x in (k, v)), masks)
     arrivals = [tuple(weights)]
     for _ in range(ring_size - 1):
-        # sending overlaps with the attention to this shard; the barrier keeps the next turn's sending out of it
+        # sending overlaps with the attention to this shard; the barrier delays the sending of the next turn
         next_shard = jax.lax.ppermute(shard, "sp", _ring_permutation(ring_size))
         next_weights = send(arrivals[-1], "sp", ring_size)
         carry = attend_shard(carry, shard, is_last=False)
@@ -264,8 +282,8 @@ def _ring(
 def _ring_gradient(
     gradient: AttentionFunction, q, k, v, g, lse, delta, masks: dict[str, Any], *, ring_size: int
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of q, k and v. The gradients of k and v travel around the ring together with k and v, and
-    need one more hop."""
+    """Return the gradients of q, k and v. The gradients of k and v pass around the ring with k and v. After the last
+    turn, they are sent once more, to the device that owns the keys."""
 
     def add(dq: Array, shard: tuple, dkv_sums: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         k, v, masks = shard
@@ -292,7 +310,7 @@ def _ring_permutation(ring_size: int) -> list[tuple[int, int]]:
 
 
 def merge_by_log_sum_exp(a: AttentionResult, b: AttentionResult) -> AttentionResult:
-    """Merge the attention to two sets of keys by the log-sum-exps, in float32."""
+    """Merge the attention to two sets of keys by their log-sum-exps, in float32."""
     lse_max = jnp.maximum(a[1], b[1])
     (x, weight_x), (y, weight_y) = ((out, jnp.exp(lse - finite_max(lse_max))) for out, lse in (a, b))
     weight_sum = weight_x + weight_y
@@ -302,10 +320,10 @@ def merge_by_log_sum_exp(a: AttentionResult, b: AttentionResult) -> AttentionRes
 
 
 def _repeat_in_channels(x: Float32[Array, "B L N"], size: int) -> Float32[Array, "B L E"]:
-    """Repeat a number of each head for its `size` channels, with the heads side by side.
+    """Repeat each head's number for the `size` channels of the head. The heads are concatenated in the result.
 
-    This is a matrix product, because a TPU would copy a repeated array with an axis of heads. Each number is the sum of
-    three in bfloat16, so the product is exact.
+    The function computes a matrix product, because a TPU would copy a repeated array with an axis of heads. The product
+    is exact, because each number is split into a sum of three bfloat16 numbers.
     """
     parts = []
     for _ in range(3):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse-linear attention: softmax attention to a few blocks of keys, plus linear attention to all keys.
 
-Follows Zhang et al., SLA: Beyond Sparsity in Diffusion Transformers via Fine-Tunable Sparse-Linear Attention, 2025,
-arXiv:2509.24006: turbodiffusion/SLA of its authors. For each head, the mean queries and the mean keys of blocks select
-the blocks. The features of linear attention are softmaxes over the channels of a head. The result of linear attention
-goes through a learned projection, and is added to the result of the sparse part. This file has the definition and the
-reference implementation.
+The method follows Zhang et al., SLA: Beyond Sparsity in Diffusion Transformers via Fine-Tunable Sparse-Linear
+Attention, 2025, arXiv:2509.24006: turbodiffusion/SLA of its authors. The blocks of keys are selected separately for
+each head, by the products of the mean queries and the mean keys of blocks. The features of linear attention are
+softmaxes over the channels of a head. A learned projection is applied to the result of linear attention. Then the
+result of the sparse part is added. This file has the definition and the reference implementation.
 """
 
 from dataclasses import dataclass, fields
@@ -30,7 +30,7 @@ class SparseLinear:
     """The options of sparse-linear attention.
 
     Attributes:
-        top: Each block of queries attends to this share of the blocks of keys, and to at least one block. The default
+        top: The fraction of the blocks of keys to which a block of queries attends, but at least one block. The default
             is the value in the authors' commands. For better quality, the authors recommend 0.15.
         block_q: Queries of a block. The last block of a sequence may be shorter.
         block_kv: Keys of a block. The last block may be shorter.
@@ -52,8 +52,8 @@ class SparseLinear:
         """Parse text such as `top=0.1` or `top=0.25,block_q=8,block_kv=4`. Raises WanjaxError if the text is
         malformed."""
         types, options = {field.name: type(field.default) for field in fields(cls)}, {}
-        for item in text.split(",") if text else []:
-            name, _, value = item.partition("=")
+        for entry in text.split(",") if text else []:
+            name, _, value = entry.partition("=")
             try:
                 if name in options or not value.isascii():
                     raise ValueError
@@ -70,7 +70,7 @@ class SparseLinear:
         return ",".join(f"{name}={value}" for name, value, default in values if value != default)
 
     def top_k(self, num_keys: int) -> int:
-        """Return to how many blocks of keys each block of queries attends, if there are this many keys."""
+        """Return the number of blocks of keys to which each block of queries attends, for a number of keys."""
         return max(1, int(self.top * ceil_div(num_keys, self.block_kv)))
 
 
@@ -99,8 +99,8 @@ def attention(
 ) -> Float[Array, "B L N D"]:
     """Return the sum of the sparse and the linear part for the first `kv_length` tokens, and zeros for later tokens.
 
-    This function is the reference. The reference computes in float32, and rounds once to the operands' dtype. The
-    sparse part is dense attention, with logits scaled by 1 / √D, in which the blocks that are not selected are masked.
+    This function is the reference. It computes in float32, and rounds once to the operands' dtype. The sparse part is
+    attention with logits scaled by 1 / √D. Blocks that are not selected are masked.
     """
     length, heads, dtype = *q.shape[1:3], q.dtype
     q, k, v = (x[:, :kv_length] for x in (q, k, v))
@@ -123,8 +123,9 @@ def choose_blocks(
 ) -> Int32[Array, "_B _L _S"]:
     """Return, for each block of queries, the indices of the selected blocks of keys in ascending order.
 
-    The blocks with the largest products of block means are selected; if products are equal, the first block is. The
-    mean of all keys is subtracted from the block means of the keys. Means are rounded to the operands' dtype.
+    The blocks with the largest products of block means are selected. Of blocks with equal products, the first one is
+    selected. Before the product, the mean of all keys is subtracted from the block means of the keys, and the means are
+    rounded to the operands' dtype.
     """
     centered_means = block_means(k, sparse.block_kv) - k.mean(axis=1, keepdims=True, dtype=jnp.float32)
     means = [x.astype(q.dtype) for x in (block_means(q, sparse.block_q), centered_means)]
@@ -133,7 +134,7 @@ def choose_blocks(
 
 
 def block_means(x: Float[Array, "_B L D"], size: int) -> Float32[Array, "_B _L D"]:
-    """Return the mean of each block of `size` tokens; the last block may have fewer."""
+    """Return the mean of each block of `size` tokens. The last block may have fewer tokens."""
     length = x.shape[1]
     counts = np.minimum(size, length - np.arange(0, length, size)).astype(np.float32)
     return to_blocks(x, size).sum(axis=2, dtype=jnp.float32) / counts[None, :, None]
@@ -149,7 +150,8 @@ def linear_attention_state(k: Float[Array, "_B L D"], v: Float[Array, "_B L D"])
 def linear_attention(
     q: Float[Array, "_B L D"], state: LinearAttentionState, projection: Projection
 ) -> Float32[Array, "_B L D"]:
-    """Return the projected linear attention of queries to the keys of a state, in float32."""
+    """Return the linear attention of queries to the keys that are summed in a state, after its projection, in
+    float32."""
     features = jax.nn.softmax(q.astype(jnp.float32), axis=2)
     weight = SUM_EPSILON + jnp.einsum("BLD,BD->BL", features, state.weights, precision="highest")
     y = jnp.einsum("BLD,BDE->BLE", features, state.values, precision="highest") / weight[..., None]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse-linear attention on any platform, a few blocks of queries at a time, and its gradient.
 
-Each block of queries gathers all its selected keys and computes one softmax over them. So memory grows with the number
-of selected keys, not with queries times keys. The selection has no gradient. The forward pass saves only the selection,
-and the backward pass computes the weights again.
+For each block of queries, all selected keys are gathered, and one softmax over them is computed. So memory grows with
+the number of selected keys, not with queries times keys. The selection has no gradient. The forward pass saves only the
+selection, and the backward pass computes the weights again.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +24,11 @@ from wanjax.kernels.attention.sparse_linear import (
     linear_attention_state,
 )
 from wanjax.kernels.autodiff import save_for_backward, with_backward
-from wanjax.kernels.target import multiplies_bfloat16, target
+from wanjax.kernels.target import target, uses_bfloat16_instructions
 from wanjax.sharding import pad_to
 
-SCORE_BYTES = 128 << 20  # the most bytes of scores in memory
-SCORE_BYTES_ON_CPU = 4 << 20  # on CPUs, so that the scores fit in a cache
+SCORE_BYTES = 128 << 20  # the maximum bytes of scores in memory
+SCORE_BYTES_ON_CPU = 4 << 20  # the same for CPUs, where the scores fit in a cache
 
 Forward = Callable[..., tuple[Float[Array, "B L N D"], Int32[Array, "_B _L _S"]]]
 
@@ -51,9 +51,9 @@ def attention(
 def with_gradient(
     forward: Forward, q: Array, k: Array, v: Array, projection: Projection, *, sparse: SparseLinear, kv_length: int
 ) -> Float[Array, "B L N D"]:
-    """Return the result of `forward(q, k, v, projection)`, with the gradient of this file.
+    """Return the result of `forward(q, k, v, projection)`, with `gradient` of this file as its gradient.
 
-    `forward` returns its result and the selected blocks, which the gradient needs. The blocks have the form that
+    `forward` returns its result and the selected blocks. The selected blocks have the form that
     `sparse_linear.choose_blocks` returns, for the heads of all examples.
     """
 
@@ -78,7 +78,7 @@ def _forward(q, k, v, projection: Projection, *, sparse: SparseLinear, kv_length
 
 
 def _flatten_heads(kv_length: int, *arrays: Float[Array, "B L N D"]) -> list[Float[Array, "_B _L D"]]:
-    """Return the first `kv_length` tokens of the heads of all examples."""
+    """Merge the heads of all examples into the first axis, and drop the tokens after the first `kv_length`."""
     return [heads_to_batch(x[:, :kv_length]) for x in arrays]
 
 
@@ -88,7 +88,7 @@ def _unflatten_heads(x: Float[Array, "_B _L D"], shape: tuple[int, ...]) -> Floa
 
 
 class KeyBlocks(NamedTuple):
-    """Blocks of keys and values, and the attention to lists of them."""
+    """Blocks of keys and values, with methods for attention to lists of blocks."""
 
     k: Float[Array, "_B _S S D"]
     v: Float[Array, "_B _S S D"]
@@ -100,12 +100,12 @@ class KeyBlocks(NamedTuple):
         return cls(to_blocks(k, block_kv), to_blocks(v, block_kv), k.shape[1], precision)
 
     def gather(self, lists: Int32[Array, "_B C _S"]) -> tuple[Float[Array, "_B C S D"], Float[Array, "_B C S D"]]:
-        """Return the keys and values of each list."""
+        """Return the keys and values of the blocks in each list."""
         k, v = (jax.vmap(lambda blocks, indices: blocks[indices])(x, lists) for x in (self.k, self.v))
         return k.reshape(*lists.shape[:2], -1, k.shape[-1]), v.reshape(*lists.shape[:2], -1, v.shape[-1])
 
     def valid(self, lists: Int32[Array, "_B C _S"]) -> Bool[Array, "_B C 1 S"]:
-        """Return which keys of each list are valid. Keys after the end of the sequence are padding."""
+        """Return a mask of the valid keys of each list. Keys after the end of the sequence are padding."""
         block_kv = self.k.shape[2]
         positions = lists[..., None] * block_kv + jnp.arange(block_kv)[None, None, None]
         return (positions < self.kv_length).reshape(*lists.shape[:2], 1, -1)
@@ -121,7 +121,7 @@ class KeyBlocks(NamedTuple):
         return weights, weights.sum(axis=-1, keepdims=True)
 
     def einsum(self, axes: str, a: Array, b: Array) -> Float32[Array, "..."]:
-        """Compute an einsum in float32, of operands in the dtype of the keys."""
+        """Compute an einsum of operands in the dtype of the keys, with sums in float32."""
         a, b = (x.astype(self.k.dtype) for x in (a, b))
         return jnp.einsum(axes, a, b, precision=self.precision, preferred_element_type=jnp.float32)
 
@@ -132,8 +132,7 @@ def attend(
     selected: Int32[Array, "_B _L _S"],
     sparse: SparseLinear,
 ) -> Float[Array, "_B L D"]:
-    """Return the sum of the sparse and the linear part, from q, k and v of the heads of all examples and the selected
-    blocks."""
+    """Return the sum of the sparse and the linear part. `heads` are q, k and v of the heads of all examples."""
     q, k, v = heads
     dtype, state = q.dtype, linear_attention_state(k, v)
     key_blocks = KeyBlocks.split(_matmul_dtype(k), _matmul_dtype(v), sparse.block_kv, matmul_precision(dtype))
@@ -159,7 +158,8 @@ def gradient(
     selected: Int32[Array, "_B _L _S"],
     sparse: SparseLinear,
 ) -> tuple[Float32[Array, "_B L D"], Float32[Array, "_B L D"], Float32[Array, "_B L D"], Projection]:
-    """Return the gradients of q, k, v and the projection. `heads` are q, k, v and the gradient of the result."""
+    """Return the gradients of q, k, v and the projection. `heads` are q, k, v and the gradient of the result, each for
+    the heads of all examples."""
     q, k, v, g = heads
     state, state_vjp = jax.vjp(linear_attention_state, k, v)
     key_blocks = KeyBlocks.split(_matmul_dtype(k), _matmul_dtype(v), sparse.block_kv, matmul_precision(q.dtype))
@@ -204,12 +204,13 @@ def _linear_attention(
 
 
 def _matmul_dtype(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Cast to the dtype in which matrix products are fast. On CPUs that cannot multiply bfloat16, this is float32."""
-    return x.astype(jnp.float32) if target(x).platform == "cpu" and not multiplies_bfloat16(x) else x
+    """Cast to the dtype in which matrix products are fast: float32 on CPUs without bfloat16 instructions, else the
+    dtype of x."""
+    return x.astype(jnp.float32) if target(x).platform == "cpu" and not uses_bfloat16_instructions(x) else x
 
 
 def _blocks_per_step(selected: Int32[Array, "_B _L _S"], sparse: SparseLinear, q: Array) -> int:
-    """Return the number of blocks of queries to compute at a time."""
+    """Return the number of blocks of queries that are computed together."""
     byte_budget = SCORE_BYTES_ON_CPU if target(q).platform == "cpu" else SCORE_BYTES
     bytes_per_block = 4 * selected.shape[0] * selected.shape[2] * sparse.block_q * sparse.block_kv
     return even_blocks(selected.shape[1], max(1, byte_budget // bytes_per_block))[1]

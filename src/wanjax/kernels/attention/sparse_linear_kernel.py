@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Pallas kernels of sparse-linear attention on TPUs.
 
-`prepare` reads q, k and v once: it computes the sums of blocks, and the state of linear attention. `list_blocks` makes
-lists of the selected blocks from the scores of blocks. `attend` computes both parts of attention. A grid step has a few
-blocks of queries, each with its own list, so that the products of one block run while another block waits.
+There are three kernels. `prepare` reads q, k and v once, and computes the sums of blocks and the state of linear
+attention. `list_blocks` lists the blocks with the largest scores. `attend` computes the sparse part and the linear part
+of attention. In a grid step of `attend`, there are a few blocks of queries, each with its own list. While one block
+waits, the products of another block run.
 """
 
 import math
@@ -22,9 +23,10 @@ from wanjax.kernels.attention.blocks import iota, matmul
 from wanjax.kernels.attention.flash_tiles import MAX_WEIGHT_SUM, OFFSET_MARGIN
 
 TILE_KV = 256  # keys of a step; they fill a matrix unit
-# Number of steps whose weights are computed before values are added, so that the matrix unit does not wait
+# Number of steps whose weights are computed before the values of the first step are added; the matrix unit then does
+# not wait
 PIPELINE_DEPTH = 2
-TOKENS_PER_STEP = 2048  # the most tokens in a grid step of `prepare`
+TOKENS_PER_STEP = 2048  # maximum tokens in a grid step of `prepare`
 LISTS_PER_STEP = 128  # rows in a grid step of `list_blocks`
 SCORE_BITS = 32
 
@@ -38,8 +40,8 @@ class KernelSizes(NamedTuple):
     block_q: int
     block_kv: int
     top_k: int  # blocks of keys in a list
-    lists: int  # blocks of queries in a grid step of `attend`, each with its list
-    unroll: int  # tiles of each list that are unrolled
+    lists: int  # number of blocks of queries in a grid step of `attend`; each block has a list
+    unroll: int  # number of tiles of each list that are unrolled
 
     @property
     def blocks_per_tile(self) -> int:
@@ -48,7 +50,7 @@ class KernelSizes(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """The number of full tiles of a list. One to four blocks, which may be partial, follow the tiles."""
+        """The number of full tiles of a list. One to four blocks follow the full tiles. The last one may be partial."""
         return (self.top_k - 1) // self.blocks_per_tile
 
     @property
@@ -123,10 +125,10 @@ def _block_sums(x: Float[Array, "L D"], size: int) -> Float32[Array, "_L D"]:
 
 
 def list_blocks(scores: Float32[Array, "_L _S"], sizes: KernelSizes, *, interpret: bool) -> Int32[Array, "_L _T"]:
-    """Return for each row the first keys of the blocks with the largest scores, in ascending order.
+    """Return the `sizes.top_k` blocks with the largest scores in each row, in ascending order.
 
-    Among equal scores, the first ones are selected. The entries after the first `sizes.top_k` only pad the row to whole
-    lanes.
+    A block is given by the position of its first key. Among blocks with equal scores, the first ones are selected. The
+    entries after the first `sizes.top_k` only pad the row to whole lanes.
     """
     rows, blocks = scores.shape
     padded_blocks, padded_top_k = round_up(blocks, LANES), round_up(sizes.top_k, LANES)
@@ -143,8 +145,8 @@ def list_blocks(scores: Float32[Array, "_L _S"], sizes: KernelSizes, *, interpre
 
 
 def _list_blocks(scores_ref, out_ref, *, blocks: int, sizes: KernelSizes) -> None:
-    """Find the lowest selected score bit by bit. Then count the selected blocks up to each position, and search these
-    counts."""
+    """List the selected blocks. First find the lowest selected score, bit by bit. Then count the selected blocks up to
+    each position, and search these counts for the position of each list entry."""
     scores = scores_ref[...]
     rows, padded_blocks = scores.shape
     is_block = iota(scores.shape, 1) < blocks
@@ -159,7 +161,7 @@ def _list_blocks(scores_ref, out_ref, *, blocks: int, sizes: KernelSizes) -> Non
     upper_triangle = jnp.where(iota(square, 0) <= iota(square, 1), 1.0, 0.0).astype(jnp.bfloat16)
 
     def cumulative_count(selected: Array) -> Array:
-        """Return the number of marks up to each lane. The number is exact, because it is a float32 sum of ones."""
+        """Return the number of ones up to each lane. The number is exact, because it is a float32 sum of ones."""
         return matmul(selected.astype(jnp.bfloat16), upper_triangle)
 
     is_larger, is_equal = (jnp.where(x, 1.0, 0.0) for x in (sortable > threshold, sortable == threshold))
@@ -179,7 +181,7 @@ def _list_blocks(scores_ref, out_ref, *, blocks: int, sizes: KernelSizes) -> Non
 def _take_lane(
     registers: list[Array], register: Int32[Array, "L S"], lane: Int32[Array, "L S"]
 ) -> Float32[Array, "L S"]:
-    """Look up the value of each entry at its register and lane."""
+    """For each pair of a register's index and a lane, return the value in this lane of the register."""
     entries = jnp.take_along_axis(registers[0], lane, axis=1)
     for index, x in enumerate(registers[1:], 1):
         entries = jnp.where(register == index, jnp.take_along_axis(x, lane, axis=1), entries)
@@ -199,18 +201,19 @@ def attend(
     vmem_bytes: int,
     interpret: bool,
 ) -> Float[Array, "B L E"]:
-    """Return the sum of both parts of attention. All keys of a head are in VMEM.
+    """Return the sum of the sparse and the linear part of attention. All keys of a head are in VMEM.
 
     Args:
         first_keys: The first keys of the listed blocks, for each head, grid step and list.
         q: Queries.
         k: Keys.
         v: Values.
-        state: For each head [D 2D]: the projected values of linear attention, and beside them its weights, which are
-            repeated. In bfloat16 [2D 2D]: the second half is the rounding error of the first half.
+        state: For each head a matrix [D 2D]. The first D columns are the projected values of linear attention, and each
+            of the other columns is its weights. In bfloat16 a matrix [2D 2D], whose second half of rows is the rounding
+            error of the first half.
         bias: The bias of the projection.
         sizes: Static arguments.
-        buffers: 2 to prefetch the keys of the next head, or 1.
+        buffers: The number of buffers for keys. With 2, the keys of the next head are prefetched.
         vmem_bytes: The limit of VMEM.
         interpret: Run the kernel without a TPU.
     """
@@ -262,11 +265,11 @@ class StepRefs(NamedTuple):
 
 
 class TileSlice(NamedTuple):
-    """A few consecutive blocks of one list."""
+    """Consecutive blocks of one list that are computed together."""
 
     rows: slice  # the queries of the list
     index: int  # the index of the list
-    first_slot: Array | int  # position of the first block in the list
+    first_position: Array | int  # position of the first block in the list
     count: int  # blocks
     ends_list: bool
 
@@ -287,8 +290,8 @@ def _attend(
 ) -> None:
     """Compute the result of `attend`. The grid has examples, heads and blocks of queries.
 
-    A row's offset comes from the first block of its list, without a maximum, as in `flash_tpu`. If a row's sum of
-    weights shows that a logit left the range, the grid step is repeated with the maximum of all logits as the offset.
+    A row's offset is the mean score of the first block of its list, plus a margin. If a row's sum of weights shows that
+    a logit is out of range, the grid step is repeated with the maximum of all logits as the offset.
     """
     step = StepRefs(first_keys_ref, q_ref, k_ref, v_ref, value_sum_ref, weight_sum_ref, offset_ref)
     num_valid = sizes.num_tokens - pl.program_id(2) * sizes.rows
@@ -312,8 +315,8 @@ def _attend(
 
 
 def _mean_scores(step: StepRefs, tile: TileSlice, sizes: KernelSizes) -> Float32[Array, "L _S"]:
-    """Return the mean score of a block in all lanes. The mean score is a product with the block's mean key, which needs
-    no reduction along lanes."""
+    """Return the mean score of a block, repeated in all lanes. It is computed as a product with the block's mean key,
+    so no reduction along lanes is needed."""
     k = _read(step.k, step, tile, sizes).astype(jnp.float32)
     if tile.ends_list:
         k = jnp.where(_valid_keys(step, tile, (len(k), 1), sizes), k, 0.0)
@@ -322,7 +325,7 @@ def _mean_scores(step: StepRefs, tile: TileSlice, sizes: KernelSizes) -> Float32
 
 
 def _linear_attention(q: Float[Array, "L D"], state: Float[Array, "_D _E"]) -> Float32[Array, "L D"]:
-    """Compute linear attention. Features are not normalized, because the factor cancels between values and weights."""
+    """Compute linear attention. Features are not normalized, because the result is a quotient of two sums of them."""
     q32 = q.astype(jnp.float32)
     features = jnp.exp(q32 - q32.max(axis=1, keepdims=True)).astype(q.dtype)
     if len(state) > features.shape[1]:
@@ -332,7 +335,7 @@ def _linear_attention(q: Float[Array, "L D"], state: Float[Array, "_D _E"]) -> F
 
 
 def _accumulate_keys(step: StepRefs, sizes: KernelSizes) -> None:
-    """Add the weights and weighted values of all listed keys, with the offset unchanged."""
+    """Add the weights and weighted values of all listed keys, with a fixed offset."""
     pending: list[tuple[slice, Array, Array]] = []
 
     def add_values(max_pending: int = 0) -> None:
@@ -367,8 +370,7 @@ def _set_offsets_to_max(step: StepRefs, sizes: KernelSizes) -> None:
 
 
 def _for_each_tile(sizes: KernelSizes, visit: Callable[[TileSlice], None], finish: Callable[[], None]) -> None:
-    """Call `visit` for all slices of all lists. Call `finish` at the end of each loop body and at the end of the
-    lists."""
+    """Call `visit` for all slices of all lists. Call `finish` after each iteration of the loop, and after the lists."""
     tiles, blocks_per_tile, loops = sizes.tiles, sizes.blocks_per_tile, sizes.tiles // sizes.unroll
     loops = loops if loops > 1 else 0
 
@@ -389,15 +391,17 @@ def _for_each_tile(sizes: KernelSizes, visit: Callable[[TileSlice], None], finis
     finish()
 
 
-def _tile_slices(sizes: KernelSizes, first_slot: Array | int, count: int) -> Iterator[TileSlice]:
-    """Yield the slice of `count` blocks from `first_slot` on, of each list."""
-    ends_list = isinstance(first_slot, int) and first_slot + count == sizes.top_k
+def _tile_slices(sizes: KernelSizes, first_position: Array | int, count: int) -> Iterator[TileSlice]:
+    """Yield a slice of each list: `count` blocks from `first_position` on."""
+    ends_list = isinstance(first_position, int) and first_position + count == sizes.top_k
     for index in range(sizes.lists):
-        yield TileSlice(slice(index * sizes.block_q, (index + 1) * sizes.block_q), index, first_slot, count, ends_list)
+        yield TileSlice(
+            slice(index * sizes.block_q, (index + 1) * sizes.block_q), index, first_position, count, ends_list
+        )
 
 
 def _scores(step: StepRefs, tile: TileSlice, sizes: KernelSizes) -> Float32[Array, "L S"]:
-    """Return scores as exponents of two. Keys that are padding have -inf."""
+    """Return scores as exponents of two. The score of a padded key is -inf."""
     scores = _scores_of(step.q[tile.rows, :], _read(step.k, step, tile, sizes))
     if tile.ends_list and sizes.num_tokens % sizes.block_kv:
         scores = jnp.where(_valid_keys(step, tile, (1, scores.shape[1]), sizes), scores, -jnp.inf)
@@ -411,15 +415,15 @@ def _scores_of(q: Float[Array, "L D"], k: Float[Array, "S D"]) -> Float32[Array,
 
 
 def _read(ref: jax.Ref, step: StepRefs, tile: TileSlice, sizes: KernelSizes) -> Float[Array, "S D"]:
-    """Read the keys, or values, of a slice."""
+    """Read the keys, or the values, of the blocks in a slice."""
     starts = (
-        pl.multiple_of(step.first_keys[tile.index, tile.first_slot + n], sizes.block_kv) for n in range(tile.count)
+        pl.multiple_of(step.first_keys[tile.index, tile.first_position + n], sizes.block_kv) for n in range(tile.count)
     )
     return jnp.concatenate([ref[pl.ds(start, sizes.block_kv), :] for start in starts])
 
 
 def _valid_keys(step: StepRefs, tile: TileSlice, shape: tuple[int, int], sizes: KernelSizes) -> Array:
-    """Return which keys of a list's last slice are valid. Only the last block can be partial."""
+    """Return a mask of the valid keys in the last slice of a list. Only the last block can be partial."""
     earlier_keys = (tile.count - 1) * sizes.block_kv
     return (
         iota(shape, shape.index(max(shape)))
@@ -432,6 +436,6 @@ def _split_by_lanes(x: Float32[Array, "L S"]) -> list[Array]:
 
 
 def _reduce_registers(parts: list[Array], reduce_pair: Callable[[Array, Array], Array]) -> list[Array]:
-    """Reduce all parts that are whole registers to one register. A narrower last part is kept separately."""
+    """Reduce all parts that fill a register to one register. If the last part is narrower, return it unchanged."""
     full_registers = [x for x in parts if x.shape[1] == LANES]
     return [*([reduce(reduce_pair, full_registers)] if full_registers else []), *parts[len(full_registers) :]]

@@ -27,13 +27,16 @@ BLOCK_Q = 128
 DTYPES = ("float32", "bfloat16")
 OTHER_VMEM_BYTES = 16 << 20  # VMEM for the compiler and for small arrays, besides a head's keys and values
 MAX_UNROLLED_TILES = 192  # unrolled tiles of all lists of a grid step; with more, compiling takes minutes
-LISTS_PER_STEP = (8, 4)  # lists in a grid step; more lists are faster while all tiles are unrolled
+LISTS_PER_STEP = (8, 4)  # lists in a grid step: 8 is faster, if all tiles can be unrolled
 
 
 @dataclass(frozen=True)
 class Config:
-    """Options of the kernels. `interpret` runs them without a TPU, slowly, for tests. `KernelSizes` explains `lists`
-    and `unroll`."""
+    """Options of the kernels.
+
+    `KernelSizes` explains `lists` and `unroll`. If `interpret` is True, the kernels run without a TPU, slowly, for
+    tests.
+    """
 
     lists: int | None = None
     unroll: int | None = None
@@ -106,7 +109,7 @@ def _sizes(q: Array, sparse: SparseLinear, kv_length: int, config: Config) -> Ke
 def _scores(
     q_sums: Float32[Array, "_B _L D"], k_sums: Float32[Array, "_B _S D"], dtype: DTypeLike, sizes: KernelSizes
 ) -> Float32[Array, "_B _L _S"]:
-    """Return the scores of blocks from the sums over each block, with a row for each list of the grid."""
+    """Compute the scores of blocks of keys from the sums over each block. There is a row for each list of the grid."""
     q_blocks, kv_blocks = (
         ceil_div(sizes.num_queries, sizes.rows) * sizes.lists,
         ceil_div(sizes.num_tokens, sizes.block_kv),
@@ -124,8 +127,7 @@ def _scores(
 
 
 def _block_sizes(blocks: int, size: int, sizes: KernelSizes) -> Float32[np.ndarray, "1 _L 1"]:
-    """Return the number of tokens in each block. An empty block gets 1, because its sum of 0 is divided by this
-    number."""
+    """Return the number of tokens in each block. For an empty block, return 1, to avoid a division by zero."""
     counts = np.clip(sizes.num_tokens - size * np.arange(blocks), 1, size)
     return counts.astype(np.float32)[None, :, None]
 
@@ -133,8 +135,8 @@ def _block_sizes(blocks: int, size: int, sizes: KernelSizes) -> Float32[np.ndarr
 def _project_state(
     state: Float32[Array, "_B D _D"], projection: Projection, dtype: DTypeLike
 ) -> Float[Array, "_B _E _D"]:
-    """Return the state of linear attention with projected values. In bfloat16 the state is a sum of two arrays, one
-    above the other."""
+    """Return the state of linear attention with projected values. In bfloat16, the state is split into a sum of two
+    arrays, which are concatenated along the first axis of the matrix."""
     values, weights = jnp.split(state, 2, axis=2)
     values = jnp.matmul(values, projection.kernel.astype(jnp.float32)[None], precision="highest")
     values_and_weights = jnp.concatenate([values, weights + SUM_EPSILON], axis=2)

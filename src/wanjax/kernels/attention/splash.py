@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention and its gradient on TPUs by JAX's own splash kernel. The splash kernel is used if `flash_tpu` is not
-admitted."""
+"""Attention and its gradient on TPUs by JAX's own splash kernel. By default, it is used if `flash_tpu` failed its
+trials."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ BLOCK_Q, BLOCK_KV, BLOCK_KV_COMPUTE = 1024, 2048, 512  # blocks of this size fit
 
 @dataclass(frozen=True)
 class Config:
-    """`interpret` runs the kernel without a TPU, slowly, for tests."""
+    """Options of the kernel. If `interpret` is True, the kernel runs without a TPU, slowly, for tests."""
 
     interpret: bool = False
 

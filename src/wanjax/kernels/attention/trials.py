@@ -35,14 +35,14 @@ def _operands(num_queries: int, num_keys: int, size: int = HEAD_DIM) -> list[jax
 
 
 def _operands_out_of_range(num_queries: int, num_keys: int) -> list[jax.Array]:
-    """Return operands in which a late key has logits outside of the range of the offset. This forces the running-max
+    """Return operands in which a late key has logits out of the range of the offset, which forces the running-max
     path."""
     q, k, v = _operands(num_queries, num_keys)
     return [q, k.at[:, -40].set(jnp.sign(q[:, 5]) * jnp.bfloat16(40)), v]
 
 
 def _reference_in_float32(operands: list[jax.Array], window: Radial | None = None) -> jax.Array:
-    """Return the result of the reference in float32."""
+    """Compute the reference in float32."""
     masks = NO_MASKS | {"window": window}
     out: Any = reference.attention(
         *(x.astype(jnp.float32) for x in operands), **masks, scale=_softmax_scale(operands), config=None

@@ -4,17 +4,17 @@
 from wanjax.kernels.hadamard import choose_hadamard_size
 from wanjax.kernels.quantized_matmul.api import quantize_tokens, quantized_heads, quantized_matmul, quantized_mlp
 from wanjax.kernels.quantized_matmul.formats import FORMATS, QuantizedRows, QuantizedWeight, quantize_weight
-from wanjax.kernels.quantized_matmul.operands import GatedSum, HeadsNorm, Modulation
+from wanjax.kernels.quantized_matmul.operands import GatedSum, Modulation, RMSNormRotary
 from wanjax.kernels.quantized_matmul.tpu import MATMUL_SCOPE
 
 __all__ = [
     "FORMATS",
     "MATMUL_SCOPE",
     "GatedSum",
-    "HeadsNorm",
     "Modulation",
     "QuantizedRows",
     "QuantizedWeight",
+    "RMSNormRotary",
     "choose_hadamard_size",
     "quantize_tokens",
     "quantize_weight",

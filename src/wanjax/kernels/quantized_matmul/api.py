@@ -21,7 +21,7 @@ from wanjax.kernels.quantized_matmul.formats import (
     QuantizedWeight,
     check_hadamard_size,
 )
-from wanjax.kernels.quantized_matmul.operands import GatedSum, HeadsNorm, Modulation, normed_heads
+from wanjax.kernels.quantized_matmul.operands import GatedSum, Modulation, RMSNormRotary, norm_and_rotate
 from wanjax.kernels.rotary_heads import parts_for_all_to_all
 from wanjax.kernels.target import target
 
@@ -84,7 +84,7 @@ def quantized_heads(
     x: Float[Array, "B L E"] | QuantizedRows,
     weight: QuantizedWeight,
     bias: Float[Array, " _E"] | None,
-    norm: HeadsNorm,
+    norm: RMSNormRotary,
     *,
     norm_eps: float,
     hadamard_size: int,
@@ -121,7 +121,7 @@ def quantized_heads(
         parts = 1 if norm.cos is None else parts_for_all_to_all((*_shape(x)[:2], weight.values.shape[1]))
         run = partial(tpu.quantized_heads, norm_eps=norm_eps, parts=parts, **options)
         return _without_gradient(run, x, weight, bias, norm, modulation=modulation)
-    return normed_heads(quantized_matmul(x, weight, bias, modulation=modulation, **options), norm, norm_eps)
+    return norm_and_rotate(quantized_matmul(x, weight, bias, modulation=modulation, **options), norm, norm_eps)
 
 
 def quantize_tokens(

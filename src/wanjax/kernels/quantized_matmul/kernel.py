@@ -34,7 +34,7 @@ from wanjax.kernels.quantized_matmul.tiles import (
     QUANTIZED_TILE_ROWS,
     Tiles,
     column_chunk_size,
-    pass_vmem_bytes,
+    row_quantizer_vmem_bytes,
 )
 
 # Factors in the tanh of GELU: sqrt(2 / π), and 0.044715 times this
@@ -140,7 +140,7 @@ def matmul(
     if quantization is not None:
         scratch["values"] = pltpu.VMEM((tiles.rows, depth), FORMATS[quantization.number_format])
         scratch["row_scale"] = pltpu.VMEM((tiles.rows, 1), jnp.float32)
-        scratch["rotated"] = pltpu.VMEM((tiles.prepared, depth), jnp.float32)
+        scratch["rotated"] = pltpu.VMEM((tiles.input_strip, depth), jnp.float32)
     if epilogue.quantization is not None:
         groups = columns // tiles.columns
         scale_spec = pl.BlockSpec((None, tiles.rows, groups), rows_only)
@@ -198,7 +198,7 @@ def quantize(
         scratch_shapes=[pltpu.VMEM((QUANTIZED_STRIP_ROWS, depth), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"),
-            vmem_limit_bytes=pass_vmem_bytes(depth, x.dtype.itemsize) + COMPILER_VMEM_BYTES,
+            vmem_limit_bytes=row_quantizer_vmem_bytes(depth, x.dtype.itemsize) + COMPILER_VMEM_BYTES,
         ),
         interpret=interpret,
         name="quantize_rows",

@@ -39,7 +39,7 @@ class GatedSum(NamedTuple):
     second_mask: jax.Array | None = None
 
 
-class HeadsNorm(NamedTuple):
+class RMSNormRotary(NamedTuple):
     """An RMS norm of a product and a rotation of its heads by position, both in float32.
 
     Attributes:
@@ -70,7 +70,7 @@ def _by_token(vectors: Float[Array, "B T E"], second_mask: Bool[Array, " L"] | N
     return vectors if second_mask is None else jnp.where(second_mask[None, :, None], vectors[:, 1:], vectors[:, :1])
 
 
-def normed_heads(y: Float[Array, "B L E"], norm: HeadsNorm, eps: float) -> Float[Array, "B L E"]:
+def norm_and_rotate(y: Float[Array, "B L E"], norm: RMSNormRotary, eps: float) -> Float[Array, "B L E"]:
     """Divide rows (or heads) by their root mean square, scale their channels, and rotate the heads. Round once to y's
     dtype."""
     y32, size = y.astype(jnp.float32), len(norm.scale)
@@ -87,21 +87,21 @@ def normed_heads(y: Float[Array, "B L E"], norm: HeadsNorm, eps: float) -> Float
     return normed_rotary(y, inverse_rms, norm.scale, norm.cos, norm.sin)
 
 
-def gated(y: Float[Array, "B L E"], gated_sum: GatedSum) -> Float[Array, "B L E"]:
+def add_gated(y: Float[Array, "B L E"], gated_sum: GatedSum) -> Float[Array, "B L E"]:
     """Return `residual + gate · y`."""
     gate = _by_token(gated_sum.gate, gated_sum.second_mask)
     total = gated_sum.residual.astype(jnp.float32) + gate * y.astype(jnp.float32)
     return total.astype(gated_sum.residual.dtype)
 
 
-def prepare(
+def apply_norm(
     x: Float[Array, "*B E"], modulation: Modulation | None, eps: float, dtype: jnp.dtype
 ) -> Float[Array, "*B E"]:
     """Apply the norm to x if there is one, and return the result in `dtype`."""
     return (x if modulation is None else modulated_norm(x, modulation, eps)).astype(dtype)
 
 
-def finish(
+def apply_epilogue(
     y: Float32[Array, "*B E"],
     bias: Float[Array, " E"] | None,
     gelu: bool,
@@ -112,4 +112,4 @@ def finish(
     residual's dtype."""
     y = y if bias is None else y + as_row(bias, y.ndim)
     y = jax.nn.gelu(y, approximate=True) if gelu else y
-    return y.astype(dtype) if gated_sum is None else gated(y, gated_sum)
+    return y.astype(dtype) if gated_sum is None else add_gated(y, gated_sum)

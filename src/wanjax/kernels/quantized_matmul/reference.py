@@ -5,7 +5,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from wanjax.kernels.quantized_matmul.formats import NumberFormat, QuantizedWeight, quantize_rows, rotate
-from wanjax.kernels.quantized_matmul.operands import GatedSum, HeadsNorm, Modulation, finish, normed_heads, prepare
+from wanjax.kernels.quantized_matmul.operands import (
+    GatedSum,
+    Modulation,
+    RMSNormRotary,
+    apply_epilogue,
+    apply_norm,
+    norm_and_rotate,
+)
 
 
 def quantized_matmul(
@@ -26,20 +33,20 @@ def quantized_matmul(
     The computation is in float32, except that x is cast to `dtype` after its norm. The result is rounded once, to
     `dtype` or to the dtype of the gated sum.
     """
-    rows = rotate(prepare(x, modulation, eps, dtype), hadamard_size, jnp.float32)
+    rows = rotate(apply_norm(x, modulation, eps, dtype), hadamard_size, jnp.float32)
     if activations is not None:
         values, scale = quantize_rows(rows, activations)
         rows = values.astype(jnp.float32) * scale
     kernel = weight.values.astype(jnp.float32) * weight.scale[None]
     y = jnp.matmul(rows, kernel, precision="highest")
-    return finish(y, bias, gelu, gated_sum, dtype)
+    return apply_epilogue(y, bias, gelu, gated_sum, dtype)
 
 
 def quantized_heads(
     x: Float[Array, "B L E"],
     weight: QuantizedWeight,
     bias: Float[Array, " _E"] | None,
-    norm: HeadsNorm,
+    norm: RMSNormRotary,
     *,
     norm_eps: float,
     hadamard_size: int,
@@ -53,4 +60,4 @@ def quantized_heads(
     The product is rounded to `dtype` before the norm. The result is rounded to `dtype` too.
     """
     options = {"hadamard_size": hadamard_size, "activations": activations, "modulation": modulation, "eps": eps}
-    return normed_heads(quantized_matmul(x, weight, bias, dtype=dtype, **options), norm, norm_eps)
+    return norm_and_rotate(quantized_matmul(x, weight, bias, dtype=dtype, **options), norm, norm_eps)

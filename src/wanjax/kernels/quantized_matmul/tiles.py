@@ -36,19 +36,19 @@ class Tiles:
     """Tile sizes of a product.
 
     Attributes:
-        rows: Rows of a grid step, a multiple of `strip` and of `prepared`.
+        rows: Rows of a grid step, a multiple of `strip` and of `input_strip`.
         columns: Output channels of a grid step.
         strip: Rows of one product.
-        prepared: Rows that are normed, rotated and quantized together.
+        input_strip: Rows that are normed, rotated and quantized together.
     """
 
     rows: int
     columns: int
     strip: int
-    prepared: int
+    input_strip: int
 
     def __post_init__(self):
-        for name, size in (("strip", self.strip), ("prepared", self.prepared)):
+        for name, size in (("strip", self.strip), ("input_strip", self.input_strip)):
             if size < 1 or size % ROW_TILE or self.rows % size:
                 raise WanjaxError(f"{name}={size}: give a multiple of {ROW_TILE} that divides rows={self.rows}")
         if self.columns < 1 or self.columns % LANES:
@@ -65,7 +65,7 @@ class Product:
         columns: The number of output channels.
         itemsize: Bytes of a number of x and of the result, if they are floats.
         quantizes: Whether x is quantized in the kernel.
-        adds: Whether the result is added to a residual.
+        has_residual: Whether the result is added to a residual.
         gelu: Whether GELU is applied.
         quantizes_result: Whether the result is quantized for the next product.
         norms_result: Whether whole rows of the result are normed.
@@ -76,7 +76,7 @@ class Product:
     columns: int
     itemsize: int
     quantizes: bool = False
-    adds: bool = False
+    has_residual: bool = False
     gelu: bool = False
     quantizes_result: bool = False
     norms_result: bool = False
@@ -85,11 +85,11 @@ class Product:
         """Return the bytes of VMEM that the kernel needs: two buffers of each block, and scratch memory."""
         scales = 3 * 4 * LANES  # the numbers of a row; each number occupies a whole row of lanes
         row_bytes = self.depth * (2 * self.itemsize + 1 if self.quantizes else 2) + scales
-        result_bytes = 2 if self.quantizes_result else (2 + 2 * self.adds) * self.itemsize
+        result_bytes = 2 if self.quantizes_result else (2 + 2 * self.has_residual) * self.itemsize
         result_columns = self.columns if self.norms_result else tiles.columns
         row_bytes += 2 * 2 * 4 * LANES if self.norms_result else 0  # cosines and sines
         scratch = 4 * (
-            tiles.prepared * self.depth * self.quantizes + tiles.strip * tiles.columns * self.quantizes_result
+            tiles.input_strip * self.depth * self.quantizes + tiles.strip * tiles.columns * self.quantizes_result
         )
         return tiles.rows * (row_bytes + result_bytes * result_columns) + 2 * self.depth * tiles.columns + scratch
 
@@ -106,7 +106,7 @@ def default_tiles(product: Product, vmem_bytes: int) -> Tiles | None:
     return min((x for x in tiles if product.vmem_bytes(x) <= limit), key=partial(_cost, product), default=None)
 
 
-def pass_vmem_bytes(depth: int, itemsize: int) -> int:
+def row_quantizer_vmem_bytes(depth: int, itemsize: int) -> int:
     """Return the VMEM bytes of the kernel that only quantizes rows. A row has `depth` numbers of `itemsize` bytes."""
     return depth * (2 * QUANTIZED_TILE_ROWS * (itemsize + 1) + 4 * QUANTIZED_STRIP_ROWS)
 

@@ -16,7 +16,7 @@ from wanjax.kernels.alignment import LANES
 from wanjax.kernels.quantized_matmul import kernel
 from wanjax.kernels.quantized_matmul.formats import NumberFormat, QuantizedRows, QuantizedWeight
 from wanjax.kernels.quantized_matmul.kernel import Epilogue, Quantization
-from wanjax.kernels.quantized_matmul.operands import GatedSum, HeadsNorm, Modulation
+from wanjax.kernels.quantized_matmul.operands import GatedSum, Modulation, RMSNormRotary
 from wanjax.kernels.quantized_matmul.tiles import (
     CHUNK,
     COMPILER_VMEM_BYTES,
@@ -26,10 +26,10 @@ from wanjax.kernels.quantized_matmul.tiles import (
     Product,
     Tiles,
     default_tiles,
-    pass_vmem_bytes,
+    row_quantizer_vmem_bytes,
 )
 from wanjax.kernels.rotary_heads import concatenate_parts
-from wanjax.kernels.target import multiplies_float8, vmem_bytes
+from wanjax.kernels.target import has_fast_float8, vmem_bytes
 from wanjax.sharding import current_partitioner
 
 DTYPES = ("float32", "bfloat16")
@@ -56,10 +56,10 @@ def unsupported(x: Any, weight: QuantizedWeight, hadamard_size: int, dtype: jnp.
     partitioner = current_partitioner()
     if not partitioner.is_single_device and partitioner.rules.weights and not partitioner.rules.gather_weights:
         return "the kernels of quantized products do not take sharded weights"
-    if weight.values.dtype != jnp.int8 and not multiplies_float8():
+    if weight.values.dtype != jnp.int8 and not has_fast_float8():
         return "this TPU multiplies 8-bit floats no faster than bfloat16"
     smallest = Product(ROW_TILE, depth, columns, dtype.itemsize)
-    if default_tiles(smallest, capacity) is None or pass_vmem_bytes(depth, 4) + COMPILER_VMEM_BYTES > capacity:
+    if default_tiles(smallest, capacity) is None or row_quantizer_vmem_bytes(depth, 4) + COMPILER_VMEM_BYTES > capacity:
         return f"the kernels of quantized products do not hold {depth} channels in {capacity >> 20} MiB of VMEM"
     return None
 
@@ -68,14 +68,14 @@ def fuses_mlp(up: QuantizedWeight, down: QuantizedWeight, hadamard_size: int, dt
     """Return True if the first product of an MLP can quantize its results for the second."""
     depth, columns = up.values.shape
     first = Product(ROW_TILE, depth, columns, dtype.itemsize, gelu=True, quantizes_result=True)
-    second = Product(ROW_TILE, columns, down.values.shape[1], dtype.itemsize, adds=True)
+    second = Product(ROW_TILE, columns, down.values.shape[1], dtype.itemsize, has_residual=True)
     can_quantize = (
         columns % CHUNK == 0 and not (hadamard_size and CHUNK % hadamard_size) and down.values.shape[1] % LANES == 0
     )
     return can_quantize and all(default_tiles(each, vmem_bytes() or 0) is not None for each in (first, second))
 
 
-def fuses_norm(weight: QuantizedWeight, norm: HeadsNorm, dtype: jnp.dtype) -> bool:
+def fuses_norm(weight: QuantizedWeight, norm: RMSNormRotary, dtype: jnp.dtype) -> bool:
     """Return True if the kernel can norm whole rows of a product in VMEM, and rotate their heads of 128 channels."""
     depth, columns = weight.values.shape
     product = Product(ROW_TILE, depth, columns, dtype.itemsize, quantizes=True, norms_result=True)
@@ -110,7 +110,7 @@ def quantized_heads(
     x: Float[Array, "B L E"] | QuantizedRows,
     weight: QuantizedWeight,
     bias: Float[Array, " _E"] | None,
-    norm: HeadsNorm,
+    norm: RMSNormRotary,
     *,
     norm_eps: float,
     hadamard_size: int,
@@ -133,7 +133,7 @@ def quantized_heads(
 
     def run(operands: Operands) -> Array:
         product = replace(_sizes(operands, dtype), norms_result=True)
-        operands, own_tiles = _quantize_in_own_kernel(operands, product, quantization, dtype, tiles, interpret)
+        operands, own_tiles = _quantize_rows_separately(operands, product, quantization, dtype, tiles, interpret)
         return concatenate_parts(
             _call(operands, quantization, epilogue, product, own_tiles, dtype, dtype, interpret)[0]
         )
@@ -206,8 +206,8 @@ def _multiply(
     """Compute a product. If necessary, quantize its rows first by a separate kernel."""
     result_dtype = operands["residual"].dtype if "residual" in operands else dtype
     product = _sizes(operands, result_dtype)
-    product = replace(product, adds="residual" in operands, gelu=gelu)
-    operands, tiles = _quantize_in_own_kernel(operands, product, quantization, dtype, tiles, interpret)
+    product = replace(product, has_residual="residual" in operands, gelu=gelu)
+    operands, tiles = _quantize_rows_separately(operands, product, quantization, dtype, tiles, interpret)
     epilogue = Epilogue(gelu=jnp.float32 if gelu else None)
     return _call(operands, quantization, epilogue, product, tiles, dtype, result_dtype, interpret)[0]
 
@@ -223,7 +223,7 @@ def _multiply_and_quantize(
 ) -> Operands:
     """Compute a product with GELU. Return the values and scales of the result as operands of the next product."""
     product = replace(_sizes(operands, dtype), gelu=True, quantizes_result=True)
-    operands, tiles = _quantize_in_own_kernel(operands, product, quantization, dtype, tiles, interpret)
+    operands, tiles = _quantize_rows_separately(operands, product, quantization, dtype, tiles, interpret)
     in_bfloat16 = dtype == jnp.bfloat16 and (interpret or pltpu.get_tpu_info().generation >= BFLOAT16_VECTORS)
     epilogue = Epilogue(gelu=jnp.bfloat16 if in_bfloat16 else jnp.float32, quantization=result_quantization)
     values, scale = _call(operands, quantization, epilogue, product, tiles, dtype, dtype, interpret)
@@ -239,7 +239,7 @@ def _sizes(operands: Operands, result_dtype: jnp.dtype) -> Product:
     return Product(rows, depth, columns, itemsize, quantizes=x is not None)
 
 
-def _quantize_in_own_kernel(
+def _quantize_rows_separately(
     operands: Operands,
     product: Product,
     quantization: Quantization,
@@ -254,7 +254,7 @@ def _quantize_in_own_kernel(
     capacity = _capacity(interpret)
     if tiles is None and product.quantizes:
         tiles = default_tiles(product, capacity) if product.depth <= MAX_DEPTH else None
-        if tiles is None or (tiles.prepared < MIN_PREPARED_STRIP and tiles.rows < product.rows):
+        if tiles is None or (tiles.input_strip < MIN_PREPARED_STRIP and tiles.rows < product.rows):
             inputs = {name: operands[name] for name in INPUTS if name in operands}
             rows = kernel.quantize(inputs, quantization=quantization, dtype=dtype, interpret=interpret)
             quantized = {"values": rows.values, "row_scale": rows.scale}

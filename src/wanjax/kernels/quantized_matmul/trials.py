@@ -13,9 +13,9 @@ from wanjax.kernels.alignment import LANES
 from wanjax.kernels.attention.trials import normal
 from wanjax.kernels.quantized_matmul import reference, tpu, xla
 from wanjax.kernels.quantized_matmul.formats import NumberFormat, quantize_weight
-from wanjax.kernels.quantized_matmul.operands import GatedSum, HeadsNorm, Modulation
+from wanjax.kernels.quantized_matmul.operands import GatedSum, Modulation, RMSNormRotary
 from wanjax.kernels.quantized_matmul.tiles import Tiles
-from wanjax.kernels.target import multiplies_float8
+from wanjax.kernels.target import has_fast_float8
 
 DEPTH, COLUMNS, HADAMARD_SIZE = 512, 768, 256
 TILES = Tiles(128, 256, 64, 64)
@@ -26,7 +26,7 @@ EPS = 1e-6
 
 
 def _trials() -> Iterator[Trial]:
-    formats: tuple[NumberFormat, ...] = ("int8", "fp8") if multiplies_float8() else ("int8",)
+    formats: tuple[NumberFormat, ...] = ("int8", "fp8") if has_fast_float8() else ("int8",)
     for weight_format in formats:
         weight, bias = (
             quantize_weight(_kernel(4, DEPTH, COLUMNS), number_format=weight_format, hadamard_size=HADAMARD_SIZE),
@@ -78,9 +78,9 @@ def _modulation(size: int, second_mask: jax.Array) -> Modulation:
     return Modulation(shift, scale, second_mask)
 
 
-def _heads_norm(num_tokens: int, size: int) -> HeadsNorm:
+def _heads_norm(num_tokens: int, size: int) -> RMSNormRotary:
     angles = normal(12, num_tokens, LANES // 2, dtype="float32")
-    return HeadsNorm(normal(13, size, dtype="float32"), jnp.cos(angles), jnp.sin(angles))
+    return RMSNormRotary(normal(13, size, dtype="float32"), jnp.cos(angles), jnp.sin(angles))
 
 
 def _run(call: Any, operands: tuple, options: dict[str, Any], interpret: bool) -> jax.Array:

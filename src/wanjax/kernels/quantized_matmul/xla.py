@@ -22,7 +22,7 @@ from wanjax.kernels.quantized_matmul.formats import (
     quantize_rows,
     rotate,
 )
-from wanjax.kernels.quantized_matmul.operands import GatedSum, Modulation, finish, prepare
+from wanjax.kernels.quantized_matmul.operands import GatedSum, Modulation, apply_epilogue, apply_norm
 
 
 def quantized_matmul(
@@ -49,10 +49,10 @@ def quantized_matmul(
             weight,
         )
     else:
-        x = prepare(x, modulation, eps, dtype)
+        x = apply_norm(x, modulation, eps, dtype)
         x = rotate(x, hadamard_size, dtype).astype(dtype) if hadamard_size else x
         y = with_backward(_product, partial(_backward, dtype=dtype), x, weight)
-    return finish(y, bias, gelu, gated_sum, dtype)
+    return apply_epilogue(y, bias, gelu, gated_sum, dtype)
 
 
 def quantize(
@@ -65,7 +65,7 @@ def quantize(
     eps: float = 0.0,
 ) -> QuantizedRows:
     """Apply the norm and the rotation to the rows of x, and quantize them."""
-    return quantize_rows(rotate(prepare(x, modulation, eps, dtype), hadamard_size, dtype), number_format)
+    return quantize_rows(rotate(apply_norm(x, modulation, eps, dtype), hadamard_size, dtype), number_format)
 
 
 def _scaled_product(rows: QuantizedRows, weight: QuantizedWeight) -> Float32[Array, "*B _E"]:

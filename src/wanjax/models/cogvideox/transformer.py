@@ -31,7 +31,7 @@ from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh
 from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, shared_input
 from wanjax.layers.rope import Rope, head_norm_and_rope
-from wanjax.layers.stack import EVERY_BLOCK, BlockCache, scan_blocks, stack
+from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache, scan_blocks, stack
 from wanjax.models.cogvideox.config import Grid, TransformerConfig
 from wanjax.models.cogvideox.positions import POSITION_EMBEDDINGS, Positions, rope_tables
 from wanjax.sharding import shard_tokens
@@ -195,7 +195,7 @@ class CogVideoXTransformer(nnx.Module):
         context: Float[Array, "B S _E"] | Context,
         positions: Positions | None = None,
         *,
-        cache: BlockCache = EVERY_BLOCK,
+        cache: BlockCache = NO_BLOCK_CACHE,
     ) -> Float[Array, "B T H W _C"]:
         """Predict v.
 

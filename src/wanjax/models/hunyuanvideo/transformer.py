@@ -30,7 +30,7 @@ from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh, param
 from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, project_heads, shared_input
 from wanjax.layers.rope import Rope, rope_3d
-from wanjax.layers.stack import EVERY_BLOCK, BlockCache, scan_blocks, stack
+from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache, scan_blocks, stack
 from wanjax.models.hunyuanvideo.config import TransformerConfig
 from wanjax.models.hunyuanvideo.refiner import GlyphEmbed, ImageEmbed, Prompt, Refiner, TextTokens
 from wanjax.sharding import shard_tokens
@@ -301,7 +301,7 @@ class HunyuanVideoTransformer(nnx.Module):
         *,
         text_mask: Bool[Array, "B S"] | None = None,
         mask: Radial | None = None,
-        cache: BlockCache = EVERY_BLOCK,
+        cache: BlockCache = NO_BLOCK_CACHE,
     ) -> Float[Array, "B T H W _C"]:
         """Predict the velocity.
 

@@ -27,7 +27,7 @@ from wanjax.layers.placement import on_weights_mesh
 from wanjax.layers.quantized import QuantizedLinear
 from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, project_heads, shared_input
 from wanjax.layers.rope import Rope, rope_3d
-from wanjax.layers.stack import EVERY_BLOCK, BlockCache, scan_blocks, scan_with_results
+from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache, scan_blocks, scan_with_results
 from wanjax.models.wan.config import AnimateTransformerConfig
 from wanjax.models.wan.image import ImageBlock, ImageContext, WanImageTransformer
 from wanjax.models.wan.transformer import SelfAttention
@@ -142,7 +142,7 @@ class WanAnimateTransformer(WanImageTransformer):
         *,
         clip: ClipKV,
         bias: Float[Array, ""] | None = None,
-        cache: BlockCache = EVERY_BLOCK,
+        cache: BlockCache = NO_BLOCK_CACHE,
     ) -> Float[Array, "B T H W _C"]:
         """Predict the velocity.
 

@@ -23,7 +23,7 @@ from wanjax.layers.patch import patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh
 from wanjax.layers.residual import Tokens
 from wanjax.layers.rope import Rope
-from wanjax.layers.stack import EVERY_BLOCK, BlockCache, block_at, group_blocks, map_blocks, scan_blocks, stack
+from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache, block_at, group_blocks, map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import ControlTransformerConfig
 from wanjax.models.wan.transformer import (
     Block,
@@ -90,7 +90,7 @@ class WanControlTransformer(WanTransformer):
         rope: Rope | None = None,
         *,
         control: Float[Array, "B T H W _C"],
-        cache: BlockCache = EVERY_BLOCK,
+        cache: BlockCache = NO_BLOCK_CACHE,
     ) -> Float[Array, "B T H W _C"]:
         """Predict the velocity.
 

@@ -23,7 +23,7 @@ from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.placement import on_weights_mesh, param
 from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, project_heads
 from wanjax.layers.rope import Rope
-from wanjax.layers.stack import EVERY_BLOCK, BlockCache, map_blocks
+from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache, map_blocks
 from wanjax.models.wan.config import ImageTransformerConfig
 from wanjax.models.wan.transformer import (
     Block,
@@ -140,7 +140,7 @@ class WanImageTransformer(WanTransformer):
         *,
         image: Float[Array, "B _S _E"] | None = None,
         mask: Radial | None = None,
-        cache: BlockCache = EVERY_BLOCK,
+        cache: BlockCache = NO_BLOCK_CACHE,
     ) -> Float[Array, "B T H W _C"]:
         """Predict the velocity as `WanTransformer` does. If `context` has encoded prompts, `image` is needed too."""
         if not isinstance(context, tuple):

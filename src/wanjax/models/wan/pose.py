@@ -24,7 +24,7 @@ from wanjax.layers.patch import patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh
 from wanjax.layers.residual import Tokens
 from wanjax.layers.rope import Rope
-from wanjax.layers.stack import EVERY_BLOCK, BlockCache, block_at, group_blocks, map_blocks, scan_blocks, stack
+from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache, block_at, group_blocks, map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import PoseTransformerConfig
 from wanjax.models.wan.faces import FACES_AT_ONCE, FaceAdapter, FaceEncoder, FaceTokens, MotionEncoder, same_frame
 from wanjax.models.wan.image import ImageBlock, ImageContext, WanImageTransformer
@@ -99,7 +99,7 @@ class WanPoseTransformer(WanImageTransformer):
         rope: Rope | None = None,
         *,
         pose: Float[Array, "B T H W _C"],
-        cache: BlockCache = EVERY_BLOCK,
+        cache: BlockCache = NO_BLOCK_CACHE,
     ) -> Float[Array, "B T H W _C"]:
         """Predict the velocity.
 

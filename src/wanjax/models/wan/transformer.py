@@ -32,7 +32,7 @@ from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh, param
 from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, project_heads, shared_input
 from wanjax.layers.rope import Rope, rope_3d
-from wanjax.layers.stack import EVERY_BLOCK, BlockCache, map_blocks, scan_blocks, stack
+from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache, map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import TransformerConfig
 from wanjax.sharding import constrain, constrain_to, current_partitioner, shard_tokens
 
@@ -260,7 +260,7 @@ class WanTransformer(nnx.Module):
         *,
         clean_frames: int = 0,
         mask: Radial | None = None,
-        cache: BlockCache = EVERY_BLOCK,
+        cache: BlockCache = NO_BLOCK_CACHE,
     ) -> Float[Array, "B T H W _C"]:
         """Predict the velocity.
 

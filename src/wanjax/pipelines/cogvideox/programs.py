@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from wanjax.execution import program
 from wanjax.kernels.compiler_options import scan_options
-from wanjax.layers.stack import EVERY_BLOCK, BlockCache
+from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache
 from wanjax.models.cogvideox.positions import Positions
 from wanjax.models.cogvideox.transformer import Context
 from wanjax.pipelines.denoiser import Denoiser, Latents
@@ -45,7 +45,7 @@ class CogVideoXDenoiser(Denoiser):
         t: Float[Array, "B"],
         prompt: Any,
         shared: Shared,
-        blocks: BlockCache = EVERY_BLOCK,
+        blocks: BlockCache = NO_BLOCK_CACHE,
         dense: bool | None = None,
     ) -> Latents:
         if shared.image is not None:

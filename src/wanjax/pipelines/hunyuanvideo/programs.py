@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from wanjax.execution import program
 from wanjax.kernels.compiler_options import scan_options
 from wanjax.layers.rope import Rope
-from wanjax.layers.stack import EVERY_BLOCK, BlockCache
+from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache
 from wanjax.models.hunyuanvideo.transformer import Context
 from wanjax.pipelines.denoiser import Denoiser, Latents
 from wanjax.pipelines.guidance import Groups, group
@@ -61,7 +61,7 @@ class HunyuanVideoDenoiser(Denoiser):
         t: tuple[Float[Array, "B"], ...],
         prompt: Context,
         shared: Shared,
-        blocks: BlockCache = EVERY_BLOCK,
+        blocks: BlockCache = NO_BLOCK_CACHE,
         dense: bool | None = None,
     ) -> Latents:
         timestep, *next_timestep = t

@@ -21,7 +21,7 @@ from wanjax.kernels.attention.clip_kv import ClipKV
 from wanjax.kernels.compiler_options import fast_matmul_options, matmul_options, scan_options
 from wanjax.layers.flops import attention_flops
 from wanjax.layers.rope import Rope
-from wanjax.layers.stack import EVERY_BLOCK, BlockCache
+from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import CONTROL_VIDEO
 from wanjax.media.pictures import Pictures
@@ -72,7 +72,7 @@ class AnimateDenoiser(ConditionedDenoiser):
         t: Float[Array, "B"],
         prompt: AnimateContext,
         shared: AnimateInputs,
-        blocks: BlockCache = EVERY_BLOCK,
+        blocks: BlockCache = NO_BLOCK_CACHE,
         dense: bool | None = None,
     ) -> Velocity:
         condition = jnp.broadcast_to(shared.condition, (len(x), *shared.condition.shape[1:]))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from wanjax.layers.rope import Rope
-from wanjax.layers.stack import EVERY_BLOCK, BlockCache
+from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache
 from wanjax.pipelines.denoiser import Denoiser
 
 Video = Float[Array, "B T H W C"]
@@ -67,7 +67,7 @@ class WanDenoiser(Denoiser):
         t: Float[Array, "B"],
         prompt: Any,
         shared: Any,
-        blocks: BlockCache = EVERY_BLOCK,
+        blocks: BlockCache = NO_BLOCK_CACHE,
         dense: bool | None = None,
     ) -> Velocity:
         condition = shared.condition
@@ -157,7 +157,7 @@ class CausalDenoiser(WanDenoiser):
         t: Float[Array, "B"],
         prompt: Any,
         shared: Any,
-        blocks: BlockCache = EVERY_BLOCK,
+        blocks: BlockCache = NO_BLOCK_CACHE,
         dense: bool | None = None,
     ) -> Velocity:
         return network(x, t, prompt, *shared)[0]

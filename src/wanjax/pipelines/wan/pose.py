@@ -23,7 +23,7 @@ from wanjax.execution import program
 from wanjax.kernels.compiler_options import fast_matmul_options, matmul_options
 from wanjax.layers.flops import attention_flops, linear_flops
 from wanjax.layers.rope import Rope
-from wanjax.layers.stack import EVERY_BLOCK, BlockCache
+from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import BACKGROUND, CONTROL_VIDEO, FACE, MASK
 from wanjax.media.pictures import Pictures, fit_to_size, size_for_area
@@ -71,7 +71,7 @@ class PoseDenoiser(ConditionedDenoiser):
         t: Float[Array, "B"],
         prompt: PoseContext,
         shared: PoseInputs,
-        blocks: BlockCache = EVERY_BLOCK,
+        blocks: BlockCache = NO_BLOCK_CACHE,
         dense: bool | None = None,
     ) -> Velocity:
         condition, pose = (jnp.broadcast_to(y, (len(x), *y.shape[1:])) for y in (shared.condition, shared.pose))
