@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare each hand-written kernel with its reference on the user's chip, before the kernel is used.
 
-Modules named `trials`, beside the kernels, list the kernels and the small shapes to try. Trials run in a child process,
-because a kernel that hangs also blocks its process. The child must open its chip before this process opens any chip.
-The result for a kernel, a failure with its reason or a pass, is saved. It stays valid for the same kind of chip, the
-same versions of jax, jaxlib and libtpu, and the same code of the kernel.
+A trial runs a kernel at a small shape. The modules named `trials`, beside the kernels, list the kernels and their
+trials. Trials run in a child process, because a kernel that hangs also blocks its process. The child must open its chip
+before this process opens any chip. The result of a kernel is saved: "" for a pass, otherwise the reason for the
+failure. A saved result is valid for the same kind of chip, the same versions of jax, jaxlib and libtpu, and the same
+code of the kernel.
 """
 
 import hashlib
@@ -30,8 +31,8 @@ from wanjax.errors import WanjaxWarning
 from wanjax.stores.results import ResultCache
 
 KERNELS = "wanjax.kernels.trials:KERNELS"
-START_SECONDS = 120.0  # seconds in which the child must open its chip
-KERNEL_SECONDS = 30.0  # seconds in which all trials of a kernel must end
+START_SECONDS = 120.0  # time limit for the child to open its chip
+KERNEL_SECONDS = 30.0  # time limit for all trials of a kernel
 ONE_CHIP_ENVIRONMENT = {
     "TPU_VISIBLE_CHIPS": "0",
     "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
@@ -55,7 +56,7 @@ class Trial(NamedTuple):
         name: What the shape tests, such as "a ragged tail".
         run: Runs the kernel and returns a tree of arrays; its argument is `interpret`.
         reference: Computes the same result in float32, in plain JAX.
-        bound: The largest allowed distance between the two results, in relative L2.
+        tolerance: The largest allowed distance between the two results, in relative L2.
     """
 
     name: str
@@ -83,7 +84,7 @@ def admit(device_kind: str, is_needed: Callable[[str], bool]) -> dict[str, str]:
 
     Args:
         device_kind: The kind of the chip.
-        is_needed: Whether the kernel of a name is to be tried.
+        is_needed: Returns whether to try the kernel with a name.
     """
     reasons = failure_reasons(device_kind, KERNELS, is_needed)
     if jax.distributed.is_initialized():
@@ -103,14 +104,16 @@ def admit(device_kind: str, is_needed: Callable[[str], bool]) -> dict[str, str]:
 def failure_reasons(
     device_kind: str, kernels: str, is_needed: Callable[[str], bool] = lambda name: True
 ) -> dict[str, str]:
-    """Return why each kernel failed; "" means that it passed. Saved results are reused, and new ones are saved.
+    """Return why each kernel failed, or "" for a kernel that passed. Saved results are reused, and new results are
+    saved.
 
-    If a kernel hangs, the kernels after it are not tried. This process rejects them, but saves no result for them.
+    If a kernel hangs, the kernels after it are not tried. This process rejects these kernels, but saves no result for
+    them.
 
     Args:
         device_kind: The kind of the chip.
         kernels: MODULE:NAME of a sequence of `Kernel`.
-        is_needed: Whether the kernel of a name is to be tried.
+        is_needed: Returns whether to try the kernel with a name.
     """
     global _has_hung_kernel
     needed_kernels = [kernel for kernel in _load_kernels(kernels) if is_needed(kernel.name)]
@@ -164,7 +167,7 @@ def _failure_reason(line: str | None) -> str:
 
 
 class _TrialProcess:
-    """A process that tries kernels on one chip, and writes a line for each."""
+    """A child process that tries kernels on one chip, and writes a line for each kernel."""
 
     def __init__(self, kernels: str, names: list[str]) -> None:
         code = "from wanjax.kernels.admission import try_kernels; try_kernels()"
@@ -201,8 +204,8 @@ class _TrialProcess:
 
 
 def _try_in_this_process(kernels: str, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Try kernels in this process and yield the failure reasons. A child process cannot try them if this process has
-    already opened the devices."""
+    """Try kernels in this process, and yield the failure reasons. This is needed if this process has already opened the
+    devices, because a child process can then not open them."""
     by_name = {kernel.name: kernel for kernel in _load_kernels(kernels)}
     for name in names:
         reasons: queue.Queue[str] = queue.Queue()
@@ -218,8 +221,7 @@ def _put_reason(kernel: Kernel, reasons: queue.Queue[str]) -> None:
 
 
 def try_kernels() -> None:
-    """Try the kernels named on the command line and write a line for each. This function is the main function of the
-    child process."""
+    """Run the child process: try the kernels that are named on the command line, and write a line for each kernel."""
     kernels, *names = sys.argv[1:]
     by_name = {kernel.name: kernel for kernel in _load_kernels(kernels)}
     jax.local_devices()
@@ -258,7 +260,7 @@ def _load_kernels(kernels: str) -> tuple[Kernel, ...]:
 
 
 def _cache_key(device_kind: str, kernel: Kernel) -> dict[str, str]:
-    """Return the facts for which a saved result is valid."""
+    """Return the key of a kernel's saved result: its name and code, the kind of chip, and the versions of packages."""
     digest = hashlib.sha256()
     for module in (*kernel.modules, __name__):
         spec = find_spec(module)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hand-written kernels that this process may use: all except those that `admission` rejected.
+"""The hand-written kernels that this process may use: all except the kernels that failed their trials in `admission`.
 
 This module is small because every program imports it. Without a TPU, no kernel is tried and no kernel is rejected.
 """
@@ -27,8 +27,8 @@ TRIED_WHEN_NEEDED = (
     *("flash_tpu_gradient", "flash_tpu_int8", "flash_tpu_joining", "flash_tpu_radial"),
     *("quantized_matmul", "sparse_linear_tpu", "splash"),
 )
-"""Kernels that few runs use. Other runs need not wait for the trials of these kernels."""
-ALL_OTHER_KERNELS = ""  # the name for all kernels that are not in `TRIED_WHEN_NEEDED`
+"""Kernels that few runs use. They are tried only in these runs, so that other runs need not wait for their trials."""
+ALL_OTHER_KERNELS = ""  # in `_tried`, this entry stands for all kernels that are not in `TRIED_WHEN_NEEDED`
 
 _rejected: dict[str, str] = {}
 _tried: set[str] = set()
@@ -38,21 +38,21 @@ def is_admitted(kernel: str) -> bool:
     """Return True if a kernel may be used. If the kernel is in `TRIED_WHEN_NEEDED` and was not tried yet, try it
     first."""
     if kernel in TRIED_WHEN_NEEDED and kernel not in _tried:
-        trial = Thread(target=admit_kernels, args=(kernel,))  # this thread may be tracing a program
+        trial = Thread(target=admit_kernels, args=(kernel,))  # a new thread, because this one may be tracing a program
         trial.start()
         trial.join()
     return kernel not in _rejected
 
 
 def rejected_kernels() -> dict[str, str]:
-    """Return the reasons for rejecting kernels, by name."""
+    """Return the rejected kernels with the reasons."""
     return dict(_rejected)
 
 
-def set_rejected(kernels: Mapping[str, str]) -> None:
+def set_rejected(reasons: Mapping[str, str]) -> None:
     """Reject the kernels in `reasons`, and admit all other kernels."""
     _rejected.clear()
-    _rejected.update(sorted(kernels.items()))
+    _rejected.update(sorted(reasons.items()))
 
 
 def tpu_kind() -> str | None:

@@ -15,9 +15,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 Results = TypeVar("Results")  # an array, or a tree of arrays
 
-_NAME = "saved"
+_CHECKPOINT_NAME = "saved"
 
-remat = partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(_NAME))
+remat = partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(_CHECKPOINT_NAME))
 """Compute a function again in its backward pass, except for the results that `save_for_backward` marks."""
 
 
@@ -26,7 +26,7 @@ _is_forward_only: ContextVar[bool] = ContextVar("is_forward_only", default=False
 
 @contextmanager
 def forward_only() -> Iterator[None]:
-    """Within the block, networks compute no gradients. They may therefore use operations without a gradient."""
+    """Within the `with` block, networks compute no gradients, so they may use operations without a gradient."""
     token = _is_forward_only.set(True)
     try:
         yield
@@ -42,14 +42,14 @@ def is_forward_only() -> bool:
 def save_for_backward(x: Results) -> Results:
     """Mark results to save for the backward pass. Use this for results that take long to compute, relative to their
     size."""
-    return checkpoint_name(x, _NAME)
+    return checkpoint_name(x, _CHECKPOINT_NAME)
 
 
 def with_backward(forward: Callable[..., tuple[Any, Any]], backward: Callable[..., tuple], *operands: Any) -> Any:
     """Return the result of `forward(*operands)` with a custom gradient.
 
-    `forward` returns its result and the residuals. `backward(residuals, g)` takes the gradient of the result, and
-    returns the gradients of the operands. An operand without a gradient has None.
+    `forward` returns its result and the residuals. `backward(residuals, g)` takes the gradient g of the result, and
+    returns a gradient for each operand, or None for an operand without a gradient.
     """
     run = jax.custom_vjp(lambda *operands: forward(*operands)[0])
     run.defvjp(forward, backward)
@@ -57,7 +57,7 @@ def with_backward(forward: Callable[..., tuple[Any, Any]], backward: Callable[..
 
 
 def with_gradient(kernel_call: Callable, reference: Callable, *operands: jax.Array) -> jax.Array:
-    """Return `kernel_call(*operands)`, but with the gradient of `reference(*operands)`."""
+    """Return the result of `kernel_call(*operands)`, with the gradient of `reference(*operands)`."""
 
     def forward(*operands: jax.Array) -> tuple[jax.Array, tuple]:
         return kernel_call(*operands), operands

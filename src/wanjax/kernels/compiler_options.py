@@ -2,13 +2,13 @@
 """XLA options for each kind of program, and named sets of options. The options are for the argument `compiler_options`
 of `jax.jit`.
 
-The set `safe` has options that are in wide use. The set `fast` adds options that are faster by the compiler's own
-estimate, but that no chip has run yet. With `fast`, an autoencoder takes longer to compile. docs/performance.md has the
-estimates for both sets. The sets differ only on TPUs.
+The set `safe` has options that are in wide use. The set `fast` adds options that make programs faster by the compiler's
+own estimate, but that were not yet used on a chip. With `fast`, an autoencoder takes longer to compile.
+docs/performance.md has the estimates for both sets. The sets differ only on TPUs.
 
-XLA for one platform rejects options of another platform. Functions that return options therefore take the target of the
-program as an argument. None means the current target. `save_option_set` and `saved_option_set` remember which set is
-better on this machine.
+XLA rejects options of other platforms. Functions that return options therefore take the target of the program as an
+argument. None means the current target. `save_option_set` and `saved_option_set` store and return the set that is
+faster on this machine.
 """
 
 import jax
@@ -37,8 +37,8 @@ def scan_options(program_target: Target | None = None) -> dict[str, str]:
 
     On CPUs, XLA would cast the half-precision weights of all blocks to float32 before the loop, which needs three times
     as much memory. An option makes XLA cast one block at a time. On TPUs, options make all-to-alls and all-gathers
-    asynchronous, so that they overlap other work. A ring sends keys, values and the matrices of a block at the same
-    time. These are more than the five permutes that XLA allows by default, so an option allows more.
+    asynchronous, so that they overlap with other work. Ring attention sends keys, values and the matrices of a block at
+    the same time. For this, an option allows more than the five concurrent permutes that are XLA's default.
     """
     options = {
         "cpu": {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"},
@@ -52,7 +52,7 @@ def scan_options(program_target: Target | None = None) -> dict[str, str]:
 
 
 def random_options(program_target: Target | None = None) -> dict[str, str]:
-    """Return the options of a program that draws random numbers. Such a program runs once for a video.
+    """Return the options of a program that draws random numbers. Such a program runs only once for a video.
 
     On CPUs, XLA's default optimization level takes four times as long to compile the generator, and the program is no
     faster.
@@ -124,13 +124,13 @@ def check_option_set(name: str) -> None:
 def saved_option_set() -> str:
     """Return the name of the set that `save_option_set` stored for these devices and this compiler, or `safe` if none
     is stored."""
-    compiler = ResultCache().get(FASTER_SET_KIND, _machine_key())
-    return compiler if compiler in OPTION_SETS else SAFE_SET
+    option_set = ResultCache().get(FASTER_SET_KIND, _machine_key())
+    return option_set if option_set in OPTION_SETS else SAFE_SET
 
 
-def save_option_set(compiler: str) -> None:
+def save_option_set(option_set: str) -> None:
     """Store the name of the set that is faster on these devices."""
-    ResultCache().put(FASTER_SET_KIND, _machine_key(), compiler)
+    ResultCache().put(FASTER_SET_KIND, _machine_key(), option_set)
 
 
 def _machine_key() -> dict[str, str]:

@@ -12,11 +12,10 @@ HADAMARD_SIZES = (256, 64, 16)
 
 @cache
 def regular_hadamard(size: int) -> np.ndarray:
-    """Return the regular Hadamard matrix in float32. The size must be a power of 4. The matrix is a Kronecker power of
-    the matrix of size 4.
+    """Return the regular Hadamard matrix in float32. The size must be a power of 4.
 
-    The matrix is orthonormal and symmetric, so it is its own inverse. The numbers of the matrix are ±1 / sqrt(size).
-    Every floating dtype represents them exactly.
+    The matrix is a Kronecker power of the matrix of size 4. It is orthonormal and symmetric, so it is its own inverse.
+    Its entries are ±1 / sqrt(size), which every floating-point dtype represents exactly.
     """
     hadamard_4 = (np.ones((4, 4)) - 2 * np.eye(4)[::-1]) / 2
     return (hadamard_4 if size == 4 else np.kron(regular_hadamard(size // 4), hadamard_4)).astype(np.float32)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A TPU kernel that computes SiLU of a channel norm, for video autoencoders, in one pass over memory.
+"""A TPU kernel for video autoencoders that computes a channel norm and SiLU in one pass over memory.
 
-XLA takes two passes: one sums the squares of a pixel's channels, and one scales. In between, it copies the sums to
-another memory layout and back. The kernel reads each value once.
+XLA makes two passes: the first sums the squares of each pixel's channels, and the second scales the channels. Between
+the passes, XLA copies the sums to another memory layout and back. The kernel reads each value once.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ from wanjax.kernels.autodiff import with_gradient
 from wanjax.kernels.target import target
 from wanjax.sharding import current_partitioner
 
-# Numbers of frames that fill a tile. For these numbers, XLA keeps height and width outermost, so a transpose is free
+# A multiple of 8 frames fills whole tiles. XLA then keeps height and width outermost, so a transpose is free
 NUM_SUBLANES = 8
 # Bytes of a block in float32. Larger blocks are not faster, and smaller blocks make transfers too short
 BLOCK_BYTES = 2**20
@@ -33,9 +33,9 @@ def normed_silu(
     """Normalise the channels of each pixel to a root mean square of gamma, and apply SiLU. The result has the given
     dtype.
 
-    The computation is in float32, and the result is rounded once. `interpret` runs the kernel without a TPU, slowly,
-    for tests. On several devices the kernel is not used: XLA would copy its result to the layout of the next
-    convolution's halo exchange.
+    The computation is in float32, and the result is rounded once. If `interpret` is True, the kernel runs without a
+    TPU, slowly, for tests. On several devices the kernel is not used, because XLA would copy its result to the layout
+    of the next convolution's halo exchange.
     """
     uses_kernel = target(x).platform == "tpu" and is_admitted("normed_silu")
     is_supported = uses_kernel and x.shape[1] % NUM_SUBLANES == 0 and current_partitioner().is_single_device

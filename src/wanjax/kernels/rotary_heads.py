@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TPU kernels that process heads between a projection and attention, each in one pass over memory.
+"""TPU kernels for the steps between a projection and attention: norm, rotary embedding, and packing for an all-to-all.
 
-To swap the halves of a head, XLA copies queries and keys to a layout with tokens along the lanes, and back. To split
-the width of a token into parts for other devices, XLA copies twice. The kernels here read rows of all heads in the
-layout of the projection. They swap the halves of a head by a rotation of lanes, and write each part contiguously.
+Each kernel makes one pass over memory. XLA makes more: it swaps the halves of a head by copying queries and keys to a
+layout with tokens along the lanes, and back. To split the channels of a token into parts for other devices, XLA copies
+twice. The kernels read rows of all heads in the layout of the projection. They swap the halves of a head by a rotation
+of lanes, and write each part contiguously.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from wanjax.kernels.autodiff import with_gradient
 from wanjax.kernels.target import target
 from wanjax.sharding import TILE_ROWS, Partitioner, current_partitioner
 
-MAX_BLOCK_TOKENS = 256  # tokens of a block: more tokens are not faster, and fewer tokens make transfers too short
+MAX_BLOCK_TOKENS = 256  # larger blocks are not faster, and smaller blocks make transfers too short
 
 
 def normed_rotary(
@@ -35,11 +36,11 @@ def normed_rotary(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B L E"]:
-    """Compute x · inverse · scale, then rotate channels p and p + P of each head of 2 P channels by the p-th angle.
+    """Compute x · inverse_rms · scale. Then rotate channels p and p + P of each head of 2 P channels by the p-th angle.
 
     The computation is in float32, and the result is rounded once to x's dtype. If there are several devices, each
-    device computes its own tokens and, if heads are sharded, its own heads. `interpret` runs the kernel without a TPU,
-    slowly, for tests.
+    device computes its own tokens and, if heads are sharded, its own heads. If `interpret` is True, the kernel runs
+    without a TPU, slowly, for tests.
     """
     if not interpret and (not _uses_kernel(x, "normed_rotary") or 2 * cos.shape[1] != LANES):
         return reference(x, inverse_rms, scale, cos, sin)
@@ -63,7 +64,7 @@ def head_normed_rotary(
 ) -> Float[Array, "B L E"]:
     """Compute the layer norm of each head of x separately. Then rotate as `normed_rotary` does.
 
-    The kernel supports heads of 128 channels, and smaller heads if several of them fill 128 lanes.
+    The kernel supports head sizes that divide 128.
     """
     partitioner, head_dim = current_partitioner(), len(scale)
     batch, length, heads, parts = _sharding_of_heads(partitioner, x.shape, head_dim)
@@ -80,7 +81,7 @@ def head_normed_rotary(
 
 
 def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
-    """Order the heads of x in memory by destination device, if an all-to-all will send them."""
+    """If an all-to-all will send the heads of x, order them in memory by destination device."""
     partitioner = current_partitioner()
     if not _uses_kernel(x, "heads_apart") or x.shape[2] % LANES:
         return x
@@ -93,18 +94,19 @@ def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
 
 
 def parts_for_all_to_all(shape: Sequence[int]) -> int:
-    """Return into how many contiguous groups an all-to-all splits the heads [B L E] of 128 channels; 1 for none."""
+    """Return the number of contiguous groups into which an all-to-all splits heads [B L E] of 128 channels. Without an
+    all-to-all, return 1."""
     return _sharding_of_heads(current_partitioner(), shape, LANES)[3]
 
 
 def _uses_kernel(x: Array, kernel: str) -> bool:
-    """Return True if a program for the target of x uses this kernel."""
+    """Return whether programs for the target of x use this kernel."""
     return target(x).platform == "tpu" and is_admitted(kernel)
 
 
 def _sharding_of_heads(partitioner: Partitioner, shape: Sequence[int], head_dim: int) -> tuple[Any, Any, Any, int]:
-    """Return the mesh axes of batch, tokens and heads, and the number of parts of the all-to-all. Without an
-    all-to-all, there is 1 part."""
+    """Return the mesh axes of batch, tokens and heads, and the number of parts that an all-to-all sends (1 without an
+    all-to-all)."""
     width, num_devices = shape[2], partitioner.axis_size("tp")
     axes = partitioner.activation_spec(("batch", "length", "heads"), (*shape[:2], width // head_dim))
     return *axes, num_devices if axes[2] is None and width % (LANES * num_devices) == 0 else 1
@@ -195,7 +197,7 @@ def _pallas_call(
 
 
 def concatenate_parts(parts: Float[Array, "_N B L E"]) -> Float[Array, "B L _E"]:
-    """Join parts along the width. If the parts are then split again, the compiler removes both operations."""
+    """Concatenate parts along the channels. If the result is split again, the compiler removes both operations."""
     return jnp.moveaxis(parts, 0, 2).reshape(*parts.shape[1:3], -1)
 
 
@@ -236,7 +238,7 @@ def _head_normed_rotary_kernel(x_ref, scale_ref, bias_ref, cos_ref, sin_ref, out
 
 
 def _identity(x: Array) -> Array:
-    """Compute `pack_for_all_to_all` in plain JAX: return x, because packing does not change values."""
+    """Compute `pack_for_all_to_all` in plain JAX. Packing changes the order in memory, but not the values."""
     return x
 
 
@@ -252,7 +254,7 @@ def pack(x: Float[Array, "B L E"], *, parts: int, interpret: bool = False) -> Fl
 
 
 def join_parts(parts: Float[Array, "_N B L E"], *, interpret: bool = False) -> Float[Array, "B L _E"]:
-    """After an all-to-all, join the parts of each token's width. `interpret` is for tests."""
+    """After an all-to-all, concatenate the parts of each token's channels. `interpret` is for tests."""
     count, _, _, width = parts.shape
     if not interpret and (not _uses_kernel(parts, "heads_joined") or width % LANES):
         return concatenate_parts(parts)

@@ -32,10 +32,10 @@ def target_of(device: Any) -> Target:
 
 
 def uses_bfloat16_instructions(x: jax.Array) -> bool:
-    """Return True for a bfloat16 array on a CPU with bfloat16 instructions (AMX, AVX-512 BF16).
+    """Return whether x is a bfloat16 array on a CPU with bfloat16 instructions (AMX, AVX-512 BF16).
 
-    On these CPUs, XLA calls a library for a product of bfloat16 if the result is float32. Otherwise XLA first casts the
-    operands to float32. On other CPUs, a float32 result is slower.
+    On these CPUs, XLA calls a library for a product of bfloat16 operands if the result is float32. For another result
+    dtype, XLA first casts the operands to float32. On other CPUs, a float32 result is slower.
     """
     return x.dtype == "bfloat16" and target(x).platform == "cpu" and not _MULTIPLY_BFLOAT16.isdisjoint(instructions())
 
@@ -53,8 +53,10 @@ def instructions() -> frozenset[str]:
 
 
 def operand_dtype(x: jax.Array, dtype: DTypeLike) -> DTypeLike:
-    """Return the dtype for the operands of a product. On TPUs the dtype is bfloat16, unless
-    `jax.default_matmul_precision` is set, because the matrix units round float32 to bfloat16 anyway.
+    """Return the dtype for the operands of a product: bfloat16 on TPUs, else `dtype`.
+
+    The matrix units of TPUs round float32 operands to bfloat16 anyway. They do not if `jax.default_matmul_precision` is
+    set, and `dtype` is then returned on TPUs too.
     """
     rounds_to_bfloat16 = target(x).platform == "tpu" and jax.default_matmul_precision.value is None
     return jnp.bfloat16 if rounds_to_bfloat16 else dtype
@@ -63,11 +65,11 @@ def operand_dtype(x: jax.Array, dtype: DTypeLike) -> DTypeLike:
 def target(x: jax.Array | jax.ShapeDtypeStruct | None = None) -> Target:
     """Return the target of an array, or of the program that is being traced.
 
-    The target follows from the array's sharding. Without a sharding, it follows from the mesh that `jax.set_mesh` set.
-    Without a mesh, it is JAX's default device. A mesh may have devices that this process does not have
-    (`jax.experimental.topologies`). If a CPU compiles a program ahead of time for TPUs, the target is therefore a TPU.
-    `jax.lax.platform_dependent` is no alternative, because it decides at lowering, traces all branches, and cannot
-    report which branch was taken.
+    The target is that of the mesh in the array's sharding. Without such a mesh, it is that of the mesh that
+    `jax.set_mesh` set. Without any mesh, it is that of JAX's default device. A mesh may have devices that this process
+    does not have (`jax.experimental.topologies`). If a program is compiled on a CPU ahead of time for TPUs, the target
+    is therefore a TPU. `jax.lax.platform_dependent` is no alternative, because it decides at lowering, traces all
+    branches, and cannot report its decision.
     """
     meshes = (getattr(_sharding(x), "mesh", None), jax.sharding.get_abstract_mesh())
     for device in (getattr(mesh, "abstract_device", None) for mesh in meshes):
@@ -97,7 +99,7 @@ def _sharding(x: jax.Array | jax.ShapeDtypeStruct | None) -> object:
 
 
 def vmem_bytes() -> int | None:
-    """Return the bytes of VMEM of a core of the target TPU. Return None if the target is not a TPU."""
+    """Return the bytes of VMEM of a core of the target TPU, or None if the target is not a TPU."""
     from jax.experimental.pallas import tpu as pltpu  # imported late, because not every program has a kernel
 
     try:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trials of the hand-written kernels in this folder. The trials of the kernels in its packages are in the modules
-`trials` of the packages."""
+"""The trials of the hand-written kernels in this folder, and the list of all kernels with trials.
+
+The trials of the kernels in the subpackages are in modules named `trials` there.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +17,7 @@ from wanjax.kernels.attention.trials import normal
 from wanjax.kernels.quantized_matmul import trials as quantized_trials
 
 BFLOAT16_TOLERANCE = 6e-3  # the largest error of a result that is rounded once to bfloat16
-TOKEN_COUNTS = {"whole blocks": 512, "a ragged tail": 300}  # tokens
+TOKEN_COUNTS = {"whole blocks": 512, "a ragged tail": 300}  # numbers of tokens, by the name of a trial
 
 
 def _angles(num_tokens: int, pairs: int) -> tuple[jax.Array, jax.Array]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products with weights of 8 bits. The inputs may also have 8 bits."""
+"""Matrix products with 8-bit weights. The inputs may also be quantized to 8 bits."""
 
 from wanjax.kernels.hadamard import choose_hadamard_size
 from wanjax.kernels.quantized_matmul.api import quantize_tokens, quantized_heads, quantized_matmul, quantized_mlp

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions of quantized products. They check their arguments, and call an implementation that supports
-these arguments."""
+"""The public functions of quantized products. They check the arguments and call an implementation that supports
+them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -93,10 +93,10 @@ def quantized_heads(
     modulation: Modulation | None = None,
     eps: float = 1e-6,
 ) -> Float[Array, "B L _E"]:
-    """Return queries or keys: a product, its norm over all channels, and the rotation of its heads by position.
+    """Compute queries or keys: a product, its norm over all channels or each head, and the rotation of its heads.
 
-    On TPUs one kernel computes all three, so that queries and keys go to memory once. The result is rounded to `dtype`
-    before the norm, and again at the end.
+    On TPUs one kernel computes all three steps, and writes queries and keys to memory only once. The product is rounded
+    to `dtype` before the norm, and the result is rounded again at the end.
 
     Args:
         x: The inputs [B L I], as in `quantized_matmul`.
@@ -168,7 +168,7 @@ def quantized_mlp(
     eps: float = 1e-6,
     gated_sum: GatedSum | None = None,
 ) -> Float[Array, "*B _E"]:
-    """Return a product, GELU, and a second product.
+    """Compute an MLP: a product, GELU, and a second product.
 
     On TPUs the first product quantizes its results before it writes them to memory. Each row of these results is
     divided into parts with their own scales.
@@ -203,7 +203,7 @@ def quantized_mlp(
 
 
 def uses_kernel(x: Any, weight: QuantizedWeight, hadamard_size: int, dtype: jnp.dtype) -> bool:
-    """Return True if the TPU kernel computes a product with these quantized inputs."""
+    """Return whether the TPU kernel is used for a product with these quantized inputs."""
     values = x.values if isinstance(x, QuantizedRows) else x
     is_tpu = target(values).platform == "tpu"
     return is_tpu and tpu.unsupported(x, weight, hadamard_size, dtype) is None and is_admitted(KERNEL)
@@ -214,7 +214,7 @@ def _shape(x: Array | QuantizedRows) -> tuple[int, ...]:
 
 
 def _without_gradient(run: Callable[..., Any], *operands: Any, **parts: Any) -> Any:
-    """Return `run(*operands, **parts)`. Taking the gradient raises UnsupportedError."""
+    """Return `run(*operands, **parts)`. A gradient raises UnsupportedError."""
 
     def forward(operands: tuple, parts: dict[str, Any]) -> tuple[Any, None]:
         return run(*operands, **parts), None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Represent weights and tokens by numbers of 8 bits. A weight has a scale for each output channel. Each token has a
+"""Quantize weights and tokens to 8-bit numbers. A weight has a scale for each output channel, and a token has one
 scale.
 
-Before a row is quantized, each group of its input channels may be rotated by a regular Hadamard matrix (ConvRot,
+Before the quantization, each group of input channels may be rotated by a regular Hadamard matrix (ConvRot,
 arXiv:2512.03673). The rotation spreads a channel with large numbers over its group. Without the rotation, such a
 channel would make the quantization of the whole row coarse. The rotation is orthonormal: a rotated input times a
 rotated weight equals the original input times the original weight.
@@ -27,7 +27,7 @@ SMALLEST_ABSMAX = 1e-30  # a lower bound of a row's maximum, so that the scale o
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight of 8 bits, which represents `values · scale`. The input channels of the weight may be rotated.
+    """An 8-bit weight, which represents `values · scale`. The input channels of the weight may be rotated.
 
     Attributes:
         values: Numbers [I O] of input and output channels, int8 or float8_e4m3fn.
@@ -39,7 +39,7 @@ class QuantizedWeight(NamedTuple):
 
 
 class QuantizedRows(NamedTuple):
-    """Rows of 8 bits, which represent `values · scale`.
+    """Rows of 8-bit numbers, which represent `values · scale`.
 
     Attributes:
         values: Numbers [... I], int8 or float8_e4m3fn.
@@ -58,10 +58,10 @@ def quantize_weight(
     Args:
         kernel: The weight [I O] of input and output channels. The computation is in float32.
         number_format: `int8`, or `fp8` for float8_e4m3fn.
-        hadamard_size: How many input channels are rotated together; 0 for none.
+        hadamard_size: How many input channels are rotated together; 0 for no rotation.
 
     Raises:
-        WanjaxError: The rotation does not divide the input channels.
+        WanjaxError: `hadamard_size` does not divide the number of input channels.
     """
     columns = rotate(kernel.astype(jnp.float32).T, hadamard_size, jnp.float32)
     values, scale = quantize_rows(columns, number_format)
@@ -86,7 +86,7 @@ def rotate(x: Float[Array, "*B E"], hadamard_size: int, dtype: DTypeLike) -> Flo
         dtype: The dtype of the operands. Sums are in float32.
 
     Raises:
-        WanjaxError: The rotation does not divide the channels.
+        WanjaxError: `hadamard_size` does not divide the number of channels.
     """
     if not hadamard_size:
         return x.astype(jnp.float32)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TPU kernels of quantized products: one kernel for a product of 8-bit numbers with the operations around it, and one
-kernel that only quantizes rows.
+"""TPU kernels of quantized products. `matmul` computes a product of 8-bit numbers, with the operations before and after
+it. `quantize` only quantizes rows.
 
-A grid step of the product has the whole depth of a row tile and of a column tile in VMEM, so it needs no accumulator. A
-row tile stays in VMEM while its column tiles run. Before the first column tile, the rows are normed, rotated and
-quantized into scratch memory, unless they already have 8 bits. After each product, while its sums are still in
-registers, the kernel applies scales, bias and the epilogue. There are four epilogues: GELU; a gated sum; GELU and the
-quantization of the next product's rows; or the norm of whole rows of the result and the rotation of their heads. In the
-last case the rows of the result stay in VMEM too, and the kernel finishes them after the last column tile.
+In a grid step of `matmul`, all input channels of a row tile and of a column tile are in VMEM, so no accumulator is
+needed. A row tile stays in VMEM while its column tiles are computed. Before the first column tile, the rows are normed,
+rotated and quantized into scratch memory, unless they are already quantized.
+
+While the sums of a product are still in registers, the kernel applies scales, bias and the epilogue. There are four
+epilogues: GELU; a gated sum; GELU and the quantization of the result for the next product; or the norm of whole rows of
+the result and the rotation of their heads. For this last epilogue, the rows of the result stay in VMEM too. They are
+normed and rotated after the last column tile.
 """
 
 import math
@@ -44,11 +46,11 @@ Refs = Mapping[str, Any]
 
 
 class Quantization(NamedTuple):
-    """How rows are converted to numbers of 8 bits.
+    """How rows are quantized to 8 bits.
 
     Attributes:
-        number_format: The format.
-        hadamard_size: How many channels are rotated together; 0 for none.
+        number_format: The format of the numbers.
+        hadamard_size: How many channels are rotated together; 0 for no rotation.
         eps: The epsilon of a layer norm with modulation; None for no norm.
     """
 
@@ -86,16 +88,19 @@ def matmul(
     vmem_bytes: int,
     interpret: bool,
 ) -> tuple[Array, ...]:
-    """Call the kernel of the product. Return the result, or, if the result is quantized, its values and scales. Normed
-    rows have their groups of heads on a leading axis.
+    """Call the kernel of the product. Return the result or, if the result is quantized, its values and scales. If the
+    result is normed, it has a leading axis with the groups of heads.
 
     Args:
-        operands: `x` [B L I] with `shift` and `factor` [B T I] of T modulations, or `values` [B L I] with `row_scale`
-            [B L G] for G equal parts of a row; `weight` [I O], `scale` and `bias` [1 O]; for a sum `gate` [B T O] and
-            `residual` [B L O]; for two modulations `second_mask` [L 1] and for two gates `second_gate` [L 1], which are
-            1 for the tokens with the second and 0 for the others; for a norm of the result `norm_scale` [1 O], and for
-            the rotation of its heads `cos` and `sin` [L P].
-        quantization: How x is quantized; None for rows of 8 bits.
+        operands: The operands by their names:
+            - the input: `x` [B L I] and, for T modulations, `shift` and `factor` [B T I]; or quantized `values` [B L I]
+              with `row_scale` [B L G], where each of the G equal parts of a row has a scale
+            - the weight: `weight` [I O], `scale` [1 O] and `bias` [1 O]
+            - for a gated sum: `gate` [B T O] and `residual` [B L O]
+            - for two modulations `second_mask` [L 1], and for two gates `second_gate` [L 1]: 1 for the tokens that use
+              the second modulation or gate, else 0
+            - for a norm of the result: `norm_scale` [1 O], and for the rotation of its heads `cos` and `sin` [L P].
+        quantization: How x is quantized; None if the input is already quantized.
         epilogue: The operations after the product.
         tiles: Tile sizes.
         dtype: The dtype to which x is rounded before its rotation.
@@ -170,8 +175,8 @@ def quantize(
     """Call the kernel that quantizes rows, in one pass over memory.
 
     Args:
-        operands: `x` [B L I]; if the quantization has a norm, `shift` and `factor` [B T I] of T modulations; for two of
-            them `second_mask` [L 1], as in `matmul`.
+        operands: `x` [B L I]. If the quantization has a norm, also `shift` and `factor` [B T I] of T modulations. For
+            two modulations, also `second_mask` [L 1]. The names have the meaning that they have in `matmul`.
         quantization: How x is quantized.
         dtype: The dtype to which x is rounded before its rotation.
         interpret: Whether to run the kernel without a TPU, slowly, for tests.
@@ -207,8 +212,7 @@ def quantize(
 
 
 def _matrix(quantization: Quantization | None, dtype: DTypeLike) -> dict[str, Array]:
-    """Return the rotation matrix as an operand. The matrix rotates as many channels as one product of the matrix unit
-    can."""
+    """Return the rotation matrix as an operand. The matrix rotates the CHUNK channels of one product together."""
     if quantization is None or not quantization.hadamard_size:
         return {}
     groups = CHUNK // quantization.hadamard_size
@@ -264,8 +268,8 @@ def _write_columns(y_ref: Any, rows: Any, column_tile: Any, y: Float[Array, "_L 
 
 
 def _norm_rows(ref: Refs, eps: float, heads: bool) -> None:
-    """Divide whole rows of the result, or their heads, by the root mean square and scale their channels. Then rotate
-    the heads, if there are tables of cosines and sines."""
+    """Apply the RMS norm to whole rows of the result, or to each head. If there are cosines and sines, rotate the
+    heads."""
     parts, tile_rows, width = ref["y"].shape
     strip = math.gcd(tile_rows, NORMED_STRIP)
 
@@ -291,7 +295,7 @@ def _norm_rows(ref: Refs, eps: float, heads: bool) -> None:
 
 
 def _row_squares(y_ref: Any, rows: Any) -> Float32[Array, "_L _P"]:
-    """Return the sums of squares of rows, separately in each of 128 lanes."""
+    """Return the sums of squares of rows. Each of the 128 lanes has a partial sum."""
     square_sums = jnp.zeros((rows.size, LANES), jnp.float32)
     for part in range(len(y_ref)):
         for start in range(0, y_ref.shape[2], LANES):
@@ -307,7 +311,7 @@ def _inverse_rms(square_sums: Float32[Array, "_L _P"], channels: int, eps: float
 
 
 def _product(ref: Refs, rows: Any, columns: slice, gelu: DTypeLike | None) -> Float[Array, "_L _E"]:
-    """Return some rows and columns of the product, after adding the bias. If `gelu` is a dtype, apply GELU in this
+    """Return the given rows and columns of the product plus the bias. If `gelu` is a dtype, apply GELU in this
     dtype."""
     depth, groups = ref["weight"].shape[0], ref["row_scale"].shape[1]
     sum_dtype = jnp.int32 if ref["weight"].dtype == jnp.int8 else jnp.float32
@@ -376,14 +380,14 @@ def _quantize_strips(ref: Refs, quantization: Quantization, dtype: jnp.dtype) ->
 
 
 def _second_mask(ref: Refs, name: str, rows: Any, columns: int) -> Bool[Array, "_L _E"] | None:
-    """Return the mask of the tokens with the second of two vectors, or None if there is one vector."""
+    """Return the mask of the tokens that use the second of two vectors, or None if there is only one vector."""
     return None if name not in ref else jnp.broadcast_to(ref[name][rows, :], (rows.size, columns)) > 0
 
 
 def _by_token(
     ref: Refs, name: str, columns: slice, second_mask: Bool[Array, "_L _E"] | None
 ) -> Float32[Array, "_L _E"] | Float32[Array, "1 _E"]:
-    """Return the vector of each token. If all tokens share a vector, return this vector."""
+    """Select the first or the second vector for each token. If there is only one vector, return it."""
     if second_mask is None:
         return ref[name][:, columns]
     return jnp.where(second_mask, ref[name][1:2, columns], ref[name][0:1, columns])
@@ -402,7 +406,7 @@ def _statistics(x_ref: Any, rows: Any, eps: float) -> tuple[Array, Array]:
 
 
 def _raise_absmax(absmax: Array | None, y: Float32[Array, "_L _D"]) -> Float32[Array, "_L _P"]:
-    """Update the largest absolute number of each row, separately in each of 128 lanes."""
+    """Update the largest absolute numbers of rows. Each of the 128 lanes has the maximum of its own channels."""
     for start in range(0, y.shape[1], LANES):
         lanes = jnp.abs(y[:, start : start + LANES])
         absmax = lanes if absmax is None else jnp.maximum(absmax, lanes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations that may surround a quantized product in a transformer block, in plain JAX."""
+"""The operations before and after a quantized product in a transformer block, in plain JAX."""
 
 from typing import NamedTuple
 
@@ -12,12 +12,12 @@ from wanjax.kernels.rotary_heads import apply_rotary, normed_rotary
 
 
 class Modulation(NamedTuple):
-    """A layer norm of x without weights, then `x (1 + scale) + shift`, both in float32.
+    """A layer norm without weights, then the modulation `norm(x) (1 + scale) + shift`, both in float32.
 
     Attributes:
-        shift: [B T I] for T modulations, 1 or 2.
-        scale: [B T I].
-        second_mask: [L], which marks the tokens with the second of two modulations.
+        shift: The shifts [B T I] of T modulations, 1 or 2.
+        scale: The scales [B T I].
+        second_mask: A mask [L] of the tokens that use the second of two modulations.
     """
 
     shift: jax.Array
@@ -29,9 +29,9 @@ class GatedSum(NamedTuple):
     """The sum `residual + gate · y` of a product y, in float32, rounded once to the residual's dtype.
 
     Attributes:
-        residual: [B L O].
-        gate: [B T O] for T gates, 1 or 2, in float32.
-        second_mask: [L], which marks the tokens with the second of two gates.
+        residual: The residual [B L O].
+        gate: The gates [B T O] in float32; T is 1 or 2.
+        second_mask: A mask [L] of the tokens that use the second of two gates.
     """
 
     residual: jax.Array
@@ -40,12 +40,12 @@ class GatedSum(NamedTuple):
 
 
 class RMSNormRotary(NamedTuple):
-    """An RMS norm of a product and a rotation of its heads by position, both in float32.
+    """An RMS norm of queries or keys, then their rotary position embedding, both in float32.
 
     Attributes:
-        scale: [O] of a norm of all channels together, or [D] of a norm of each head.
-        cos: [L P], the cosines of the angles of a head's 2 P channels; None for no rotation.
-        sin: [L P], the sines; None for no rotation.
+        scale: The weights [O] of a norm over all channels, or [D] of a norm over each head.
+        cos: The cosines [L P] of the angles of a head's 2 P channels; None for no rotation.
+        sin: The sines [L P]; None for no rotation.
     """
 
     scale: jax.Array
@@ -65,14 +65,13 @@ def modulated_norm(x: Float[Array, "B L E"], modulation: Modulation, eps: float)
 
 
 def _by_token(vectors: Float[Array, "B T E"], second_mask: Bool[Array, " L"] | None) -> Float32[Array, "B _L E"]:
-    """Return the vector of each token. If all tokens share a vector, return this vector."""
+    """Select the first or the second vector for each token. If there is only one vector, return it."""
     vectors = vectors.astype(jnp.float32)
     return vectors if second_mask is None else jnp.where(second_mask[None, :, None], vectors[:, 1:], vectors[:, :1])
 
 
 def norm_and_rotate(y: Float[Array, "B L E"], norm: RMSNormRotary, eps: float) -> Float[Array, "B L E"]:
-    """Divide rows (or heads) by their root mean square, scale their channels, and rotate the heads. Round once to y's
-    dtype."""
+    """Apply an RMS norm over all channels or over each head, then rotate the heads. Round once to y's dtype."""
     y32, size = y.astype(jnp.float32), len(norm.scale)
     if size < y.shape[-1]:
         heads = y32.reshape(*y.shape[:2], -1, size)
@@ -97,7 +96,7 @@ def add_gated(y: Float[Array, "B L E"], gated_sum: GatedSum) -> Float[Array, "B 
 def apply_norm(
     x: Float[Array, "*B E"], modulation: Modulation | None, eps: float, dtype: jnp.dtype
 ) -> Float[Array, "*B E"]:
-    """Apply the norm to x if there is one, and return the result in `dtype`."""
+    """Apply the norm and its modulation to x. Without a modulation, only cast x to `dtype`."""
     return (x if modulation is None else modulated_norm(x, modulation, eps)).astype(dtype)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quantized product by its formula, in float32. The reference is the specification of the other implementations."""
+"""The quantized product by its formula, in float32. This reference specifies what the other implementations compute."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tile sizes of the kernels of quantized products. The default sizes are the fastest by the compiler's estimates in
-docs/quantized_matmul.md."""
+"""Tile sizes of the kernels of quantized products. By the compiler's estimates in docs/quantized_matmul.md, the default
+sizes are the fastest."""
 
 from dataclasses import dataclass
 from functools import cache, partial
@@ -8,25 +8,23 @@ from functools import cache, partial
 from wanjax.errors import WanjaxError
 from wanjax.kernels.alignment import LANES, ceil_div, round_up
 
-CHUNK = 256  # channels that one product rotates: the size of a tile of the matrix unit
+CHUNK = 256  # channels that are rotated by one product: the size of a tile of the matrix unit
 ROW_TILE = 32  # rows of 8-bit numbers in a tile of memory
 COMPILER_VMEM_BYTES = 20 << 20  # VMEM that is left to the compiler, which spills the sums of a strip
 MAX_ROWS, MIN_COLUMNS, MAX_COLUMNS = 2304, 512, 1536  # maximum rows of a grid step; more rows are not faster
-# Rows of one product; with more rows, GELU or a deep product would spill the sums
+# Maximum rows of one product. The smaller number is for products with GELU or many input channels, whose sums would
+# otherwise be spilled from registers
 MAX_STRIP, MAX_SPILLED_STRIP = 704, 352
 MAX_PREPARED_STRIP, MIN_PREPARED_STRIP = 192, 96  # rows that are rotated and quantized together
 MAX_QUANTIZED_COLUMNS = 4608  # maximum columns of a column tile whose rows have one scale; more columns are not faster
-QUANTIZED_TILE_ROWS, QUANTIZED_STRIP_ROWS = (
-    256,
-    128,
-)  # rows of a grid step of the kernel that only quantizes, and rows that it quantizes together
+# In the kernel that only quantizes: rows of a grid step, and rows that are quantized together
+QUANTIZED_TILE_ROWS, QUANTIZED_STRIP_ROWS = 256, 128
 NORMED_STRIP = 192  # maximum rows of the result that are normed together
-# The maximum number of input channels for which the product quantizes its rows; with more, row tiles would be too small
+# With more input channels, a product does not quantize its rows, because row tiles would be too small
 MAX_DEPTH = 8192
 # The overheads of a strip and of a row tile, in rows, and the overhead of a column tile
 STRIP_OVERHEAD, STEP_OVERHEAD, COLUMN_OVERHEAD = 16, 16, 128
-# The overhead of each further scale of a row, in columns; the next product computes the parts of a row one after
-# another
+# The overhead of each additional scale of a row, in columns. The next product computes the parts of a row one by one
 SCALE_OVERHEAD = 96
 ROWS_PER_FETCH = 700  # the number of rows whose products take as long as fetching the weights
 
@@ -38,8 +36,8 @@ class Tiles:
     Attributes:
         rows: Rows of a grid step, a multiple of `strip` and of `input_strip`.
         columns: Output channels of a grid step.
-        strip: Rows of one product.
-        input_strip: Rows that are normed, rotated and quantized together.
+        strip: Rows of the result that are computed together.
+        input_strip: Rows of the input that are normed, rotated and quantized together.
     """
 
     rows: int
@@ -57,7 +55,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Product:
-    """The sizes of a product and the operations around it. The tiles depend on them.
+    """The sizes of a product, and the operations before and after it. The tiles depend on these attributes.
 
     Attributes:
         rows: The number of rows.
@@ -83,7 +81,7 @@ class Product:
 
     def vmem_bytes(self, tiles: Tiles) -> int:
         """Return the bytes of VMEM that the kernel needs: two buffers of each block, and scratch memory."""
-        scales = 3 * 4 * LANES  # the numbers of a row; each number occupies a whole row of lanes
+        scales = 3 * 4 * LANES  # three numbers for each row; a number occupies all lanes
         row_bytes = self.depth * (2 * self.itemsize + 1 if self.quantizes else 2) + scales
         result_bytes = 2 if self.quantizes_result else (2 + 2 * self.has_residual) * self.itemsize
         result_columns = self.columns if self.norms_result else tiles.columns
@@ -98,7 +96,7 @@ class Product:
 def default_tiles(product: Product, vmem_bytes: int) -> Tiles | None:
     """Return the cheapest tiles of a product that fit in VMEM. Return None if even small tiles do not fit."""
     tiles = [
-        Tiles(rows, columns, strip, _prepared_strip(rows))
+        Tiles(rows, columns, strip, _input_strip(rows))
         for columns in _column_sizes(product)
         for rows, strip in _row_sizes(product)
     ]
@@ -107,19 +105,19 @@ def default_tiles(product: Product, vmem_bytes: int) -> Tiles | None:
 
 
 def row_quantizer_vmem_bytes(depth: int, itemsize: int) -> int:
-    """Return the VMEM bytes of the kernel that only quantizes rows. A row has `depth` numbers of `itemsize` bytes."""
+    """Return the bytes of VMEM that the kernel `quantize` needs. A row has `depth` numbers of `itemsize` bytes."""
     return depth * (2 * QUANTIZED_TILE_ROWS * (itemsize + 1) + 4 * QUANTIZED_STRIP_ROWS)
 
 
 def column_chunk_size(columns: int) -> int:
-    """Return the columns of one product, for a column tile whose result is quantized. The columns are whole chunks, and
-    divide the column tile."""
+    """Return the number of columns that are computed together, if the result is quantized. This number is a multiple of
+    CHUNK and divides the column tile."""
     return max(size for size in range(CHUNK, MAX_COLUMNS + 1, CHUNK) if columns % size == 0)
 
 
 def _cost(product: Product, tiles: Tiles) -> float:
-    """Return the cost of a product, relative to other products of the same depth. The formula is fitted to the
-    compiler's estimates for v6e."""
+    """Return the cost of a product with these tiles. Costs are comparable for products with equally many input
+    channels. The formula is fitted to the compiler's estimates for v6e."""
     row_steps, column_steps = ceil_div(product.rows, tiles.rows), ceil_div(product.columns, tiles.columns)
     overhead = COLUMN_OVERHEAD / tiles.columns
     if product.quantizes_result:
@@ -156,6 +154,6 @@ def _row_sizes(product: Product) -> set[tuple[int, int]]:
     return sizes
 
 
-def _prepared_strip(rows: int) -> int:
+def _input_strip(rows: int) -> int:
     """Return the largest strip of at most MAX_PREPARED_STRIP rows that divides a row tile."""
     return max(size for size in range(ROW_TILE, MAX_PREPARED_STRIP + 1, ROW_TILE) if rows % size == 0)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized products on TPUs, by the kernels in `kernel`. If there are several devices, each device computes its own
-rows."""
+"""Quantized products on TPUs, by the kernels in `kernel`. On several devices, each device computes its own rows."""
 
 from dataclasses import replace
 from functools import partial
@@ -35,13 +34,13 @@ from wanjax.sharding import current_partitioner
 DTYPES = ("float32", "bfloat16")
 MATMUL_SCOPE = "quantized_products"
 INTERPRETED_VMEM_BYTES = 128 << 20
-BFLOAT16_VECTORS = 6  # the first generation of TPUs with bfloat16 in its vector unit
+FIRST_BFLOAT16_GENERATION = 6  # the first TPUs with bfloat16 in the vector unit
 INPUTS = ("x", "shift", "factor", "second_mask")  # the operands that only the quantization of rows needs
 Operands = dict[str, Any]
 
 
 def unsupported(x: Any, weight: QuantizedWeight, hadamard_size: int, dtype: jnp.dtype) -> str | None:
-    """Return the reason why the kernels do not support a product, or None. In place of arrays, shapes suffice."""
+    """Return the reason why the kernels do not support a product, or None. Shapes may replace the arrays."""
     capacity, shape = vmem_bytes(), (x.values if isinstance(x, QuantizedRows) else x).shape
     depth, columns = weight.values.shape
     if capacity is None:
@@ -72,15 +71,15 @@ def fuses_mlp(up: QuantizedWeight, down: QuantizedWeight, hadamard_size: int, dt
     can_quantize = (
         columns % CHUNK == 0 and not (hadamard_size and CHUNK % hadamard_size) and down.values.shape[1] % LANES == 0
     )
-    return can_quantize and all(default_tiles(each, vmem_bytes() or 0) is not None for each in (first, second))
+    return can_quantize and all(default_tiles(product, vmem_bytes() or 0) is not None for product in (first, second))
 
 
 def fuses_norm(weight: QuantizedWeight, norm: RMSNormRotary, dtype: jnp.dtype) -> bool:
     """Return True if the kernel can norm whole rows of a product in VMEM, and rotate their heads of 128 channels."""
     depth, columns = weight.values.shape
     product = Product(ROW_TILE, depth, columns, dtype.itemsize, quantizes=True, norms_result=True)
-    rotates = norm.cos is None or 2 * norm.cos.shape[1] == LANES
-    return rotates and len(norm.scale) in (LANES, columns) and default_tiles(product, vmem_bytes() or 0) is not None
+    can_rotate = norm.cos is None or 2 * norm.cos.shape[1] == LANES
+    return can_rotate and len(norm.scale) in (LANES, columns) and default_tiles(product, vmem_bytes() or 0) is not None
 
 
 def quantized_matmul(
@@ -98,7 +97,7 @@ def quantized_matmul(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B L _E"]:
-    """Compute the same as the reference. Rows may also have several scales."""
+    """Compute the same as the reference. If x is quantized, the equal parts of a row may have separate scales."""
     operands = _input_operands(x, modulation) | _weight_operands(weight, bias)
     operands |= _sum_operands(gated_sum)
     quantization = Quantization(activations, hadamard_size, None if modulation is None else eps)
@@ -122,8 +121,10 @@ def quantized_heads(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B L _E"]:
-    """Compute a product, then the norm of whole rows and the rotation of their heads, while the rows are in VMEM. The
-    result is `parts` groups of heads. Each group is contiguous in memory."""
+    """Compute queries or keys: a product, its norm, and the rotation of its heads, while the rows are in VMEM.
+
+    The heads are in `parts` groups. Each group is contiguous in memory.
+    """
     operands = _input_operands(x, modulation) | _weight_operands(weight, bias)
     size, columns = len(norm.scale), weight.values.shape[1]
     operands |= {"norm_scale": jnp.tile(norm.scale.astype(jnp.float32), columns // size)[None]}
@@ -133,9 +134,9 @@ def quantized_heads(
 
     def run(operands: Operands) -> Array:
         product = replace(_sizes(operands, dtype), norms_result=True)
-        operands, own_tiles = _quantize_rows_separately(operands, product, quantization, dtype, tiles, interpret)
+        operands, used_tiles = _quantize_rows_separately(operands, product, quantization, dtype, tiles, interpret)
         return concatenate_parts(
-            _call(operands, quantization, epilogue, product, own_tiles, dtype, dtype, interpret)[0]
+            _call(operands, quantization, epilogue, product, used_tiles, dtype, dtype, interpret)[0]
         )
 
     return _on_each_device(run, operands)
@@ -183,13 +184,16 @@ def quantized_mlp(
     quantization = Quantization(activations, hadamard_sizes[0], None if modulation is None else eps)
 
     def run(operands: Operands) -> Array:
-        last = {name.removeprefix("down_"): operands[name] for name in operands if name.startswith("down_")}
-        last |= {name: operands[name] for name in ("residual", "gate", "second_gate") if name in operands}
-        first = {name: operands[name] for name in operands if name not in last and not name.startswith("down_")}
-        first |= {name: operands[name] for name in ("weight", "scale", "bias")}
+        down_operands = {name.removeprefix("down_"): operands[name] for name in operands if name.startswith("down_")}
+        down_operands |= {name: operands[name] for name in ("residual", "gate", "second_gate") if name in operands}
+        up_operands = {
+            name: operands[name] for name in operands if name not in down_operands and not name.startswith("down_")
+        }
+        up_operands |= {name: operands[name] for name in ("weight", "scale", "bias")}
         options = {"dtype": dtype, "tiles": tiles, "interpret": interpret}
-        quantized = _multiply_and_quantize(first, quantization, Quantization(activations, hadamard_sizes[1]), **options)
-        return _multiply(last | quantized, quantization=quantization, gelu=False, **options)
+        hidden_quantization = Quantization(activations, hadamard_sizes[1])
+        hidden = _multiply_and_quantize(up_operands, quantization, hidden_quantization, **options)
+        return _multiply(down_operands | hidden, quantization=quantization, gelu=False, **options)
 
     return _on_each_device(run, operands)
 
@@ -203,7 +207,7 @@ def _multiply(
     tiles: Tiles | None,
     interpret: bool,
 ) -> Array:
-    """Compute a product. If necessary, quantize its rows first by a separate kernel."""
+    """Compute a product. If its tiles are too small to quantize the rows, a separate kernel quantizes them first."""
     result_dtype = operands["residual"].dtype if "residual" in operands else dtype
     product = _sizes(operands, result_dtype)
     product = replace(product, has_residual="residual" in operands, gelu=gelu)
@@ -224,7 +228,7 @@ def _multiply_and_quantize(
     """Compute a product with GELU. Return the values and scales of the result as operands of the next product."""
     product = replace(_sizes(operands, dtype), gelu=True, quantizes_result=True)
     operands, tiles = _quantize_rows_separately(operands, product, quantization, dtype, tiles, interpret)
-    in_bfloat16 = dtype == jnp.bfloat16 and (interpret or pltpu.get_tpu_info().generation >= BFLOAT16_VECTORS)
+    in_bfloat16 = dtype == jnp.bfloat16 and (interpret or pltpu.get_tpu_info().generation >= FIRST_BFLOAT16_GENERATION)
     epilogue = Epilogue(gelu=jnp.bfloat16 if in_bfloat16 else jnp.float32, quantization=result_quantization)
     values, scale = _call(operands, quantization, epilogue, product, tiles, dtype, dtype, interpret)
     return {"values": values, "row_scale": scale}
@@ -321,7 +325,7 @@ def _weight_operands(weight: QuantizedWeight, bias: Array | None) -> Operands:
 
 
 def _on_each_device(run: Any, operands: Operands) -> Any:
-    """On each device, run a function of the operands on the device's own rows, in the named scope of products."""
+    """Run a function of the operands on each device, with the device's own rows, in the named scope of products."""
     partitioner = current_partitioner()
     shape = operands["x" if "x" in operands else "values"].shape
     batch, length, _ = partitioner.activation_spec(("batch", "length", None), shape)

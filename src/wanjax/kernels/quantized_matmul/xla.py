@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantized product by XLA, on any platform and any mesh.
 
-If only the weights have 8 bits, they are cast to `dtype` before the product. The cast is exact, even to bfloat16. The
-scale is applied after the product. If the inputs have 8 bits too, products of integers are summed in int32, and
+If only the weights are quantized, they are cast to `dtype` before the product. The cast is exact, even to bfloat16. The
+scale is applied after the product. If the inputs are quantized too, products of integers are summed in int32, and
 products of 8-bit floats in float32.
 """
 
