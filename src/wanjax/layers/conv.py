@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions of causal video autoencoders, streamed over time.
+"""Convolutions of causal video autoencoders, which process a video chunk by chunk.
 
-A causal layer takes a chunk of frames and the cached last frames of the chunk before. The layer returns its output and
-the frames to cache for the next chunk. The cache is None before the first chunk.
+A causal layer takes a chunk of frames, and a cache with the last frames of the previous chunk. The layer returns its
+output, and the cache for the next chunk. The cache is None before the first chunk.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,24 +26,24 @@ WHOLE_VIDEO_ADVICE = {
     "encode": "pipe.encode_video(frames) encodes a video, and encode_chunk a chunk of it",
     "decode": "pipe.decode(latents) decodes a video, and decode_chunk a chunk of it",
 }
-Chunk = Float[Array, "B _T _H _W _C"]  # an input or an output; their sizes may differ
+Chunk = Float[Array, "B _T _H _W _C"]  # an input or an output of a layer; their sizes may differ
 Cache = Any  # a pytree of cached frames; None before the first chunk
 
 
 class Autoencoder(nnx.Module):
-    """An autoencoder of videos, which encodes and decodes in chunks by methods that take and return a cache."""
+    """A video autoencoder. Its methods encode or decode a chunk, and take and return a cache."""
 
     if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept every attribute
 
         def __getattr__(self, name: str) -> Any:
-            """Raise AttributeError; for `encode` and `decode`, the message says what to use instead."""
+            """Raise AttributeError. For `encode` and `decode`, the message names the methods to use instead."""
             if name in WHOLE_VIDEO_ADVICE:
                 raise AttributeError(f"{type(self).__name__} has no {name}: {WHOLE_VIDEO_ADVICE[name]}")
             return object.__getattribute__(self, name)  # raises the usual AttributeError of Python
 
 
 class FrameConv(nnx.Module):
-    """A 2-D convolution of each frame, 3 × 3."""
+    """A 3 × 3 convolution of each frame."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class FrameConv(nnx.Module):
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        """Create the layer. `padding` is (before, after); it is the same for height and width."""
+        """Create the layer. `padding` is (before, after), for both height and width."""
         self.kernel, self.bias = _weights((3, 3, channels_in, channels_out), param_dtype, rngs)
         self.stride = stride
         self.padding = padding
@@ -68,7 +68,7 @@ class FrameConv(nnx.Module):
 
 
 class CausalConv(nnx.Module):
-    """A causal 3-D convolution; `kernel_size` is (frames, height and width)."""
+    """A causal 3-D convolution. `kernel_size` is a pair: the frames, and the pixels along both height and width."""
 
     def __init__(
         self,
@@ -81,15 +81,15 @@ class CausalConv(nnx.Module):
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        taps, kernel_size_hw = kernel_size
+        kernel_frames, kernel_size_hw = kernel_size
         self.kernel, self.bias = _weights(
-            (taps, kernel_size_hw, kernel_size_hw, channels_in, channels_out), param_dtype, rngs
+            (kernel_frames, kernel_size_hw, kernel_size_hw, channels_in, channels_out), param_dtype, rngs
         )
         self.time_stride = time_stride
         self.dtype = dtype
 
     def initial_frames(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B _T H W C"]:
-        """Return the frames before the first chunk: zeros as causal padding."""
+        """Return the causal padding before the first chunk: zeros."""
         batch, _, height, width, channels = x.shape
         return to_operand_dtype(jnp.zeros((batch, self.kernel.shape[0] - 1, height, width, channels)), self.dtype)
 
@@ -115,10 +115,10 @@ class CausalConv(nnx.Module):
 
 
 class RepeatingConv(CausalConv):
-    """A causal 3-D convolution that is padded with copies of the first frame."""
+    """A causal 3-D convolution that pads the first chunk with copies of its first frame."""
 
     def initial_frames(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B _T H W C"]:
-        """Return the frames before the first chunk: copies of its first frame."""
+        """Return the causal padding before the first chunk: copies of its first frame."""
         return to_operand_dtype(x[:, :1], self.dtype).repeat(self.kernel.shape[0] - 1, axis=1)
 
 
@@ -131,14 +131,14 @@ def run_layers(layers: Sequence[Any], x: Chunk, cache: Cache, *arguments: Any) -
 
 
 def to_operand_dtype(x: Chunk, dtype: DTypeLike) -> Chunk:
-    """Cast x to the dtype of a convolution's operands, before frames are cached, padded and sent."""
+    """Cast x to the dtype of a convolution's operands. Frames are cached, padded and sent in this dtype."""
     return x.astype(operand_dtype(x, dtype))
 
 
 def convolve_clip(
     x: Float[Array, "B T H W C"], kernel: Float[Array, "_T _H _W C _C"], time_stride: int
 ) -> Float32[Array, "B _T H W _C"]:
-    """Compute a 3-D convolution, padded in height and width only, in float32."""
+    """Compute a 3-D convolution with sums in float32. Only height and width are padded."""
     padding = kernel.shape[1] // 2
     return jax.lax.conv_general_dilated(
         x,
@@ -153,14 +153,15 @@ def convolve_clip(
 def sum_of_taps(
     x: Float[Array, "B T H W C"], kernel: Float[Array, "_T _H _W C _C"], time_stride: int
 ) -> Float32[Array, "B _T H W _C"]:
-    """Compute `convolve_clip` as a sum of 2-D convolutions, one for each tap in time, with frames in the batch.
+    """Compute `convolve_clip` as a sum of 2-D convolutions, one for each tap, with frames in the batch.
 
-    On CPUs, XLA runs this two to six times as fast as a 3-D convolution (docs/performance.md).
+    A tap is one frame of the kernel. On CPUs, XLA runs this two to six times as fast as a 3-D convolution
+    (docs/performance.md).
     """
-    taps, kernel_size = kernel.shape[:2]
+    num_taps, kernel_size = kernel.shape[:2]
     y = jnp.zeros((), jnp.float32)
-    for tap in range(taps):
-        frames = x[:, tap : x.shape[1] - taps + tap + 1 : time_stride]
+    for tap in range(num_taps):
+        frames = x[:, tap : x.shape[1] - num_taps + tap + 1 : time_stride]
         y = y + _convolve_frames(frames, kernel[tap], 1, (kernel_size // 2, kernel_size // 2))
     return y
 
@@ -168,15 +169,16 @@ def sum_of_taps(
 def stacked_taps(
     x: Float[Array, "B T H W C"], kernel: Float[Array, "_T _H _W C _C"], time_stride: int
 ) -> Float32[Array, "B _T H W _C"]:
-    """Compute `convolve_clip` as one 2-D convolution of frames, with the taps in time concatenated in the channels.
+    """Compute `convolve_clip` as one 2-D convolution of frames. The input frames of all taps are concatenated in the
+    channels.
 
-    This function is for TPUs, and for a multiple of eight frames, which fills a TPU's tiles. XLA then keeps one memory
-    layout from layer to layer. For a 3-D convolution, XLA would fold a part of the width into the batch, with copies
-    before and after.
+    This function is for TPUs, and for a multiple of eight frames, which fills a TPU's tiles. XLA then uses the same
+    memory layout from layer to layer. For a 3-D convolution, XLA would move a part of the width into the batch, with
+    copies before and after.
     """
-    taps, kernel_size = kernel.shape[:2]
-    end = x.shape[1] - taps + 1
-    x = jnp.concatenate([x[:, tap : end + tap : time_stride] for tap in range(taps)], axis=-1)
+    num_taps, kernel_size = kernel.shape[:2]
+    end = x.shape[1] - num_taps + 1
+    x = jnp.concatenate([x[:, tap : end + tap : time_stride] for tap in range(num_taps)], axis=-1)
     kernel = jnp.moveaxis(kernel, 0, 2).reshape(kernel_size, kernel_size, -1, kernel.shape[-1])
     return _convolve_frames(x, kernel, 1, (kernel_size // 2, kernel_size // 2))
 
@@ -200,9 +202,9 @@ def _convolve_frames(
 def _operand(kernel: Float[Array, "... C _C"], x: Float[Array, "... C"]) -> Float[Array, "... C _C"]:
     """Cast the kernel to the dtype of x, and replicate it.
 
-    If the kernel were not replicated, XLA could shard the 3 rows (or columns) of the kernel over devices that share 2
-    rows (or columns) of pixels. XLA would then add the same products on several devices, and the sum would be a
-    multiple of the correct sum.
+    Without the replication, XLA could shard the 3 rows (or columns) of the kernel over devices that share 2 rows (or
+    columns) of pixels. XLA would then add the same products on several devices, and the result would be a multiple of
+    the correct sum.
     """
     return replicate(kernel.astype(x.dtype))
 

@@ -34,8 +34,10 @@ def checked_text(text: Float[Array, "B S E"], width: int) -> Float[Array, "B S E
 
 
 def sinusoidal_embedding(t: Float[Array, " B"], channels: int, max_period: float = 10000.0) -> Float32[Array, "B C"]:
-    """Return cosines, then sines, of `t` times `channels / 2` frequencies. The frequencies fall from 1 to just above `1
-    / max_period`."""
+    """Return the cosines and then the sines of t times each of `channels / 2` frequencies.
+
+    The frequencies decrease from 1 to slightly more than 1 / `max_period`.
+    """
     half = channels // 2
     frequencies = jnp.exp(-jnp.log(max_period) * jnp.arange(half, dtype=jnp.float32) / half)
     angles = t.astype(jnp.float32)[:, None] * frequencies[None, :]
@@ -43,7 +45,7 @@ def sinusoidal_embedding(t: Float[Array, " B"], channels: int, max_period: float
 
 
 class TimeEmbed(MLP):
-    """An MLP of sinusoidal embeddings of timesteps, all in float32: lower precision changes videos visibly."""
+    """An MLP of sinusoidal embeddings of timesteps, in float32. A lower precision would change videos visibly."""
 
     def __init__(self, channels: int, width: int, rngs: nnx.Rngs):
         """Create the MLP. `channels` is the number of channels of the sinusoidal embedding."""
@@ -56,7 +58,7 @@ class TimeEmbed(MLP):
 
 
 def token_embed(vocab_size: int, width: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Embed:
-    """Create a token embedding that computes in the dtype of its table. A cast to another dtype then applies only to
-    the rows that are looked up."""
+    """Create a token embedding that returns rows in the dtype of its table. The caller then casts only these rows, not
+    the table."""
     init = with_axes(nnx.initializers.normal(1.0), ("vocab", "embed"))
     return nnx.Embed(vocab_size, width, embedding_init=init, dtype=param_dtype, param_dtype=param_dtype, rngs=rngs)

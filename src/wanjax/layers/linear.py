@@ -17,11 +17,11 @@ from wanjax.sharding import constrain, current_partitioner, gather_weight
 
 Projection = TypeVar("Projection", bound=nnx.Module)
 default_kernel_init = nnx.initializers.lecun_normal()
-TOKEN_BLOCK = 1300  # tokens that are multiplied together
+TOKEN_BLOCK = 1300  # the maximum number of tokens in one product of a narrowing projection
 
 
 class Gathered:
-    """A projection that gathers its weight before use, if the rules require it.
+    """The base class of projections that gather their weight before use, if the sharding rules require it.
 
     Attributes:
         weight_name: The name of the parameter that is gathered.
@@ -35,8 +35,10 @@ class Gathered:
 
 
 class Linear(Gathered, nnx.Linear):
-    """A dense projection. If several devices share its tokens [B L E], the projection gathers its weights and shards
-    its result. `axis` is the logical axis of the result's channels.
+    """A dense projection. `axis` is the logical axis of the result's channels.
+
+    If tokens [B L E] are sharded over several devices, the projection gathers its weight and constrains the sharding of
+    its result.
     """
 
     weight_name = "kernel"
@@ -55,7 +57,7 @@ class Linear(Gathered, nnx.Linear):
 
 
 def _promote(operands: tuple, /, *, dtype: DTypeLike | None = None, inexact: bool = True) -> Any:
-    """Cast the operands of a projection to its dtype, then gather its kernel, so that a narrower dtype is sent."""
+    """Cast the operands of a projection to its dtype, then gather its kernel. Devices then send the narrower dtype."""
     inputs, kernel, bias = promote_dtype(operands, dtype=dtype, inexact=inexact)
     return inputs, gather_weight(kernel) if are_tokens(inputs) else kernel, bias
 
@@ -69,12 +71,12 @@ def dot_general(x: jax.Array, kernel: jax.Array, dimensions: Any, **options: Any
 
 @jax.custom_vjp
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Compute the product on CPUs, with a transposed copy of a transposed kernel. On CPUs, XLA is a quarter slower for
-    a transposed view than for a copy.
+    """Compute the product of a projection on CPUs.
 
     On processors with bfloat16 instructions, a product of bfloat16 is computed with a float32 result and rounded. If
     the projection has more input than output channels, the product is computed in blocks of tokens, which is faster in
-    XLA's matmul library.
+    XLA's matmul library. The backward pass copies the transposed input, because XLA is a quarter slower for a
+    transposed view than for a copy.
     """
     if not uses_bfloat16_instructions(x):
         return _dot(x, kernel)
@@ -104,15 +106,15 @@ _product.defvjp(_forward, _backward)
 
 
 def are_tokens(x: jax.Array) -> bool:
-    """Return whether x has tokens [B L E], not one vector for each video."""
+    """Return whether x has several tokens [B L E] for each video, not only one vector."""
     return x.ndim == 3 and x.shape[1] > 1
 
 
 def gather_kernels(*projections: Projection) -> Sequence[Projection]:
     """Gather the weights of several projections before any of them is used.
 
-    During an all-gather, a TPU does nothing else, unless its SparseCores gather. A later all-gather would compete for
-    links with the all-to-all of heads. This all-to-all should overlap with the next projection.
+    During an all-gather, a TPU does nothing else, unless its SparseCores gather. A later all-gather would use the same
+    links as the all-to-all of heads. The all-to-all should overlap with the next projection instead.
     """
     partitioner, gathered = (
         current_partitioner(),

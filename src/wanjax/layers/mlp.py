@@ -45,14 +45,14 @@ class MLP(nnx.Module):
     def __call__(
         self, inputs: Float[Array, "*B E"] | NormedTokens, add_to: Residual | None = None
     ) -> Float[Array, "*B _E"]:
-        """Compute the MLP, including the norm of its input. With tokens `add_to`, return their sum with the result."""
+        """Compute the MLP, including the norm of its input. If `add_to` is not None, add the result to its tokens."""
         if self.activation is gelu_tanh and quantizes_tokens(self.up) and quantizes_tokens(self.down):
             return run_fused(self._quantized, inputs, add_to)
         y = save_for_backward(self.down(self.activation(self.up(compute_norm(inputs)))))
         return y if add_to is None else add_to.add(y)
 
     def _quantized(self, x: Float[Array, "*B E"], **fused: Any) -> Float[Array, "*B _E"]:
-        """Compute both projections by one call, which quantizes the hidden layer before it leaves fast memory."""
+        """Compute both projections by one call. On TPUs, it quantizes the hidden layer before writing it to memory."""
         up, down, gathers = self.up, self.down, are_tokens(x)
         assert isinstance(up, QuantizedLinear)
         assert isinstance(down, QuantizedLinear)
@@ -73,8 +73,7 @@ class GatedMLP(nnx.Module):
         inits: tuple[nnx.Initializer, nnx.Initializer] = (default_kernel_init, default_kernel_init),
         **kw,
     ):
-        """Create the MLP. The first of `inits` initializes the kernels of `gate` and `up`, and the second the kernel of
-        `down`."""
+        """Create the MLP. `inits` is a pair: the initializer of `gate` and `up`, and the initializer of `down`."""
         up_init, down_init = inits
         self.gate = linear(width, hidden, ("embed", "mlp"), bias=False, kernel_init=up_init, **kw)
         self.up = linear(width, hidden, ("embed", "mlp"), bias=False, kernel_init=up_init, **kw)

@@ -2,8 +2,8 @@
 """Adaptive layer norm (Peebles and Xie, DiT, 2023): shift, scale and gate are computed from the timestep, in float32.
 
 Usually all tokens share one modulation. If there are two modulations, the mask `second_mask` [L] marks the tokens that
-use the second modulation, such as clean tokens at timestep 0, or text tokens. Both results are computed, and one result
-is selected for each token. No array then holds a shift, scale and gate for every token.
+use the second modulation, such as clean tokens at timestep 0, or text tokens. The results for both modulations are
+computed, and one of them is selected for each token. So no array has a shift, scale and gate for every token.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ SecondMask = Bool[Array, " L"] | None
 
 
 class Modulation(NamedTuple):
-    """One or two modulations of a sub-layer, stacked on T: each [B T E], float32."""
+    """The modulation of a sub-layer, in float32. T is 1, or 2 for two modulations."""
 
     shift: Float32[Array, "B T E"]
     scale: Float32[Array, "B T E"]
@@ -53,7 +53,7 @@ def gated_add(
 def _select_by_token(
     apply: Callable[..., Array], second_mask: SecondMask, *values: Float32[Array, "B T E"]
 ) -> Float32[Array, "B _L E"]:
-    """Apply a function to the modulation that each token uses."""
+    """Apply a function of shift, scale or gate. If there are two modulations, select the result for each token."""
     if second_mask is None:
         return apply(*values)
     first_result, second_result = (apply(*(value[:, t : t + 1] for value in values)) for t in (0, 1))

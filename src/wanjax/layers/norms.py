@@ -13,7 +13,8 @@ from wanjax.layers.placement import param, with_axes
 
 
 def expand_to_rank(vector: Float[Array, " C"], ndim: int) -> Float[Array, "... C"]:
-    """Add leading axes to a vector up to `ndim` axes, because strict rank promotion does not broadcast vectors."""
+    """Add leading axes to a vector, so that it has `ndim` axes. Under strict rank promotion, vectors do not
+    broadcast."""
     return vector.reshape((1,) * (ndim - 1) + vector.shape)
 
 
@@ -29,15 +30,15 @@ class ChannelNorm(nnx.Module):
         return channel_norm(x, self.gamma[...], self.dtype)
 
     def silu(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B T H W C"]:
-        """Apply the norm and SiLU. The result has the dtype of a convolution's operand."""
+        """Apply the norm, then SiLU. The result has the dtype of a convolution's operands."""
         return normed_silu(x, self.gamma[...], operand_dtype(x, self.dtype))
 
 
 class GroupNorm(nnx.Module):
     """Normalise each group of channels over all frames of a chunk, from any float dtype to float32.
 
-    One pass sums values and their squares. Each channel is averaged over rows and frames first, then over columns.
-    These short sums keep their precision.
+    The mean and the mean square are computed in one pass. Each channel is averaged over rows and frames first, then
+    over columns. These short sums lose little precision.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class GroupNorm(nnx.Module):
         return (x32 - mean) * factor + expand_to_rank(self.bias[...], x.ndim)
 
     def _mean(self, x: Float32[Array, "B T H W C"]) -> Float32[Array, "B 1 1 1 C"]:
-        """Compute the mean of each group, repeated for each of its channels."""
+        """Compute the mean of each group of channels, repeated for each channel of the group."""
         mean = x.mean(axis=(1, 2)).mean(axis=1)  # [B C]
         mean = mean.reshape(len(x), self.groups, -1).mean(axis=2)
         return mean.repeat(x.shape[-1] // self.groups, axis=1)[:, None, None, None, :]
@@ -69,7 +70,7 @@ def layer_norm(
 ) -> nnx.LayerNorm:
     """Create a layer norm over the last axis. The norm takes any float dtype and returns float32.
 
-    One pass over x sums values and their squares. Sums of the squares of centred values would need a second pass.
+    The mean and the mean square are computed in one pass over x. A sum of squared deviations would need a second pass.
     """
     del dtype, param_dtype  # the weights stay in float32, because they are few
     return nnx.LayerNorm(

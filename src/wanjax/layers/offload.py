@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offload: which weights of a model leave the memory of its device, and when.
+"""Offload: which weights of a model are moved out of the memory of its device, and when.
 
-JAX is not imported, so that `--help` is quick.
+This module does not import JAX, so that `--help` is quick.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any
 from wanjax.errors import WanjaxError, repr_short
 
 DEFAULT_BLOCKS = 2  # one block computes while the next block is copied to the device
-MAX_BLOCKS = 8  # each block on the device adds its code to the program
+MAX_BLOCKS = 8  # the program has code for each block on the device, so more blocks take longer to compile
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Offload:
     """A way to offload weights.
 
     Attributes:
-        frees_stages: True if each network is freed at the end of its stage.
-        frees_for_room: True if loaded networks are freed when the next network does not fit in memory.
-        blocks: The number of a network's transformer blocks that are on the device at a time; all blocks stay in the
-            host's memory. 0 keeps all blocks on the device.
+        frees_stages: Whether each network is freed at the end of its stage.
+        frees_for_room: Whether loaded networks are freed when the next network does not fit in memory.
+        blocks: The number of a network's transformer blocks that are on the device at a time, while all blocks are in
+            the host's memory. 0 means that blocks are not offloaded.
     """
 
     frees_stages: bool = False
@@ -30,17 +30,18 @@ class Offload:
     blocks: int = 0
 
     def __str__(self) -> str:
-        """The offload as `of` reads it."""
+        """Return the offload in the form that `of` reads."""
         if self.blocks:
             return "blocks" if self.blocks == DEFAULT_BLOCKS else f"blocks:{self.blocks}"
         return next((name for name, offload in OFFLOADS.items() if offload == self), "auto")
 
     @classmethod
     def of(cls, value: Any) -> "Offload":
-        """Parse an offload; raise WanjaxError for an unknown one.
+        """Parse an offload. Raises WanjaxError if the offload is unknown.
 
         Args:
-            value: "none", "stages", "blocks", "blocks:N" or an offload. None frees networks only for room.
+            value: "none", "stages", "blocks", "blocks:N" or an `Offload`. None frees networks only when the next
+                network does not fit.
         """
         if value is None:
             return AUTO_OFFLOAD
@@ -59,7 +60,7 @@ class Offload:
     def overridden_by(self, offload: "Offload | None") -> "Offload":
         """Return `offload`, or this offload if `offload` is None.
 
-        An `offload` of blocks does not say when networks are freed. In this respect the result is like this offload.
+        If `offload` offloads blocks, it does not determine when networks are freed. This offload then determines it.
         """
         if offload is None:
             return self

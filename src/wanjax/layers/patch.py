@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert videos to sequences of patches and back, and squares of pixels to channels and back."""
+"""Convert latents to sequences of patches and back, and squares of pixels to channels and back."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -21,8 +21,8 @@ def patch_grid(x: Float[Array, "B T H W C"], patch: Size) -> Size:
 def patchify(x: Float[Array, "B T H W C"], patch: Size, channels: int | None = None) -> Float[Array, "B L E"]:
     """Split latents into patches, one per token.
 
-    Tokens are in the order T, H, W. The values of a token are in the order T, H, W, C. On several devices zero tokens
-    are appended, so that every device holds the same number of tokens. Raises WanjaxError if x does not have `channels`
+    Tokens are in the order T, H, W. The values of a token are in the order T, H, W, C. On several devices, zero tokens
+    are appended, so that every device has the same number of tokens. Raises WanjaxError if x does not have `channels`
     channels, or if its sizes are not multiples of the patch. If `channels` is None, any number of channels is accepted.
     """
     if channels not in (None, x.shape[-1]) or any(size % part for size, part in zip(x.shape[1:4], patch, strict=True)):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logical axes of weights. Each weight has names for its axes, and rules map the names to a sharding.
+"""Logical axes of weights. The axes of a weight have names, and the sharding rules map the names to mesh axes.
 
-The names are metadata of this library, not Flax's sharding metadata. With Flax's metadata, Flax would place weights
-while a module is built, on the mesh that is set at that time.
+The names are metadata of this library, not Flax's sharding metadata. With Flax's metadata, Flax would shard weights
+while it builds a module, over the mesh that is set at that time.
 """
 
 import math
@@ -32,15 +32,14 @@ Axes = tuple[str | None, ...]
 
 
 def with_axes(initializer: nnx.Initializer, axes: Axes) -> nnx.Initializer:
-    """Return the initializer of a weight whose axes have these logical names. Without a key, the initializer returns
-    zeros."""
+    """Add logical names of the weight's axes to an initializer. Without a key, the new initializer returns zeros."""
     return nnx.with_metadata(partial(_initialize_or_zeros, initializer), axes=axes)
 
 
 def param(
     initializer: nnx.Initializer, shape: tuple[int, ...], axes: Axes, *, dtype: DTypeLike, rngs: nnx.Rngs
 ) -> nnx.Param:
-    """Create a weight whose axes have these logical names."""
+    """Create a weight with logical names for its axes."""
     return nnx.Param(with_axes(initializer, axes)(rngs.params(), shape, dtype))
 
 
@@ -49,7 +48,7 @@ def _initialize_or_zeros(initializer: nnx.Initializer, key: jax.Array | None, *s
 
 
 class _NoKeys(nnx.Rngs):
-    """A replacement for random streams that gives no keys, because tracing keys takes long."""
+    """A replacement for random streams that returns no keys, because tracing keys takes long."""
 
     def params(self) -> None:
         """Return None in place of a key."""
@@ -61,7 +60,7 @@ def as_shapes(make: Callable[[nnx.Rngs], Module]) -> Module:
 
 
 def axes_of(weight: nnx.Variable) -> Axes | None:
-    """Return the logical names of a weight's axes, or None if it has none."""
+    """Return the logical names of a weight's axes, or None if the axes have no names."""
     return weight.get_metadata("axes", None)
 
 
@@ -85,9 +84,9 @@ def with_shardings(abstract: Module, partitioner: Partitioner) -> Module:
 
 
 def on_weights_mesh(call: Call) -> Call:
-    """Decorate a network's forward, so that outside `sharding.use_partitioner` it runs on the mesh of its weights.
+    """Decorate a network's `__call__`, so that outside `sharding.use_partitioner` it runs on the mesh of its weights.
 
-    Kernels need to know which devices share their work. Weights are gathered when they are used, for every sharding.
+    Kernels need the mesh to shard their work. Whatever the sharding of the weights is, they are gathered before use.
     """
 
     @wraps(call)
@@ -108,7 +107,7 @@ def bytes_by_device(network: nnx.Module) -> dict[Any, int]:
     """Return the bytes of a network's weights on each of this process's devices.
 
     The network may be abstract, with shapes in place of weights. A weight without a sharding counts for JAX's default
-    device. Weights in the host's memory count only for CPUs, which share this memory.
+    device. Weights in the host's memory count only if the device is a CPU, whose memory is the host's memory.
     """
     bytes_of: dict[Any, int] = {}
     for x in jax.tree.leaves(nnx.state(network)):
@@ -121,14 +120,13 @@ def bytes_by_device(network: nnx.Module) -> dict[Any, int]:
 
 
 def host_bytes(network: nnx.Module) -> int:
-    """Return the bytes of a network's weights that stay in the host's memory. The network may have shapes in place of
-    weights."""
+    """Return the bytes of a network's weights in the host's memory. The network may have shapes in place of weights."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(network)) if is_in_host_memory(x))
 
 
 def offloaded_bytes(network: nnx.Module, blocks: int) -> tuple[int, int]:
-    """Return the bytes that a network's weights would need on one device, and in the host's memory, if its blocks were
-    offloaded.
+    """Return the bytes that a network's weights need if its blocks are offloaded: on one device, and in the host's
+    memory.
 
     Args:
         network: The network, or its shapes.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Precisions. A precision says in which formats the projections of a transformer store their weights and multiply. This
-module describes all precisions. The module does not import JAX, so that `--help` is quick.
+"""The precisions of a transformer's projections: the format of the weights, and the format of the inputs of a product.
+
+This module does not import JAX, so that `--help` is quick.
 """
 
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ class Precision:
 
     Args:
         name: The name of the precision for `load`, options and metadata.
-        weights: The format of the weights; None keeps them as floats.
-        activations: The format to which each token is quantized before a product; None multiplies in the dtype.
+        weights: The format of quantized weights; None means that weights are not quantized.
+        activations: The format to which each token is quantized before a product; None means that tokens are not
+            quantized.
     """
 
     name: str
@@ -31,23 +33,25 @@ class Precision:
 
     @property
     def quantizes(self) -> bool:
-        """True if weights have 8 bits."""
+        """Whether weights are quantized to 8 bits."""
         return self.weights is not None
 
     @property
     def rotates(self) -> bool:
-        """True if groups of channels are rotated. Int8 needs the rotation. A token's largest number determines the step
-        of quantization, and without the rotation most numbers of the token would be smaller than a step. Floats of 8
-        bits need no rotation, because they have fine steps for small numbers.
+        """Whether groups of channels are rotated before the quantization.
+
+        Int8 needs the rotation. A token's largest number determines the step of the quantization. Without the rotation,
+        most numbers of the token would be smaller than a step. 8-bit floats need no rotation, because their steps are
+        smaller for small numbers.
         """
         return self.activations == "int8"
 
     @classmethod
     def of(cls, value: Any) -> "Precision":
-        """Return the precision with this name. Raises WanjaxError for an unknown name.
+        """Return the precision with a name. Raises WanjaxError if the name is unknown.
 
         Args:
-            value: A name, or a precision.
+            value: The name, or a precision.
         """
         precision = PRECISIONS.get(str(value)) if isinstance(value, str | cls) else None
         if precision is None:

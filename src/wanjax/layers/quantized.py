@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Projections with weights of 8 bits, which replace dense projections."""
+"""Projections with 8-bit weights, which replace dense projections."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -28,9 +28,11 @@ Module = TypeVar("Module", bound=nnx.Module)
 
 
 class QuantizedLinear(Gathered, nnx.Module):
-    """A projection whose weight is `values · scale`. When several devices gather the weight, they send one byte for
-    each number. A `QuantizedLinear` is built from an abstract `Linear`. It is abstract too, until it is filled with
-    weights. The weights of a stack have a leading axis.
+    """A projection with an 8-bit weight, `values · scale`. Devices that gather the weight send one byte for each
+    number.
+
+    A `QuantizedLinear` is built from an abstract `Linear`. It is abstract too, until its weights are loaded. In a stack
+    of blocks, the weights have a leading axis.
 
     Attributes:
         values: The numbers [I O], with the logical axes of the kernel.
@@ -64,13 +66,15 @@ class QuantizedLinear(Gathered, nnx.Module):
         self.dtype = base.dtype
 
     def __call__(self, inputs: jax.Array | QuantizedRows, **fused: Any) -> jax.Array:
-        """Compute the projection. `fused` are the options of `quantized_matmul` for the norm before the product and the
-        sum after it."""
+        """Compute the projection. `fused` has the options of `quantized_matmul` for the norm before the product and for
+        the gated sum after it."""
         tokens = are_tokens(inputs.values if isinstance(inputs, QuantizedRows) else inputs)
         y = quantized_matmul(inputs, *self.operands(tokens), hadamard_size=self.hadamard_size, **self.options, **fused)
         return constrain(y, ("batch", "length", self.axis)) if tokens else y
 
-    def heads(self, inputs: jax.Array | QuantizedRows, norm: RMSNormRotary, norm_eps: float, **fused: Any) -> jax.Array:
+    def norm_and_rotate(
+        self, inputs: jax.Array | QuantizedRows, norm: RMSNormRotary, norm_eps: float, **fused: Any
+    ) -> jax.Array:
         """Compute the projection of tokens to queries or keys, with their norm and rotation."""
         options = self.options | {"hadamard_size": self.hadamard_size, "norm_eps": norm_eps}
         y = quantized_heads(inputs, *self.operands(True), norm, **options, **fused)
@@ -78,17 +82,18 @@ class QuantizedLinear(Gathered, nnx.Module):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of all kernels."""
+        """The options that all kernels take."""
         return {"activations": self.activations, "dtype": self.dtype}
 
     def operands(self, gathers: bool) -> tuple[QuantizedWeight, jax.Array | None]:
-        """Return the weight, gathered if `gathers`, and the bias."""
+        """Return the weight and the bias. If `gathers` is True, gather the weight."""
         values = self.values[...]
         weight = QuantizedWeight(gather_weight(values) if gathers else values, self.scale[...])
         return weight, None if self.bias is None else self.bias[...]
 
     def quantize_tokens(self, x: jax.Array, **norm: Any) -> QuantizedRows:
-        """Quantize tokens for this projection and similar projections. `norm` has the options of `quantize_tokens`."""
+        """Quantize tokens for this projection, and for others with the same format and rotation. `norm` has the options
+        of `quantize_tokens` for the norm."""
         return quantize_tokens(x, self.operands(False)[0], hadamard_size=self.hadamard_size, **self.options, **norm)
 
     def sent_weight(self) -> jax.Array:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Projections of a transformer block, with the norm before them and the residual sum after them.
 
-If the projection is dense, or only its weights have 8 bits, the norm, the projection and the residual sum are three
-separate operations. If the projection also quantizes its tokens, one kernel does all three.
+If tokens are not quantized, the norm, the projection and the residual sum are three separate operations. If tokens are
+quantized, one kernel computes all three.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ Input = TypeVar("Input")
 
 
 class NormedTokens(NamedTuple):
-    """Tokens, and the norm that is applied to them before a projection.
+    """Tokens, and a layer norm with a modulation that is applied to them before a projection.
 
     Attributes:
         x: The tokens before the norm.
@@ -37,7 +37,7 @@ class NormedTokens(NamedTuple):
         dtype: The dtype of the normed tokens.
         shift: The shift of the modulation, [B T E]; None for a norm without a modulation.
         scale: The scale of the modulation, [B T E]; None for a norm without a modulation.
-        second_mask: The mask of the tokens with the second of two modulations.
+        second_mask: The mask of the tokens that use the second of two modulations.
     """
 
     x: Tokens
@@ -55,7 +55,7 @@ class NormedTokens(NamedTuple):
         return y.astype(self.dtype)
 
     def kernel_input(self) -> tuple[Tokens, dict[str, Any]]:
-        """Return the tokens, and the options for the norm in a kernel."""
+        """Return the tokens, and the options with which a kernel computes the norm."""
         ones = jnp.ones((len(self.x), 1, self.x.shape[-1]), jnp.float32)
         second_mask = None if self.scale is None else self.second_mask
         factor = ones if self.scale is None else 1.0 + self.scale
@@ -73,7 +73,7 @@ class Residual(NamedTuple):
     Attributes:
         x: The tokens.
         gate: The factor of the result, [B T E]; None for 1.
-        second_mask: The mask of the tokens with the second of two gates.
+        second_mask: The mask of the tokens that use the second of two gates.
     """
 
     x: Tokens
@@ -87,24 +87,24 @@ class Residual(NamedTuple):
         return gated_add(self.x, y, self.gate, self.second_mask)
 
     def kernel_sum(self) -> GatedSum:
-        """Return the tokens and the gate in the form of a kernel's argument `gated_sum`."""
+        """Return the tokens and the gate as a kernel's argument `gated_sum`."""
         if self.gate is None:
             return GatedSum(self.x, jnp.ones((len(self.x), 1, self.x.shape[-1]), jnp.float32))
         return GatedSum(self.x, self.gate, self.second_mask)
 
 
 def compute_norm(inputs: Input | NormedTokens) -> Input | Tokens:
-    """Return the tokens that a dense projection takes."""
+    """Return the input of a dense projection: if `inputs` has a norm, the normed tokens, else `inputs`."""
     return inputs.compute() if isinstance(inputs, NormedTokens) else inputs
 
 
 def shared_input(inputs: Vectors | NormedTokens, *projections: nnx.Module) -> Vectors | QuantizedRows:
-    """Return the common input of several projections. The norm is computed once. If all projections quantize tokens,
-    the result is also quantized once.
+    """Prepare the common input of several projections. The norm is computed only once. If all projections quantize
+    tokens, the tokens are also quantized only once.
 
     Args:
         inputs: The tokens.
-        projections: The projections, which have the same input channels.
+        projections: The projections of these tokens.
     """
     if not quantizes_tokens(*projections):
         return compute_norm(inputs)
@@ -118,7 +118,7 @@ def project(projection: nnx.Module, inputs: Vectors | NormedTokens, add_to: Resi
     Args:
         projection: The projection.
         inputs: The tokens.
-        add_to: The tokens to which the result is added; None returns the result itself.
+        add_to: The tokens to which the result is added; None for no sum.
     """
     layer: Any = projection
     if quantizes_tokens(projection):
@@ -134,16 +134,16 @@ def project_heads(
 
     Args:
         projection: The projection.
-        inputs: The tokens, or the tokens from `shared_input`.
-        norm: The norm, which is over all heads together or over each head.
+        inputs: The tokens, or the result of `shared_input`.
+        norm: The norm, over all heads together or over each head.
         rope: The tables of RoPE; None for no rotation.
     """
     layer: Any = projection
     assert norm.scale is not None
     if quantizes_tokens(projection):
         tables = () if rope is None else (rope.cos, rope.sin)
-        heads_norm = RMSNormRotary(norm.scale[...], *tables)
-        return run_fused(partial(layer.heads, norm=heads_norm, norm_eps=norm.epsilon), inputs, None)
+        norm_rotary = RMSNormRotary(norm.scale[...], *tables)
+        return run_fused(partial(layer.norm_and_rotate, norm=norm_rotary, norm_eps=norm.epsilon), inputs, None)
     y = layer(compute_norm(inputs))
     if norm.scale.shape[-1] == y.shape[-1]:
         return norm(y) if rope is None else norm_and_rope(y, norm, rope)
@@ -152,7 +152,7 @@ def project_heads(
 
 
 def run_fused(kernel: Callable[..., Any], inputs: Inputs | NormedTokens, add_to: Residual | None) -> Any:
-    """Run a kernel that can norm its input and add its result to the residual.
+    """Run a kernel together with the norm of its input and the sum with the residual.
 
     Args:
         kernel: A function of tokens, with the options `modulation`, `eps` and `gated_sum` of `quantized_matmul`.

@@ -23,7 +23,7 @@ from wanjax.sharding import shard_tokens
 class Rope:
     """Cosine and sine of the angle of each pair of channels at each token, float32 [L P].
 
-    The first `length` tokens are real. On several devices zeros follow, as in `patchify`.
+    The first `length` tokens are real. On several devices, zeros are appended, as in `patchify`.
     """
 
     cos: Any  # an array; JAX's tree functions may replace it by other values
@@ -41,8 +41,8 @@ class Angles(NamedTuple):
 def angles(positions: Sequence[float] | np.ndarray, channels: int, theta: float = 10000.0) -> Angles:
     """Return the angles of `channels` channels at positions along one axis.
 
-    Angles are computed in float64. In float32, the angles of late positions would have a larger error than bfloat16
-    activations have.
+    Angles are computed in float64. In float32, the error of the angles at late positions would be larger than the
+    rounding error of bfloat16 activations.
     """
     frequencies = theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels)
     angles = np.asarray(positions, np.float64)[:, None] * frequencies
@@ -76,13 +76,13 @@ def rope_from_angles(axis_angles: Sequence[Angles], *, unrotated: int = 0) -> Ro
     """Compute the tables for tokens in the order T, H, W from the angles along each axis. The tables end with
     `unrotated` tokens.
 
-    A program that calls this function has only the angles as constants or arguments, not the larger tables.
+    If a program calls this function, only the angles are constants or arguments of the program, not the larger tables.
     """
     grid = tuple(len(angles.cos) for angles in axis_angles)
 
     def table(parts: Iterable[Any], identity: float) -> Float32[Array, "L P"]:
-        axis_and_others = zip(parts, ((1, 2), (0, 2), (0, 1)), strict=True)
-        expanded = (jnp.expand_dims(jnp.asarray(x), others) for x, others in axis_and_others)
+        parts_and_other_axes = zip(parts, ((1, 2), (0, 2), (0, 1)), strict=True)
+        expanded = (jnp.expand_dims(jnp.asarray(x), other_axes) for x, other_axes in parts_and_other_axes)
         broadcast = [jnp.broadcast_to(x, (*grid, x.shape[-1])) for x in expanded]
         rows = jnp.concatenate(broadcast, axis=-1).reshape(prod(grid), -1)
         if unrotated:
@@ -97,17 +97,16 @@ def rope_from_angles(axis_angles: Sequence[Angles], *, unrotated: int = 0) -> Ro
 def norm_and_rope(x: Float[Array, "B L E"], norm: nnx.RMSNorm, rope: Rope) -> Float[Array, "B L E"]:
     """Normalise x over all heads together, then rotate channels p and p + D/2 of each head by the p-th angle.
 
-    The computation is in float32. Checkpoints pair channels 2p and 2p + 1. Loading reorders the columns of the q and k
-    weights, so that the two channels of a pair are half a head apart. This does not change the products of q and k, and
-    the vector unit need not shuffle neighbouring channels.
-    """
+    The computation is in float32. In checkpoints, channels 2p and 2p + 1 are a pair. When a checkpoint is loaded, the
+    columns of the q and k weights are reordered, so that the two channels of a pair are half a head apart. This does
+    not change the products of q and k, and the vector unit need not shuffle neighbouring channels."""
     assert norm.scale is not None
     return normed_rotary(x, inverse_rms(x, norm.epsilon), norm.scale[...], rope.cos, rope.sin)
 
 
 @jax.named_scope("rope")
 def head_norm_and_rope(x: Float[Array, "B L E"], norm: nnx.LayerNorm, rope: Rope) -> Float[Array, "B L E"]:
-    """Normalise each head of x separately, then rotate as `norm_and_rope` does. The norm has the channels of a head."""
+    """Apply a layer norm over the channels of each head of x, then rotate as `norm_and_rope` does."""
     assert norm.scale is not None
     assert norm.bias is not None
     return head_normed_rotary(x, norm.scale[...], norm.bias[...], rope.cos, rope.sin, eps=norm.epsilon)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiling: a network processes large frames in overlapping tiles. The overlaps are cross-faded."""
+"""Tiling: an autoencoder processes large frames in overlapping tiles. The overlaps are cross-faded."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ Pixels = int | tuple[int, int]  # one number for both height and width, or a pai
 
 
 class Tiling(NamedTuple):
-    """The overlapping tiles in which an autoencoder processes large frames. None stands for the model's own number.
+    """The overlapping tiles in which an autoencoder processes large frames. None means the model's own number.
 
     Attributes:
         size: Pixels of a tile: one number for height and width, or (height, width).
@@ -33,7 +33,7 @@ class Tiling(NamedTuple):
             unit: Every number of pixels must be a multiple of this number.
 
         Raises:
-            WanjaxError: A number is not a multiple of `unit`, or a stride is larger than its size.
+            WanjaxError: A number is not a positive multiple of `unit`, or a stride is larger than the size.
         """
         full = Tiling(*(fallback if value is None else value for value, fallback in zip(self, default, strict=True)))
         for name, numbers in zip(self._fields, pairs := full.pairs(), strict=True):
@@ -50,10 +50,10 @@ class Tiling(NamedTuple):
         return tuple(side if isinstance(side, tuple) else (side, side) for side in self if side is not None)
 
     def sizes_in_latents(self, pixels_per_position: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the size and the stride in positions of a latent, each as (height, width).
+        """Return the size and the stride in latent positions, each as (height, width).
 
         Args:
-            pixels_per_position: Pixels along a side of a position.
+            pixels_per_position: The number of pixels along a side of a latent position.
         """
         (height, width), (stride_height, stride_width) = self.pairs()
         size = height // pixels_per_position, width // pixels_per_position
@@ -61,8 +61,8 @@ class Tiling(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The offset and size of a tile, in latent positions. Tiles at the right and lower edges may be smaller than the
-    other tiles."""
+    """The offset and the size of a tile, in latent positions. Tiles at the right and lower edges may be smaller than
+    others."""
 
     top: int
     left: int
@@ -71,11 +71,10 @@ class Tile(NamedTuple):
 
 
 def split_into_tiles(height: int, width: int, tiling: Tiling | None, pixels_per_position: int) -> list[list[Tile]]:
-    """Split frames of height × width positions into rows of tiles. A position has `pixels_per_position` pixels along a
-    side.
+    """Split frames of height × width latent positions into rows of tiles. A position has `pixels_per_position` pixels
+    along a side.
 
-    If frames fit in one tile, or `tiling` is None, there is a single tile. The numbers of `tiling` must be complete, as
-    `with_defaults` returns them.
+    If the frames fit in one tile, or `tiling` is None, there is a single tile. No number of `tiling` may be None.
     """
     single_tile = [[Tile(0, 0, height, width)]]
     if tiling is None:
@@ -93,11 +92,11 @@ def split_into_tiles(height: int, width: int, tiling: Tiling | None, pixels_per_
 
 
 def blend_tiles(rows: Sequence[Sequence[Frames]], tiling: Tiling | None, pixels_per_position: int) -> Frames:
-    """Join rows of decoded or encoded tiles into full frames. A position has `pixels_per_position` pixels along a
-    side.
+    """Join rows of decoded or encoded tiles into full frames. A latent position has `pixels_per_position` pixels along
+    a side.
 
     As in the reference implementations, a tile is blended with its upper neighbour and then with its left neighbour.
-    Both neighbours are already blended. Then the tile is cropped to its stride.
+    Both neighbours are already blended with their neighbours. Then the tile is cropped to its stride.
     """
     if len(rows) == len(rows[0]) == 1 or tiling is None:
         return rows[0][0]
@@ -124,5 +123,5 @@ def _cross_fade(neighbour: Frames, tile: Frames, overlap: int, axis: int) -> Fra
     shape[axis] = overlap
     weight = (jnp.arange(overlap, dtype=tile.dtype) / overlap).reshape(shape)
     tail = jnp.take(neighbour, jnp.arange(neighbour.shape[axis] - overlap, neighbour.shape[axis]), axis=axis)
-    head, rest = jnp.split(tile, [overlap], axis=axis)
-    return jnp.concatenate([tail * (1.0 - weight) + head * weight, rest], axis=axis)
+    head, remainder = jnp.split(tile, [overlap], axis=axis)
+    return jnp.concatenate([tail * (1.0 - weight) + head * weight, remainder], axis=axis)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of vision transformers that the vision towers of CLIP and SigLIP share: the config and the pre-norm block.
+"""The parts that the vision transformers of CLIP and SigLIP share: the config and the pre-norm block.
 
 The architecture is that of Dosovitskiy et al. 2020, arXiv:2010.11929.
 """
@@ -20,7 +20,7 @@ from wanjax.layers.norms import layer_norm
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Config of a vision tower. `layers` is the number of blocks that run."""
+    """The config of a vision transformer. `layers` is the number of blocks that are computed."""
 
     layers: int
     heads: int
@@ -32,7 +32,7 @@ class VisionConfig:
 
     @property
     def patches(self) -> int:
-        """The number of full patches along an edge of an image."""
+        """The number of full patches along a side of an image."""
         return self.image_size // self.patch
 
 
