@@ -51,7 +51,7 @@ SCHEDULERS: Mapping[str, Scheduler] = {
 UNIPC_SHIFT = "flow_shift"
 _OPTION_EXAMPLES = "unipc:order=1", "consistency:timesteps=1000,757,522", "rcm:sigma_max=200"
 
-# For each entry of a config: the reference's default, and the values that wanjax supports.
+# For each entry of a config: the default of the reference, and the values that wanjax supports.
 _COMMON_ENTRIES = {
     "num_train_timesteps": (TRAIN_STEPS, [TRAIN_STEPS]),
     "use_dynamic_shifting": (False, [False, None]),
@@ -110,7 +110,8 @@ def _read_diffusion(kind: type[Diffusion], config: Mapping[str, Any]) -> Diffusi
 
 
 class _ConfigSpec(NamedTuple):
-    """How to read one class of config: the constructor, the entries to check, and the flow shift's entry."""
+    """How to read the config of a scheduler class: the function that makes the scheduler, the entries to check, and
+    the name of the entry with the flow shift."""
 
     make: Callable[[Mapping[str, Any]], Scheduler]
     entries: Mapping[str, tuple[Any, Sequence[Any]]]
@@ -155,16 +156,15 @@ def from_config(config: Mapping[str, Any]) -> Scheduler:
 
 
 def shift_of(config: Mapping[str, Any]) -> Any:
-    """Return the flow shift in a scheduler_config.json; return None if the file has no flow shift."""
+    """Return the flow shift in a scheduler_config.json, or None if the file has no flow shift."""
     return config.get(UNIPC_SHIFT, config.get("shift"))
 
 
 def parse(text: object, usable_names: Collection[str] = tuple(SCHEDULERS)) -> Scheduler:
-    """Parse a scheduler's name, perhaps with an option, such as `unipc` or `unipc:order=1`.
+    """Parse a scheduler's name and an optional option, such as `unipc` or `unipc:order=1`.
 
-    An error suggests only `usable_names`.
-
-    Raises WanjaxError for an unknown name or option, and for an invalid value.
+    Raises WanjaxError for an unknown name or option, and for an invalid value. The message suggests only names in
+    `usable_names`.
     """
     name, colon, option = str(text).partition(":")
     field, _, value_text = option.partition("=")
@@ -189,8 +189,7 @@ def parse(text: object, usable_names: Collection[str] = tuple(SCHEDULERS)) -> Sc
 
 
 def name_of(scheduler: Scheduler) -> str:
-    """Return the text from which `parse` creates this scheduler. If there is no such text, return the scheduler's
-    `repr`.
+    """Return the text that `parse` reads as this scheduler. If there is no such text, return the scheduler's `repr`.
 
     Values that come from the checkpoint are not part of the text.
     """
@@ -204,7 +203,7 @@ def name_of(scheduler: Scheduler) -> str:
 
 
 def _parse_option(text: str, default: int | float | tuple[float, ...]) -> int | float | tuple[float, ...] | None:
-    """Parse an option's value as the type of its default; return None if that fails."""
+    """Parse an option's value as the type of its default. Return None if the text is malformed."""
     if isinstance(default, int):
         return int(text) if text.isdecimal() else None
     try:
@@ -238,12 +237,12 @@ def resolve(scheduler: str | Scheduler, original: Scheduler) -> Scheduler:
     """Return the scheduler that replaces a checkpoint's scheduler.
 
     Args:
-        scheduler: The new scheduler, or its name. For a name, the new scheduler takes over `checkpoint_fields` from
-            `original`.
+        scheduler: The new scheduler, or its name. If it is a name, the values of the new scheduler's
+            `checkpoint_fields` are copied from `original`.
         original: The checkpoint's scheduler.
 
     Raises:
-        WanjaxError: The two expect different predictions, or their schedules have different options.
+        WanjaxError: The two schedulers expect different predictions, or their schedules have different options.
     """
     new = scheduler if isinstance(scheduler, Scheduler) else parse(scheduler, _usable_with(original))
     if new.prediction != original.prediction:

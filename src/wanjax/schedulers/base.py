@@ -3,13 +3,13 @@
 
 A noisy sample is x = α x0 + σ noise. A scheduler is a value without arrays:
 
-    schedule = scheduler.schedule(steps, ...)                # all numbers that depend on the step, as arrays state =
-    scheduler.init(schedule, x, keys)                # the solver's memory x, state = scheduler.step(schedule, i,
-    prediction, x, state)
+    schedule = scheduler.schedule(steps, ...)        # all numbers that depend on the step, as arrays
+    state = scheduler.init(schedule, x, keys)        # the state of the solver
+    x, state = scheduler.step(schedule, index, prediction, x, state)
 
 Each scheduler has its own options of `schedule`, such as the `shift` of a flow. Steps are identified by index, never
-by timestep, because two timesteps may be equal. One compiled step, called with `one_step(schedule, index)`, serves
-every step of every schedule. A stochastic solver keeps its random keys in the state. Noise is always drawn by
+by timestep, because two timesteps may be equal. If a program is called with `one_step(schedule, index)`, it is compiled
+once for all steps of all schedules. A stochastic solver has its random keys in the state. Noise is always drawn by
 threefry2x32, whatever JAX's default generator is, and in the dtype of x.
 """
 
@@ -43,18 +43,18 @@ SigmaSchedule = Literal[
 ]  # the noise levels of flows; comfy: ComfyUI's schedule "simple"
 COMFY = "comfy"  # the start of the names of ComfyUI's schedules
 RHO = 7.0  # the exponent of ComfyUI's schedule "karras"
-LINEAR_NOISE = 0.025  # the linear half of ComfyUI's schedule "linear_quadratic" falls by this number
-BETA = 0.6  # both parameters of the distribution of ComfyUI's schedule "beta"
+LINEAR_NOISE = 0.025  # the first half of ComfyUI's schedule "linear_quadratic" decreases by this number in total
+BETA = 0.6  # both parameters of the beta distribution in ComfyUI's schedule "beta"
 AnyArray = np.ndarray | Array  # a NumPy array until it is passed to a program
 Index = int | Int[Array, ""]
 Sample = Float[Array, "..."]
 
 
 class Schedule(NamedTuple):
-    """The numbers for the steps: the network's timesteps, the noise levels in falling order, and the solver's weights.
+    """The numbers for all steps: the network's timesteps, the noise levels in descending order, and coefficients.
 
-    The number of noise levels is the number of steps plus one, because the last step ends at the last level. `weights`
-    multiply the terms of a step's sum. A solver that needs only the levels has no weights: None. A schedule for
+    The number of noise levels is the number of steps plus one, because the last step ends at the last level. A step is
+    a weighted sum, and `coefficients` has its weights; None if the solver needs only the noise levels. A schedule for
     training has a single step, which starts and ends at the same level. It has one level per sample.
     """
 
@@ -66,30 +66,33 @@ class Schedule(NamedTuple):
 
 @dataclass(frozen=True)
 class Scheduler(ABC):
-    """A solver and its noise levels; `prediction` names the quantity that the network predicts:
+    """A solver and its noise levels. `prediction` is the quantity that the network predicts:
 
-    `velocity`: noise - x0, for a flow, where α = 1 - σ; `v`: α noise - σ x0, where α² + σ² = 1 (Salimans and Ho,
-    Progressive Distillation, 2022); `epsilon`: the noise; `x0`: the clean sample.
+    - `velocity`: noise - x0, for a flow, where α = 1 - σ
+    - `v`: α noise - σ x0, where α² + σ² = 1 (Salimans and Ho, Progressive Distillation, 2022)
+    - `epsilon`: the noise
+    - `x0`: the clean sample
     """
 
     prediction: Prediction = "velocity"
     stochastic: ClassVar[bool] = False
-    """True for a solver whose steps draw noise."""
+    """Whether the steps of the solver draw noise."""
     checkpoint_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields that a checkpoint's training determines. A new solver for the checkpoint takes over their values."""
+    """Fields whose values come from the checkpoint. If another solver replaces the checkpoint's solver, it gets
+    them."""
     option: ClassVar[str] = ""
-    """The field that may follow the solver's name in a text, as in `unipc:order=1`."""
+    """The field that a text may set after the solver's name, as in `unipc:order=1`."""
 
     @abstractmethod
     def schedule(self, steps: int, *, skip: int = 0, **options: Any) -> Schedule:
-        """Compute the schedule of `steps` steps, without its first `skip` steps, as NumPy arrays.
+        """Compute the schedule of `steps` steps as NumPy arrays, without the first `skip` steps.
 
         Raises WanjaxError if no step remains or an option has an invalid value.
         """
 
     @abstractmethod
     def levels(self, fractions: Float[Array, "B"]) -> Schedule:
-        """Return the noise levels for training at fractions of the range of levels: 0 is no noise, 1 is pure noise."""
+        """Return the noise levels for training. A fraction of 0 means no noise, and 1 means pure noise."""
 
     def init(
         self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
@@ -99,20 +102,20 @@ class Scheduler(ABC):
         Args:
             schedule: The schedule of the run.
             x: The initial noise.
-            keys: One random key per sample. A stochastic solver keeps the data of the keys in the state.
-            noise: [steps, shape of x] The noise for every step; None draws the noise.
+            keys: One random key per sample. A stochastic solver stores the data of the keys in the state.
+            noise: The noise [steps, shape of x] for every step. With None, the steps draw noise.
         """
         return ()
 
     @abstractmethod
     def step(self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: Any) -> tuple[Sample, Any]:
-        """Move x from noise level `index` to `index + 1` by the network's prediction at x.
+        """Move x from noise level `index` to noise level `index + 1`, with the network's prediction at x.
 
         Return the new x and the new state.
         """
 
     def noise_draws(self, schedule: Schedule, index: int) -> int:
-        """Count the arrays of noise that the reference draws in a step. The step uses the last of them.
+        """Return the number of noise arrays that the reference draws in a step. Only the last array is used.
 
         Args:
             schedule: The schedule of the run.
@@ -134,7 +137,7 @@ class Scheduler(ABC):
                 return prediction
 
     def start(self, schedule: Schedule, noise: Sample) -> Sample:
-        """Create the sample at the first noise level from noise alone."""
+        """Return the sample at the first noise level of a video that starts from noise."""
         return noise
 
     def add_noise(self, schedule: Schedule, x0: Sample, noise: Sample) -> Sample:
@@ -161,10 +164,10 @@ class Scheduler(ABC):
 
 @dataclass(frozen=True)
 class Flow(Scheduler):
-    """The noise levels of rectified flows, where α = 1 - σ; subclasses are their solvers."""
+    """The noise levels of rectified flows, where α = 1 - σ. The subclasses are solvers for flows."""
 
     def schedule(self, steps: int, *, shift: float, sigma_schedule: str = "official", skip: int = 0) -> Schedule:
-        """Compute noise levels and timesteps; raise WanjaxError for an invalid shift or sigma schedule."""
+        """Compute noise levels and timesteps. Raises WanjaxError if the shift or the sigma schedule is invalid."""
         check_steps(steps, skip)
         check_flow(shift, sigma_schedule)
         timesteps, levels = self._levels(steps, shift, sigma_schedule)
@@ -191,7 +194,7 @@ class Flow(Scheduler):
 
 
 def one_step(schedule: Schedule, index: int) -> Schedule:
-    """Slice one step from a schedule. The shapes of the result do not depend on the number of steps."""
+    """Return the schedule of one step. The shapes of the result do not depend on the number of steps."""
     steps = len(schedule.timesteps)
     return jax.tree.map(lambda x: x[index : index + 1 + len(x) - steps], schedule)
 
@@ -202,10 +205,10 @@ def shift_sigmas(sigmas: np.ndarray, shift: float) -> np.ndarray:
 
 
 def even_levels(steps: int, shift: float, sigma_schedule: str) -> np.ndarray:
-    """Return evenly spaced, shifted noise levels in falling order, without the last level, which is 0.
+    """Return evenly spaced, shifted noise levels in descending order, without the last level, which is 0.
 
-    Before the shift, the official levels fall evenly from 1. diffusers shifts twice. It first shifts both ends of the
-    range. Then it spaces levels evenly between these ends, and shifts each level.
+    The official levels are evenly spaced from 1 to 0 and then shifted. diffusers shifts twice: first the two ends of
+    the range, and then each of the levels that are evenly spaced between these ends.
     """
     if sigma_schedule == "official":
         levels = np.linspace(1, 0, steps + 1)[:-1].astype(np.float32)
@@ -216,18 +219,18 @@ def even_levels(steps: int, shift: float, sigma_schedule: str) -> np.ndarray:
 
 
 def comfy_levels(steps: int, shift: float, sigma_schedule: str) -> np.ndarray:
-    """Return the noise levels of a schedule of ComfyUI in falling order, without the last level, which is 0.
+    """Return the noise levels of a schedule of ComfyUI in descending order, without the last level, which is 0.
 
-    ComfyUI has a table of the thousand shifted levels 1/1000 ... 1.
+    ComfyUI has a table of a thousand shifted levels: 1/1000, 2/1000 ... 1 before the shift.
 
-    - "simple" takes entries from the table's end, as far apart as the number of steps allows, rounded down.
-    - "beta" takes the entries at quantiles of a beta distribution, evenly spaced from 1 (2407.12173).
-    - "normal" shifts levels that fall evenly from 1 to the table's first entry, which is shifted already.
-    - "sgm_uniform" shifts the same range with one level more, and leaves out the last one.
-    - "karras" falls from 1 to the table's first entry evenly in σ^(1/7) (2206.00364), "exponential" evenly in log σ,
-      and "kl_optimal" evenly in arctan σ.
-    - "linear_quadratic" falls by 0.025 in the first half of the steps, then quadratically, without a kink. It has no
-      shift.
+    - "simple" takes evenly spaced entries, from the end of the table on. Fractional indices are rounded down.
+    - "beta" takes the entries at evenly spaced quantiles of a beta distribution, from 1 on (2407.12173).
+    - "normal" shifts levels that are evenly spaced from 1 to the table's first entry, which is already shifted.
+    - "sgm_uniform" does the same with one more level, and drops the last level.
+    - "karras" decreases from 1 to the table's first entry evenly in σ^(1/7) (2206.00364), "exponential" evenly in
+      log σ, and "kl_optimal" evenly in arctan σ.
+    - "linear_quadratic" decreases linearly by 0.025 in the first half of the steps, and quadratically in the second
+      half. The slope is continuous. There is no shift.
 
     Raises WanjaxError if two steps of "beta" have the same level, or if "kl_optimal" has only one step.
     """
@@ -256,30 +259,29 @@ def comfy_levels(steps: int, shift: float, sigma_schedule: str) -> np.ndarray:
         case "comfy-linear-quadratic":
             return _linear_quadratic(steps)
         case _:
-            spacing = (
-                TRAIN_STEPS / steps
-            )  # rounded to a float first, as in ComfyUI: of 38 steps, step 19 has entry -500
+            # the spacing is first rounded to a float, as in ComfyUI: of 38 steps, step 19 has entry -500
+            spacing = TRAIN_STEPS / steps
             return np.array([table[-1 - int(step * spacing)] for step in range(steps)])
 
 
 def _linear_quadratic(steps: int) -> np.ndarray:
-    """Return levels that fall from 1 along a line, and then along a parabola. At the start of the parabola the slopes
-    are equal. The parabola reaches 0 at the end of the last step."""
+    """Return levels that decrease from 1 along a line, and then along a parabola. Where they meet, the line and the
+    parabola have the same slope. The parabola reaches 0 at the end of the last step."""
     half = steps // 2
     if half == 0:
         return np.ones(1)
-    step, later = np.arange(steps), np.maximum(np.arange(steps) - half, 0)
+    step, steps_after_half = np.arange(steps), np.maximum(np.arange(steps) - half, 0)
     slope = LINEAR_NOISE / half
     curvature = (1 - slope * steps) / (steps - half) ** 2
-    return 1 - slope * step - curvature * later**2
+    return 1 - slope * step - curvature * steps_after_half**2
 
 
 def _beta_entries(steps: int) -> np.ndarray:
     """Return the entries of a table of a thousand levels that are nearest to the quantiles 1, 1 - 1/steps, ... of a
     symmetric beta distribution."""
-    middles = (np.arange(TRAIN_STEPS - 1) + 0.5) / (TRAIN_STEPS - 1)  # between neighbouring entries
+    midpoints = (np.arange(TRAIN_STEPS - 1) + 0.5) / (TRAIN_STEPS - 1)  # between neighbouring entries
     quantiles = 1 - np.arange(steps) / steps
-    return np.searchsorted(_beta_cdf(middles), quantiles + 1e-12, side="right")  # in the middle: the upper entry
+    return np.searchsorted(_beta_cdf(midpoints), quantiles + 1e-12, side="right")  # at a midpoint: the upper entry
 
 
 def _beta_cdf(x: np.ndarray) -> np.ndarray:
@@ -288,7 +290,7 @@ def _beta_cdf(x: np.ndarray) -> np.ndarray:
     The density is x^(a-1) (1-x)^(a-1) / B. Up to the middle, the function integrates the binomial series of the second
     factor.
     """
-    n = np.arange(64)  # below 1/2, the terms fall at least as powers of 1/2
+    n = np.arange(64)  # below 1/2, the terms decrease at least as fast as powers of 1/2
     factors = np.cumprod(np.append(1, (n[1:] - BETA) / n[1:]))
     tail = np.minimum(x, 1 - x)[:, None]
     total = math.gamma(BETA) ** 2 / math.gamma(2 * BETA)
@@ -297,7 +299,7 @@ def _beta_cdf(x: np.ndarray) -> np.ndarray:
 
 
 def check_steps(steps: int, skip: int) -> None:
-    """Raise WanjaxError unless at least one step remains after the first `skip`."""
+    """Raise WanjaxError unless at least one step remains after the first `skip` steps."""
     if steps < 1:
         raise WanjaxError(f"at least 1 step is needed, got {pluralize(steps, 'step')}")
     if not 0 <= skip < steps:
@@ -307,7 +309,7 @@ def check_steps(steps: int, skip: int) -> None:
 def check_flow(shift: object, sigma_schedule: object) -> None:
     """Raise WanjaxError for an invalid shift or an unknown sigma schedule.
 
-    A shift of 1 changes nothing. A shift above 1 moves steps to higher noise levels.
+    A shift of 1 has no effect. A shift above 1 moves steps to higher noise levels.
     """
     check_shift("flow shift", shift, "3 to 12")
     check_choice("sigmas", sigma_schedule, SigmaSchedule)

@@ -3,9 +3,9 @@
 
     x0 = x - σ v,    x' = (1 - σ') x0 + σ' noise
 
-Follows multistep consistency sampling (Song et al., "Consistency Models", 2303.01469), in the form that distilled video
-models use. A network that was distilled at a few timesteps works best at these timesteps. A schedule with fewer steps
-uses the first of these timesteps. A schedule with more steps interpolates evenly between them.
+This is multistep consistency sampling (Song et al., "Consistency Models", 2303.01469), in the form that distilled video
+models use. A network that was distilled at a few timesteps works best at these timesteps. If a schedule has fewer
+steps, it uses the first of these timesteps. If it has more steps, it interpolates evenly between them.
 """
 
 from collections.abc import Sequence
@@ -30,21 +30,20 @@ class MultistepConsistency(Flow):
     def init(
         self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
     ) -> NoiseSource:
-        """Return the source of the steps' noise: `noise` [steps, shape of x] if there is one, otherwise the random
-        keys.
+        """Return the source of noise for the steps: `noise` [steps, shape of x], or the random keys if it is None.
 
-        Raises WanjaxError for noise of another shape.
+        Raises WanjaxError if `noise` has another shape.
         """
         return noise_source(schedule, x, keys, noise)
 
     def noise_draws(self, schedule: Schedule, index: int) -> int:
-        """Count one array for each step but the last, as the sampler of Self-Forcing's authors draws them."""
+        """Return 1, or 0 for the last step, as the sampler of Self-Forcing's authors draws noise."""
         return int(index + 1 < len(schedule.timesteps))
 
     def step(
         self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: NoiseSource
     ) -> tuple[Sample, NoiseSource]:
-        """Move x to the next noise level with new noise; the last step returns the clean sample."""
+        """Move x to the next noise level with new noise. The last step returns the clean sample."""
         noise, state = next_noise(state, x)
         x0 = self.x0(schedule, index, prediction, x)
         return schedule.alphas[index + 1] * x0 + schedule.sigmas[index + 1] * noise, state
@@ -52,14 +51,14 @@ class MultistepConsistency(Flow):
 
 @dataclass(frozen=True)
 class Consistency(MultistepConsistency):
-    """The solver for models distilled at certain `timesteps`, such as 1000, 757, 522.
+    """The solver for models that were distilled at certain `timesteps`, such as 1000, 757, 522.
 
-    If `timesteps` is empty, the timesteps are evenly spaced and then shifted: before the shift, four steps are 1000,
-    750, 500, 250. Follows pipeline/causal_inference.py and utils/scheduler.py of guandeh17/Self-Forcing, and diffusers'
-    schedulers/scheduling_flow_match_lcm.py.
+    If `timesteps` is empty, the timesteps are evenly spaced and then shifted. Before the shift, the timesteps of four
+    steps are 1000, 750, 500, 250. The references are pipeline/causal_inference.py and utils/scheduler.py of
+    guandeh17/Self-Forcing, and diffusers' schedulers/scheduling_flow_match_lcm.py.
 
     Explicit `timesteps` are passed to the network without a shift. The noise level of a timestep is the nearest of the
-    thousand shifted noise levels of training. Follows causvid/models/wan/bidirectional_inference.py of
+    thousand shifted noise levels of training. The references are causvid/models/wan/bidirectional_inference.py of
     tianweiy/CausVid, and fastvideo/pipelines/stages/denoising.py of hao-ai-lab/FastVideo.
     """
 
@@ -86,15 +85,13 @@ class Consistency(MultistepConsistency):
 
 @dataclass(frozen=True)
 class RCMLevels(Flow):
-    """Noise levels of rCM (Zheng et al., 2510.08431).
+    """Noise levels of rCM (Zheng et al., "Large Scale Diffusion Distillation via Score-Regularized Continuous-Time
+    Consistency", 2510.08431).
 
-    Zheng et al.: "Large Scale Diffusion Distillation via Score-Regularized Continuous-Time Consistency". A level is an
-    angle θ, at which x is cos θ x0 + sin θ noise.
-
-    Divided by cos θ + sin θ, x lies on the flow's path at σ = sin θ / (cos θ + sin θ). The first angle is the arc
-    tangent of `sigma_max`: 80, or 200 for image to video. The initial noise is multiplied by the first σ, which is
-    below 1. The flow shift has no effect. Follows rcm/inference/wan2pt1_t2v_rcm_infer.py of NVlabs/rcm, which rounds
-    timesteps to bfloat16.
+    A level is an angle θ, at which x = cos θ x0 + sin θ noise. Divided by cos θ + sin θ, this is the flow's sample at
+    σ = sin θ / (cos θ + sin θ). The first angle is the arc tangent of `sigma_max`: 80, or 200 for image to video. The
+    initial noise is multiplied by the first σ, which is below 1. The flow shift has no effect. The reference is
+    rcm/inference/wan2pt1_t2v_rcm_infer.py of NVlabs/rcm, which rounds timesteps to bfloat16.
     """
 
     sigma_max: float = 80.0
@@ -128,9 +125,8 @@ class RCM(MultistepConsistency, RCMLevels):
 class RCMEuler(FlowEuler, RCMLevels):
     """Euler's method at rCM's levels, x' = x - (σ - σ') v.
 
-    The solver adds no noise, which gives sharper videos but is less robust.
-
-    Follows turbodiffusion/inference/wan2.2_i2v_infer.py of thu-ml/TurboDiffusion, which uses it for image to video.
+    The solver adds no noise. Videos are sharper, but the solver is less robust. The reference is
+    turbodiffusion/inference/wan2.2_i2v_infer.py of thu-ml/TurboDiffusion, which uses this solver for image to video.
     """
 
     sigma_max: float = 200.0

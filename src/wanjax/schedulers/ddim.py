@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DDIM (Song et al., "Denoising Diffusion Implicit Models", 2010.02502), with steps that add no noise."""
+"""DDIM (Song et al., "Denoising Diffusion Implicit Models", 2010.02502). The steps add no noise."""
 
 from dataclasses import dataclass
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Noise levels of diffusion models trained with a thousand discrete timesteps, where α² + σ² = 1.
 
-The levels are Rombach et al.'s, "High-Resolution Image Synthesis with Latent Diffusion Models", 2112.10752, with more
-noise at all levels as in Esser et al., 2403.03206, and pure noise at the last level as in Lin et al., "Common Diffusion
-Noise Schedules and Sample Steps are Flawed", 2305.08891. The reference is diffusers'
-schedulers/scheduling_ddim_cogvideox.py; scheduling_dpm_cogvideox.py has the same levels.
+The levels are based on Rombach et al., "High-Resolution Image Synthesis with Latent Diffusion Models", 2112.10752. As
+in Esser et al., 2403.03206, all levels have more noise. As in Lin et al., "Common Diffusion Noise Schedules and Sample
+Steps are Flawed", 2305.08891, the last level is pure noise. The reference is diffusers'
+schedulers/scheduling_ddim_cogvideox.py. The levels in scheduling_dpm_cogvideox.py are the same.
 """
 
 from abc import abstractmethod
@@ -41,11 +41,11 @@ class Levels(NamedTuple):
 
 @dataclass(frozen=True)
 class Diffusion(Scheduler):
-    """Noise levels of a discrete diffusion model; subclasses are solvers.
+    """Noise levels of a discrete diffusion model. The subclasses are solvers.
 
-    `snr_shift` divides the ratio of signal to noise, α² / σ², at every level. `spacing` chooses the timesteps:
+    The signal-to-noise ratio α² / σ² of every level is divided by `snr_shift`. `spacing` determines the timesteps:
     `trailing` counts down from the last timestep, `linspace` spaces them evenly from the last to the first, and
-    `leading` counts up from the first. The checkpoint determines both fields, so they are not part of a scheduler's
+    `leading` counts up from the first. Both fields come from the checkpoint, so they are not part of a scheduler's
     name.
     """
 
@@ -59,11 +59,11 @@ class Diffusion(Scheduler):
         check_choice("timestep spacing", self.spacing, Spacing)
 
     def schedule(self, steps: int, *, follow: str = "official", skip: int = 0) -> Schedule:
-        """Return levels and weights; raise WanjaxError for more steps than timesteps.
+        """Return levels and coefficients. Raises WanjaxError if there are more steps than timesteps.
 
         A step ends at the level of the next timestep, and the last step ends without noise. With `follow="diffusers"`,
-        a step ends 1000 // steps timesteps below its start. Some noise then remains at the end if `steps` does not
-        divide 1000.
+        a step ends 1000 // steps timesteps below its start. If `steps` does not divide 1000, some noise then remains
+        after the last step.
         """
         check_steps(steps, skip)
         check_choice("way", follow, Reference)
@@ -83,7 +83,7 @@ class Diffusion(Scheduler):
         )
 
     def levels(self, fractions: Float[Array, "B"]) -> Schedule:
-        """Return the levels of integer timesteps. Each timestep covers an equal part of the range of fractions."""
+        """Return the levels of integer timesteps. Each timestep has an equal part of the range of fractions."""
         timesteps = jnp.minimum((fractions * TRAIN_STEPS).astype(jnp.int32), TRAIN_STEPS - 1)
         alpha_bars = noise_levels(self.snr_shift)
         alphas, sigmas = (jnp.asarray(np.sqrt(x), jnp.float32)[timesteps] for x in (alpha_bars, 1 - alpha_bars))
@@ -92,7 +92,7 @@ class Diffusion(Scheduler):
 
     @abstractmethod
     def _step_coefficients(self, levels: Levels) -> tuple[float, ...]:
-        """Return the weights of a step."""
+        """Return the coefficients of a step."""
 
 
 def noise_levels(snr_shift: float) -> Float[np.ndarray, " steps"]:
@@ -104,7 +104,7 @@ def noise_levels(snr_shift: float) -> Float[np.ndarray, " steps"]:
 
 
 def _spaced_timesteps(steps: int, spacing: Spacing) -> Int[np.ndarray, " steps"]:
-    """Return the timesteps of a schedule in falling order."""
+    """Return the timesteps of a schedule in descending order."""
     match spacing:
         case "trailing":
             # for some numbers of steps the reference's rounding appends timestep -1; it is dropped here

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stochastic solver of second order: SDE-DPM-Solver++(2M).
 
-Follows Lu et al., "DPM-Solver++: Fast Solver for Guided Sampling of Diffusion Probabilistic Models", 2211.01095, in the
-form of diffusers' schedulers/scheduling_dpm_cogvideox.py. A step advances λ = log(α / σ) by h = λ' - λ:
+The solver is that of Lu et al., "DPM-Solver++: Fast Solver for Guided Sampling of Diffusion Probabilistic Models",
+2211.01095, in the form of diffusers' schedulers/scheduling_dpm_cogvideox.py. A step increases λ = log(α / σ) by
+h = λ' - λ:
 
     x' = σ'/σ e^-h x + α' (1 - e^-2h) D + σ' √(1 - e^-2h) noise,    D = x0 + (x0 - previous x0) / 2r
 
 r is the previous step's h divided by this step's h. The first step has no previous x0. The last step, which ends
-without noise, does not use the previous x0. λ is infinite at pure noise and without noise. Then e^-h is 0.
+without noise, does not use the previous x0. At pure noise and without noise, λ is infinite, and e^-h is 0.
 
-In a second-order step, the reference draws noise twice and uses the second draw. wanjax draws once, except when it
+In a second-order step, the reference draws noise twice and uses the second draw. wanjax draws once, unless it
 reproduces the random numbers of the reference.
 """
 
@@ -34,21 +35,21 @@ class DPMState(NamedTuple):
 
 @dataclass(frozen=True)
 class DPM(Diffusion):
-    """SDE-DPM-Solver++(2M). A step has four weights: for x, for x0, for the previous x0 and for the noise."""
+    """SDE-DPM-Solver++(2M). A step has four coefficients: for x, for x0, for the previous x0 and for the noise."""
 
     stochastic: ClassVar[bool] = True
 
     def init(
         self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
     ) -> DPMState:
-        """Return the state before the first step. `noise` [steps, shape of x] is used instead of random draws.
+        """Return the state before the first step. If `noise` [steps, shape of x] is not None, no noise is drawn.
 
-        Raises WanjaxError for noise of another shape.
+        Raises WanjaxError if `noise` has another shape.
         """
         return DPMState(jnp.zeros_like(x), noise_source(schedule, x, keys, noise))
 
     def noise_draws(self, schedule: Schedule, index: int) -> int:
-        """Count one array for the first step and for a last step that ends without noise, and two for other steps."""
+        """Return 1 for the first step and for a last step that ends without noise, and 2 for other steps."""
         ends_clean = index + 1 == len(schedule.timesteps) and schedule.sigmas[-1] == 0
         return 1 if index == 0 or ends_clean else 2
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """DPM-Solver++(2M) along a rectified flow: the predictor of UniPC without its corrector.
 
-Follows Lu et al., "DPM-Solver++: Fast Solver for Guided Sampling of Diffusion Probabilistic Models", 2211.01095, as in
-wan/utils/fm_solvers.py of Wan-Video/Wan2.2: the midpoint method of second order, with a first and a last step of first
-order. The noise levels start at pure noise, where λ is infinite, so the second step does not use the first prediction.
+The solver is that of Lu et al., "DPM-Solver++: Fast Solver for Guided Sampling of Diffusion Probabilistic Models",
+2211.01095, in the form of wan/utils/fm_solvers.py of Wan-Video/Wan2.2: the midpoint method of second order. The first
+and the last step are of first order. The noise levels start at pure noise, where λ is infinite, so the second step does
+not use the first prediction.
 """
 
 from collections.abc import Sequence
@@ -20,20 +21,20 @@ from wanjax.schedulers.unipc import ExponentialIntegrator, evaluate_expansion
 
 @dataclass(frozen=True)
 class FlowDPM(ExponentialIntegrator):
-    """DPM-Solver++ of order 1 or 2 for flow predictions. A step has the predictor's weights."""
+    """DPM-Solver++ of order 1 or 2 for flow predictions. The coefficients of a step are those of UniPC's predictor."""
 
     starts_at_pure_noise: ClassVar[bool] = True
 
     def init(
         self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
     ) -> Sample:
-        """Return zeros for the previous prediction, whose weight is 0 in the first step."""
+        """Return zeros in place of a previous prediction. Its coefficient is 0 in the first step."""
         return jnp.zeros_like(x)
 
     def step(
         self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: Sample
     ) -> tuple[Sample, Sample]:
-        """Move x to the next noise level; the state is the predicted clean sample."""
+        """Move x to the next noise level. The state is the clean sample that the previous step predicted."""
         m = self.x0(schedule, index, prediction, x)
         return evaluate_expansion(schedule.coefficients[index], x, m, state), m
 
@@ -45,4 +46,4 @@ class FlowDPM(ExponentialIntegrator):
         return np.trunc(levels * TRAIN_STEPS), levels
 
     def _step_coefficients(self, s: np.ndarray, i: int) -> Sequence[float]:
-        return self._predictor_weights(s, i)
+        return self._predictor_coefficients(s, i)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise for the steps of a stochastic solver. Each step draws it from one random key per sample, or the caller provides
-it, for all steps or for a single step."""
+"""Noise for the steps of a stochastic solver. Each step draws noise from one random key per sample, or the caller
+provides the noise for all steps or for a single step."""
 
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,23 +13,23 @@ from wanjax.schedulers.base import Sample, Schedule
 
 
 class DrawnNoise(NamedTuple):
-    """Noise that each step draws: the data of one random key per sample."""
+    """A source of noise that is drawn in each step. It has the data of one random key per sample."""
 
     keys: UInt32[Array, "B 2"]
 
 
 class ProvidedNoise(NamedTuple):
-    """Noise that the caller provides for every step, and the index of the next step."""
+    """A source of noise that the caller provides for every step, with the index of the next step."""
 
     noise: Float[Array, "steps ..."]
     next_step: Int32[Array, ""]
 
 
 class NextNoise(NamedTuple):
-    """Noise that the caller provides for the next step only, and the source of the noise for later steps."""
+    """A source of noise that the caller provides for the next step only. Later steps use another source."""
 
     noise: Float[Array, "..."]
-    later: DrawnNoise
+    later_source: DrawnNoise
 
 
 NoiseSource = DrawnNoise | ProvidedNoise | NextNoise
@@ -39,10 +39,9 @@ Tree = TypeVar("Tree")
 def noise_source(
     schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None
 ) -> NoiseSource:
-    """Return the source of the first step's noise: `noise` [steps, shape of x] if there is one, otherwise the random
-    keys.
+    """Return the source of noise for the steps: `noise` [steps, shape of x], or the random keys if it is None.
 
-    Raises WanjaxError for noise of another shape.
+    Raises WanjaxError if `noise` has another shape.
     """
     if noise is None:
         return DrawnNoise(jax.random.key_data(keys))
@@ -52,11 +51,11 @@ def noise_source(
 
 
 def with_next_noise(state: Tree, noise: Any) -> Tree:
-    """Provide the noise of the next step to a solver that would draw it.
+    """Provide the noise of the next step to a solver that otherwise draws it.
 
     Args:
         state: The solver's state.
-        noise: The noise [shape of x].
+        noise: The noise, with the shape of x.
     """
 
     def is_drawn(leaf: object) -> bool:
@@ -70,8 +69,8 @@ def next_noise(source: NoiseSource, x: Sample) -> tuple[Sample, NoiseSource]:
     match source:
         case ProvidedNoise(noise, next_step):
             return jax.lax.dynamic_index_in_dim(noise, next_step, keepdims=False), ProvidedNoise(noise, next_step + 1)
-        case NextNoise(noise, later):
-            return noise.astype(x.dtype), later
+        case NextNoise(noise, later_source):
+            return noise.astype(x.dtype), later_source
         case DrawnNoise(key_data):
             keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(key_data, impl="threefry2x32"))
             noise = jax.vmap(lambda key: jax.random.normal(key, x.shape[1:], x.dtype))(keys[:, 0])

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """UniPC: a predictor, and a corrector that uses each network prediction a second time.
 
-Follows Zhao et al., "UniPC: A Unified Predictor-Corrector Framework for Fast Sampling of Diffusion Models", 2302.04867,
-with B(h) = e^-h - 1, on predictions m of the clean sample. With λ = log((1 - σ) / σ), the predictor and the corrector
-use the same expansion to move from one noise level to the next. The expansion is linear in the sample and the
-predictions:
+The solver is that of Zhao et al., "UniPC: A Unified Predictor-Corrector Framework for Fast Sampling of Diffusion
+Models", 2302.04867, with B(h) = e^-h - 1 and predictions m of the clean sample. λ is log((1 - σ) / σ). The predictor
+and the corrector use the same expansion to move from one noise level to the next. The expansion is linear in the sample
+and the predictions:
 
     x' = w0 x + w1 m + Σ wk (mk - m)
 
-x and m belong to the level at which the step starts. The predictor has one mk: the prediction before m. The corrector
-repeats the previous step with a second mk: the prediction at the level where the previous step ended. The weights
-depend only on the order and the noise levels, so they are part of the schedule.
+x and m are the sample and the prediction at the start of the step. The predictor has one mk: the prediction before m.
+The corrector repeats the previous step with a second mk: the prediction at the end of the previous step. The
+coefficients w depend only on the order and the noise levels, so they are part of the schedule.
 """
 
 from abc import abstractmethod
@@ -37,19 +37,19 @@ class UniPCState(NamedTuple):
 
 @dataclass(frozen=True)
 class ExponentialIntegrator(Flow):
-    """A solver of order 1 or 2 that uses UniPC's expansion; raises WanjaxError for other orders."""
+    """A solver of order 1 or 2 that uses UniPC's expansion. Raises WanjaxError for other orders."""
 
     order: int = 2
     option: ClassVar[str] = "order"
     starts_at_pure_noise: ClassVar[bool] = False
-    """True for a solver whose first level may be pure noise, where λ is infinite."""
+    """Whether the first level may be pure noise, where λ is infinite."""
 
     def __post_init__(self):
         if self.order not in (1, 2):
             raise WanjaxError(f"the solver's order must be 1 or 2, got {self.order!r}")
 
     def schedule(self, steps: int, *, shift: float, sigma_schedule: str = "official", skip: int = 0) -> Schedule:
-        """Return noise levels, integer timesteps and weights.
+        """Return noise levels, integer timesteps and coefficients.
 
         Raises WanjaxError for an invalid shift or sigma schedule, or if two levels are equal in float32.
         """
@@ -65,10 +65,10 @@ class ExponentialIntegrator(Flow):
 
     @abstractmethod
     def _step_coefficients(self, s: np.ndarray, i: int) -> Sequence[float]:
-        """Return the weights of the step that starts at level i of the levels s."""
+        """Return the coefficients of the step that starts at level i of the levels s."""
 
-    def _predictor_weights(self, s: np.ndarray, i: int) -> Sequence[float]:
-        """Return the predictor's weights from level i to i + 1; the last step returns the prediction itself."""
+    def _predictor_coefficients(self, s: np.ndarray, i: int) -> Sequence[float]:
+        """Return the predictor's coefficients from level i to i + 1. The last step returns the prediction itself."""
         if i + 2 == len(s):
             return 0, 1, 0
         h = _lambda(s[i + 1]) - _lambda(s[i])
@@ -79,7 +79,7 @@ class ExponentialIntegrator(Flow):
 
 @dataclass(frozen=True)
 class UniPC(ExponentialIntegrator):
-    """UniPC of order 1 or 2. A step has four weights for the corrector and three for the predictor."""
+    """UniPC of order 1 or 2. A step has four coefficients for the corrector and three for the predictor."""
 
     def init(
         self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
@@ -112,24 +112,24 @@ class UniPC(ExponentialIntegrator):
         return np.trunc(levels * TRAIN_STEPS), levels
 
     def _step_coefficients(self, s: np.ndarray, i: int) -> Sequence[float]:
-        return *_corrector_weights(s, i, min(self.order, i)), *self._predictor_weights(s, i)
+        return *_corrector_coefficients(s, i, min(self.order, i)), *self._predictor_coefficients(s, i)
 
 
 def evaluate_expansion(
     coefficients: Float[AnyArray, " terms"], x: Sample, m: Sample, *other_predictions: Sample
 ) -> Sample:
-    """Evaluate the expansion, where `other_predictions` are the mk.
+    """Evaluate the expansion. `other_predictions` are the predictions mk.
 
-    Add the small terms first, so that float32 does not lose them.
+    The small terms are added first, so that they are not lost in float32.
     """
     terms = [coefficient * (mk - m) for coefficient, mk in zip(coefficients[2:], other_predictions, strict=True)]
     return coefficients[0] * x + coefficients[1] * m + sum(terms[1:], terms[0])
 
 
-def _corrector_weights(s: np.ndarray, i: int, order: int) -> Sequence[float]:
-    """Return the corrector's weights from level i - 1 to i.
+def _corrector_coefficients(s: np.ndarray, i: int, order: int) -> Sequence[float]:
+    """Return the corrector's coefficients from level i - 1 to i.
 
-    For i = 0 they leave x unchanged, because no step ends at the first level.
+    For i = 0 the corrector does not change x, because no step ends at the first level.
     """
     if order == 0:
         return 1, 0, 0, 0
@@ -138,7 +138,7 @@ def _corrector_weights(s: np.ndarray, i: int, order: int) -> Sequence[float]:
     gain = (1 - s[i]) * -b
     if order == 1:
         return s[i] / s[i - 1], gain, 0.0, 0.5 * gain
-    # The weights ρ of the two differences satisfy the conditions of second order: ρ1 + ρ2 = c1 and r ρ1 + ρ2 = c2.
+    # The coefficients ρ of the two differences satisfy the second-order conditions: ρ1 + ρ2 = c1 and r ρ1 + ρ2 = c2
     r = (_lambda(s[i - 2]) - _lambda(s[i - 1])) / h
     phi = b / -h - 1
     c1, c2 = phi / b, 2 * (phi / -h - 0.5) / b
