@@ -38,7 +38,7 @@ def rope(model: Any, x: Any) -> Any:
 def as_block(model: Any, x: Any, t: Any, text: Any) -> Any:
     """The first block of a video, with all inputs of a run."""
     context, tokens = model.context(text), int(np.prod(model.grid(x)))
-    return model(x, t, context, angles_at(model.config, 0), model.window(x), slot_of(model.config, 0, tokens))
+    return model(x, t, context, angles_at(model.config, 0), model.empty_kv_cache(x), slot_of(model.config, 0, tokens))
 
 
 CASES = {  # by hand, as a run calls it, and the arguments

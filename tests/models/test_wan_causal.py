@@ -58,7 +58,7 @@ def by_blocks(model, latents, text, devices=None):
     def begin(weights, latents, text):
         with use_partitioner(devices):
             output = nnx.merge(graphdef, weights)
-            return output.context(text), output.window(latents)
+            return output.context(text), output.empty_kv_cache(latents)
 
     @partial(jax.jit, donate_argnums=5)
     def run(weights, latents, t, context, time, window, slot):

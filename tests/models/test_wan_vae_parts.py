@@ -46,7 +46,7 @@ def test_parts_are_joined_in_time(frames, latents, begun):
 def test_frames_decoded_at_once_fit_the_memory_of_a_tpu(monkeypatch, platform, size, together):
     monkeypatch.setattr(vae, "target", lambda x: Target(platform, "some kind"))
     z = jnp.zeros((1, 2, *size, VAE_2_1.latent_channels))
-    assert vae.latent_frames_at_once(z, VAE_2_1.spatial_factor, VAE_2_1.decoder_width) == together
+    assert vae.latent_frames_per_part(z, VAE_2_1.spatial_factor, VAE_2_1.decoder_width) == together
 
 
 def test_even_numbers_of_frames_are_decoded_in_pairs():

@@ -12,7 +12,7 @@ from flax import nnx
 from tests.parity.pose_references import SIZES, pose_transformer
 from tests.parity.references import channels_last, relative_l2, run, wan_transformer
 from wanjax.layers.stack import block_at
-from wanjax.models.wan.faces import same_frame
+from wanjax.models.wan.faces import same_frame_bias
 from wanjax.models.wan.pose import WanPoseTransformer
 
 FRAMES, HEIGHT, WIDTH, FACE_FRAMES = 3, 6, 10, 9  # of the pose clip's latents, and of the face
@@ -80,7 +80,7 @@ def test_face_adapter(reference, network):
         def adapt(adapters: Any, x: Any, faces: Any, index: int = index) -> Any:
             adapter = block_at(adapters, index)
             keys = adapter.context(faces.reshape(2, -1, width))
-            bias = same_frame(x.shape[1], HEIGHT * WIDTH // 4, keys.k.shape[1], faces.shape[2])
+            bias = same_frame_bias(x.shape[1], HEIGHT * WIDTH // 4, keys.k.shape[1], faces.shape[2])
             return adapter(x, keys, bias)
 
         result = adapt(network.face_adapters, from_torch(x), from_torch(faces))

@@ -16,7 +16,7 @@ from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.layers.quantized import quantized_layers
 from wanjax.media.pictures import Pictures
-from wanjax.models.wan.faces import blur, same_frame
+from wanjax.models.wan.faces import blur, same_frame_bias
 from wanjax.pipelines.wan.conditioning import frame_channels
 from wanjax.pipelines.wan.letterbox import LANCZOS, content_box, letterbox
 from wanjax.pipelines.wan.pose import PoseSegments
@@ -141,7 +141,7 @@ def test_a_blurred_picture_keeps_its_mean():
 
 def test_tokens_attend_only_to_keys_of_their_frame():
     """Padding after the last frame sees the last frame's keys."""
-    visible = np.asarray(same_frame(7, 2, 6, 2))[0, 0] == 0
+    visible = np.asarray(same_frame_bias(7, 2, 6, 2))[0, 0] == 0
     assert visible.sum(axis=1).tolist() == [2] * 7
     assert visible[:, ::2].argmax(axis=1).tolist() == [0, 0, 1, 1, 2, 2, 2]
 

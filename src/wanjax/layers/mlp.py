@@ -43,13 +43,13 @@ class MLP(nnx.Module):
 
     @jax.named_scope("mlp")
     def __call__(
-        self, inputs: Float[Array, "*B E"] | NormedTokens, add_to: Residual | None = None
+        self, inputs: Float[Array, "*B E"] | NormedTokens, residual: Residual | None = None
     ) -> Float[Array, "*B _E"]:
-        """Compute the MLP, including the norm of its input. If `add_to` is not None, add the result to its tokens."""
+        """Compute the MLP, including the norm of its input. If `residual` is not None, add the result to its tokens."""
         if self.activation is gelu_tanh and quantizes_tokens(self.up) and quantizes_tokens(self.down):
-            return run_fused(self._quantized, inputs, add_to)
+            return run_fused(self._quantized, inputs, residual)
         y = save_for_backward(self.down(self.activation(self.up(compute_norm(inputs)))))
-        return y if add_to is None else add_to.add(y)
+        return y if residual is None else residual.add(y)
 
     def _quantized(self, x: Float[Array, "*B E"], **fused: Any) -> Float[Array, "*B _E"]:
         """Compute both projections by one call. On TPUs, it quantizes the hidden layer before writing it to memory."""

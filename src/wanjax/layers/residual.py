@@ -112,19 +112,19 @@ def shared_input(inputs: Vectors | NormedTokens, *projections: nnx.Module) -> Ve
     return run_fused(first.quantize_tokens, inputs, None)
 
 
-def project(projection: nnx.Module, inputs: Vectors | NormedTokens, add_to: Residual | None = None) -> Vectors:
+def project(projection: nnx.Module, inputs: Vectors | NormedTokens, residual: Residual | None = None) -> Vectors:
     """Compute a projection, with the norm of its input and the residual sum.
 
     Args:
         projection: The projection.
         inputs: The tokens.
-        add_to: The tokens to which the result is added; None for no sum.
+        residual: The tokens to which the result is added; None for no sum.
     """
     layer: Any = projection
     if quantizes_tokens(projection):
-        return run_fused(layer, inputs, add_to)
+        return run_fused(layer, inputs, residual)
     y = layer(compute_norm(inputs))
-    return y if add_to is None else add_to.add(y)
+    return y if residual is None else residual.add(y)
 
 
 def project_heads(
@@ -151,18 +151,18 @@ def project_heads(
     return join_heads(heads if rope is None else apply_rotary(heads, rope))
 
 
-def run_fused(kernel: Callable[..., Any], inputs: Inputs | NormedTokens, add_to: Residual | None) -> Any:
+def run_fused(kernel: Callable[..., Any], inputs: Inputs | NormedTokens, residual: Residual | None) -> Any:
     """Run a kernel together with the norm of its input and the sum with the residual.
 
     Args:
         kernel: A function of tokens, with the options `modulation`, `eps` and `gated_sum` of `quantized_matmul`.
         inputs: The tokens.
-        add_to: The tokens to which the result is added; None for no sum.
+        residual: The tokens to which the result is added; None for no sum.
     """
     x, norm = inputs.kernel_input() if isinstance(inputs, NormedTokens) else (inputs, {})
-    if add_to is None:
+    if residual is None:
         return kernel(x, **norm)
-    return kernel(x, **norm, gated_sum=add_to.kernel_sum())
+    return kernel(x, **norm, gated_sum=residual.kernel_sum())
 
 
 def quantizes_tokens(*projections: nnx.Module) -> bool:

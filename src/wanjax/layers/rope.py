@@ -99,7 +99,8 @@ def norm_and_rope(x: Float[Array, "B L E"], norm: nnx.RMSNorm, rope: Rope) -> Fl
 
     The computation is in float32. In checkpoints, channels 2p and 2p + 1 are a pair. When a checkpoint is loaded, the
     columns of the q and k weights are reordered, so that the two channels of a pair are half a head apart. This does
-    not change the products of q and k, and the vector unit need not shuffle neighbouring channels."""
+    not change the products of q and k, and the vector unit need not shuffle neighbouring channels.
+    """
     assert norm.scale is not None
     return normed_rotary(x, inverse_rms(x, norm.epsilon), norm.scale[...], rope.cos, rope.sin)
 

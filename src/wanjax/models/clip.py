@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vision tower of CLIP, an encoder of images for a video model.
+"""The image encoder of CLIP, whose features condition a video model.
 
-A vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929) that was trained with a text tower (Radford et al.
-2021, arXiv:2103.00020). Its tokens are patches of the image and a class token. It has learned positions, and pre-norm
-blocks with biases. The reference is transformers' models/clip/modeling_clip.py.
+The encoder is a vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929) that was trained together with a text
+encoder (Radford et al. 2021, arXiv:2103.00020). Its tokens are a class token and the patches of the image. It has
+learned positions, and pre-norm blocks with biases. The reference is transformers' models/clip/modeling_clip.py.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from wanjax.layers.vision_encoder import VisionBlock, VisionConfig
 
 @dataclass(frozen=True)
 class CLIPVisionConfig(VisionConfig):
-    """Sizes of the tower. `layers` does not count the last block, because features are taken before it."""
+    """Sizes of the encoder. `layers` does not count the last block, because features are taken before it."""
 
     @property
     def tokens(self) -> int:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language model of Qwen2.5-VL as an encoder of prompts for a video model.
+"""The language model of Qwen2.5-VL, which encodes prompts for a video model.
 
-A causal transformer (Qwen team 2025, arXiv:2502.13923). Its pre-norm blocks have grouped-query attention (Ainslie et
-al. 2023, arXiv:2305.13245) and a gated MLP. The features are the residual stream after the configured number of blocks,
-without the final norm. A text token has the same position in time, height and width, so the multimodal rotary embedding
-equals the usual rotary embedding. The reference is transformers' models/qwen2_5_vl/modeling_qwen2_5_vl.py.
+It is a causal transformer (Qwen team 2025, arXiv:2502.13923). Its pre-norm blocks have grouped-query attention (Ainslie
+et al. 2023, arXiv:2305.13245) and a gated MLP. The features are the residual stream after the configured number of
+blocks, without the final norm. The three positions of a text token, in time, height and width, are equal. The
+multimodal rotary embedding of text is therefore the usual rotary embedding. The reference is transformers'
+models/qwen2_5_vl/modeling_qwen2_5_vl.py.
 """
 
 from dataclasses import dataclass
@@ -30,8 +31,8 @@ CAUSAL = (None, 0)  # the attention window: all earlier keys and no later keys
 
 @dataclass(frozen=True)
 class Qwen2VLConfig:
-    """Sizes of the language model. `layers` is the number of blocks that run. The last blocks of the published model
-    are left out."""
+    """Sizes of the language model. `layers` is the number of blocks that are computed. The last blocks of the published
+    model are not needed."""
 
     vocab_size: int
     width: int
@@ -58,7 +59,7 @@ def text_angles(length: int, config: Qwen2VLConfig) -> Angles:
 
 
 class SelfAttention(nnx.Module):
-    """Causal grouped-query attention with rotary embeddings; `heads / kv_heads` query heads share keys and values."""
+    """Causal grouped-query attention with rotary embeddings. `heads / kv_heads` heads of q share a head of k and v."""
 
     def __init__(self, config: Qwen2VLConfig, **kw):
         width, kv_width = config.width, config.kv_heads * config.head_dim

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vision tower of SigLIP, an encoder of images for a video model.
+"""The image encoder of SigLIP, whose features condition a video model.
 
-A vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929) that was trained with a text tower and a sigmoid loss
-(Zhai et al. 2023, arXiv:2303.15343). Its tokens are patches of the image. It has learned positions, pre-norm blocks
-with biases, and a final norm. The reference is transformers' models/siglip/modeling_siglip.py.
+The encoder is a vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929) that was trained together with a text
+encoder by a sigmoid loss (Zhai et al. 2023, arXiv:2303.15343). Its tokens are patches of the image. It has learned
+positions, pre-norm blocks with biases, and a final norm. The reference is transformers'
+models/siglip/modeling_siglip.py.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from wanjax.layers.vision_encoder import VisionBlock, VisionConfig
 
 @dataclass(frozen=True)
 class SiglipVisionConfig(VisionConfig):
-    """Sizes of the tower."""
+    """Sizes of the encoder."""
 
     @property
     def tokens(self) -> int:
@@ -39,7 +40,7 @@ SIGLIP_SO400M = SiglipVisionConfig(layers=27, heads=16, width=1152, mlp_dim=4304
 class SiglipVision(nnx.Module):
     """Encode normalised images [B H W 3] as features of each patch, with the final norm.
 
-    Pixels beyond the last full patch, at the bottom and at the right, are cropped.
+    Rows and columns of pixels after the last full patch are cropped.
     """
 
     def __init__(self, config: SiglipVisionConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):

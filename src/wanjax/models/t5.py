@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The encoder of T5 v1.1 and UMT5, which encodes prompts for a video model.
 
-The encoder has pre-norm blocks of self-attention and a gated MLP, without biases. Positions enter only by a learned
-bias on the attention logits. The bias depends on the bucket of the distance from query to key. The logits are not
-scaled; the initialisers compensate for this. Follows Raffel et al. 2020 (arXiv:1910.10683), Shazeer 2020
-(arXiv:2002.05202) for the gated MLP, and Chung et al. 2023 (arXiv:2304.09151) for UMT5, where every layer has its own
-table of position biases.
+The encoder has pre-norm blocks of self-attention and a gated MLP, without biases. Positions are encoded only by a
+learned bias on the attention logits. Distances from query to key are grouped into buckets, and each bucket has a bias.
+The logits are not scaled; the initialisers compensate for this. In UMT5, every layer has its own table of position
+biases. The code follows Raffel et al. 2020 (arXiv:1910.10683), Shazeer 2020 (arXiv:2002.05202) for the gated MLP, and
+Chung et al. 2023 (arXiv:2304.09151) for UMT5.
 """
 
 import math
@@ -76,8 +76,8 @@ GLYPH_BYT5 = T5Config(
 def distance_buckets(distance: Int[np.ndarray, "..."], buckets: int, max_distance: int) -> Int[np.ndarray, "..."]:
     """Return the bucket of each distance. A distance is the key's position minus the query's position.
 
-    Half of the buckets are for keys after the query. In each half, each of the first buckets has one distance. The next
-    buckets grow geometrically up to `max_distance`, and the last bucket has all larger distances.
+    Half of the buckets are for keys after the query. In each half, the first buckets contain one distance each. The
+    next buckets grow geometrically up to `max_distance`, and the last bucket contains all larger distances.
     """
     half = buckets // 2
     num_exact = half // 2
@@ -90,7 +90,7 @@ def distance_buckets(distance: Int[np.ndarray, "..."], buckets: int, max_distanc
 
 
 class PositionBias(nnx.Module):
-    """A bias on the logits of each head, by the bucket of the distance from query to key."""
+    """A bias on the logits of each head. It depends on the bucket of the distance from query to key."""
 
     def __init__(self, config: T5Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         shape, init = (config.buckets, config.heads), normal(config.width**-0.5)
@@ -165,8 +165,9 @@ class T5Encoder(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B S"], mask: Bool[Array, "B S"] | Int[Array, "B S"] | None = None
     ) -> Float[Array, "B S E"]:
-        """Compute features in the compute dtype. `mask` is True for real tokens. Tokens attend only to real tokens. The
-        features of other tokens are meaningless.
+        """Compute features in the compute dtype.
+
+        `mask` is True for real tokens. Tokens attend only to real tokens. The features of other tokens are meaningless.
         """
         mask = None if mask is None else mask.astype(bool)
         bias = None if self.position_bias is None else self.position_bias(tokens.shape[1])

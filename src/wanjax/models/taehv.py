@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small, fast decoder of latents: TAEHV by Ollin Boer Bohan (2025), taehv.py of madebyollin/taehv.
 
-The decoder takes the latents of the denoiser, without rescaling. The reference increases the number of frames at two of
-its levels. Previews decode one picture per latent frame: the last of the frames that the reference decodes for it. The
+The decoder takes the latents of the denoiser, without rescaling. In the reference, two levels increase the number of
+frames. Previews need only one picture per latent frame: the last of the frames that the reference decodes from it. The
 reference has options for this, and for skipping the upsampling of later levels.
 """
 
@@ -60,15 +60,17 @@ def conv(channels_in: int, channels_out: int, size: int = 3, *, bias: bool = Tru
 
 
 class MemoryBlock(nnx.Module):
-    """A residual block that also sees its input for the previous frame, which is zeros for the first frame."""
+    """A residual block. Its input for a frame is concatenated with its input for the previous frame. For the first
+    frame, the previous input is zeros."""
 
     def __init__(self, channels: int, **kw):
         self.convs = nnx.List([conv(2 * channels, channels, **kw), *(conv(channels, channels, **kw) for _ in range(2))])
 
-    def __call__(self, x: Frames, last: Frames | None) -> tuple[Frames, Frames]:
-        """Apply the block, and also return the last frame of x. `last` is the last input frame of the previous chunk;
-        None means zeros."""
-        previous = jnp.concatenate([jnp.zeros_like(x[:, :1]) if last is None else last, x[:, :-1]], axis=1)
+    def __call__(self, x: Frames, previous_frame: Frames | None) -> tuple[Frames, Frames]:
+        """Apply the block, and also return the last frame of x. `previous_frame` is the last input frame of the
+        previous chunk; None means zeros."""
+        first = jnp.zeros_like(x[:, :1]) if previous_frame is None else previous_frame
+        previous = jnp.concatenate([first, x[:, :-1]], axis=1)
         y = jnp.concatenate([x, previous], axis=-1)
         for layer in self.convs[:-1]:
             y = nnx.relu(layer(y))
@@ -84,12 +86,12 @@ class Level(nnx.Module):
         self.out = conv(channels_in, channels_out, bias=False, **kw)
 
     def __call__(self, x: Frames, upsamples: bool, memory: tuple[Any, ...]) -> tuple[Frames, tuple[Any, ...]]:
-        """Apply the level, and also return its new memory. `memory` has the last input frame of each block. `upsamples`
-        doubles height and width."""
+        """Apply the level, and also return its new memory. `memory` has the last input frame of each block. If
+        `upsamples` is True, height and width are doubled."""
         new_memory = []
-        for block, last in zip(self.blocks, memory, strict=True):
-            x, last = block(x, last)
-            new_memory.append(last)
+        for block, previous_frame in zip(self.blocks, memory, strict=True):
+            x, last_frame = block(x, previous_frame)
+            new_memory.append(last_frame)
         if upsamples:
             x = x.repeat(2, axis=2).repeat(2, axis=3)
         return self.out(_unfold_frames(self.mix(x), x.shape[-1])), tuple(new_memory)
@@ -114,18 +116,20 @@ class TinyDecoder(nnx.Module):
     def __call__(self, latents: Frames, num_upsamplings: int) -> Float[Array, "B _T _H _W 3"]:
         """Decode to pictures in [0, 1]. The first `num_upsamplings` levels double height and width."""
         x, _ = self._decode_patches(latents, num_upsamplings, None)
-        return jnp.clip(_cells_to_pixels(x, self.config.patch), 0, 1)
+        return jnp.clip(_patches_to_pixels(x, self.config.patch), 0, 1)
 
     def decode_chunk(self, latents: Frames, cache: Any) -> tuple[Frames, Any]:
         """Decode latent frames to patches of pixels in about [-1, 1]. `cache` is None for the first chunk of a video.
-        The first latent frame is decoded to several frames. Only the last of these frames belongs to the video.
+
+        Every latent frame is decoded to several frames. For the first latent frame of the video, only the last of these
+        frames is returned.
         """
         x, memory = self._decode_patches(latents.astype(jnp.float32), len(self.levels), cache)
-        x = space_to_depth(_cells_to_pixels(x, self.config.patch), self.config.patch)
+        x = space_to_depth(_patches_to_pixels(x, self.config.patch), self.config.patch)
         return 2 * (x if cache is not None else x[:, self.config.temporal_factor - 1 :]) - 1, memory
 
     def _decode_patches(self, latents: Frames, num_upsamplings: int, memory: Any) -> tuple[Frames, Any]:
-        """Decode to the colours of patches. Also return the memory of the blocks for the next frames."""
+        """Decode to the colours of patches. Also return the memory of the blocks for the next chunk."""
         memory = memory or ((None,) * BLOCKS_PER_LEVEL,) * len(self.levels)
         x, new_memory = nnx.relu(self.conv_in(3 * jnp.tanh(latents / 3))), []
         for index, level in enumerate(self.levels):
@@ -141,7 +145,7 @@ def _unfold_frames(x: Frames, channels: int) -> Frames:
     return x.reshape(batch, -1, height, width, channels)
 
 
-def _cells_to_pixels(x: Frames, patch: int) -> Float[Array, "B _T _H _W 3"]:
+def _patches_to_pixels(x: Frames, patch: int) -> Float[Array, "B _T _H _W 3"]:
     """Unfold the channels of patches, in the order colour, row, column, into pixels."""
     batch, frames, height, width, _ = x.shape
     patches = x.reshape(batch, frames, height, width, 3, patch, patch)
@@ -149,7 +153,7 @@ def _cells_to_pixels(x: Frames, patch: int) -> Float[Array, "B _T _H _W 3"]:
 
 
 def decode_pictures(network: TinyDecoder, latents: jax.Array, max_height: int) -> Float[Array, "B _T _H _W 3"]:
-    """Decode latents [B C T H W] to pictures, upsampled as often as possible within `max_height` pixels."""
+    """Decode latents [B C T H W] to pictures of at most `max_height` rows, upsampled as often as this height allows."""
     height, num_upsamplings = latents.shape[3] * network.config.patch, 0
     while num_upsamplings < len(network.levels) and 2 * height <= max_height:
         height, num_upsamplings = 2 * height, num_upsamplings + 1

@@ -18,8 +18,8 @@ class TransformerConfig:
     A model encodes positions by RoPE, by embeddings that are added to the tokens, or by both.
 
     Attributes:
-        rotary: The positions for RoPE. `counted` means 0, 1, 2 and so on. `resized` scales a grid of any size to the
-            grid of the training videos. None means no RoPE.
+        rotary: The positions for RoPE: `counted` for 0, 1, 2 and so on, or `resized` for positions that are scaled to
+            the grid of the training videos. None means no RoPE.
         added: The kind of position embeddings that are added to the tokens: `sinusoids`, a `learned` table, or None.
         trained_grid: The grid of the training videos; None if the positions do not depend on it.
         position_scales: The numbers by which the positions of sinusoids are divided, for frames, height and width.
@@ -87,7 +87,7 @@ T2V_2B = replace(T2V_5B, layers=30, heads=30, rotary=None, added="sinusoids", tr
 
 
 def forward_flops(config: TransformerConfig, *, video_tokens: int) -> Mapping[str, int]:
-    """Count operations of one forward pass for one video and its prompt, by part of the transformer.
+    """Count the operations of one forward pass for one video and its prompt, by part of the transformer.
 
     A multiplication and an addition are two operations. Only matrix products of real tokens count, not padding or
     operations that the compiler adds.

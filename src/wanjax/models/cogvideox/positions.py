@@ -22,7 +22,7 @@ from wanjax.sharding import shard_tokens
 
 
 class Positions(NamedTuple):
-    """The positions of a joint sequence: the tables of RoPE, and the embeddings to add to the tokens, which may be
+    """The positions of a joint sequence: the tables of RoPE, and the embeddings that are added to the tokens, or
     None."""
 
     rope: Rope
@@ -30,7 +30,7 @@ class Positions(NamedTuple):
 
 
 class NoPositionEmbedding(nnx.Module):
-    """No embeddings of positions, for a model with RoPE only."""
+    """A placeholder for models that encode positions only by RoPE."""
 
     def __init__(self, config: TransformerConfig, **kw: Any):
         pass
@@ -40,7 +40,7 @@ class NoPositionEmbedding(nnx.Module):
 
 
 class Sinusoids(nnx.Module):
-    """Sines and cosines of the positions of the video's tokens; zeros for text tokens."""
+    """An embedding of the positions of video tokens by sines and cosines. The embedding of text tokens is zeros."""
 
     def __init__(self, config: TransformerConfig, **kw: Any):
         self.width = config.width
@@ -63,8 +63,10 @@ class LearnedTable(Sinusoids):
         self.trained_grid = config.trained_grid
 
     def __call__(self, grid: Grid, text: int) -> Float[Array, "1 L E"]:
-        """Return the learned embeddings. If the number of frames is not the number of frames of the training videos,
-        return the embeddings of `Sinusoids`, as in the reference. Raises WanjaxError for a different height or width.
+        """Return the learned embeddings, for a grid with the height and width of the training videos.
+
+        If the number of frames differs, return the embeddings of `Sinusoids`, as in the reference. Raises WanjaxError
+        if the height or width differs.
         """
         if grid[1:] != self.trained_grid[1:]:
             (_, rows, columns), (_, *size) = self.trained_grid, grid
@@ -100,19 +102,19 @@ def zero_positions(grid: Grid, trained_grid: Grid | None) -> list[Float[np.ndarr
 
 
 def resized_positions(grid: Grid, trained_grid: Grid | None) -> list[Float[np.ndarray, " _L"]]:
-    """Return positions that fit the grid into the middle of the trained grid, with its aspect ratio.
+    """Scale the grid with its aspect ratio to fit into the trained grid, centre it there, and return its positions.
 
-    The rows run from `top` to `bottom · (1 - 1 / height)`, as in the reference. Their spacing is
+    The positions of rows go from `top` to `bottom · (1 - 1 / height)`, as in the reference. Their spacing is therefore
     `(bottom - top) / height` only if `top` is 0.
     """
     assert trained_grid is not None
     (frames, height, width), (_, rows, columns) = grid, trained_grid
     if height / width > rows / columns:
-        covered = rows, round(rows / height * width)
+        scaled_size = rows, round(rows / height * width)
     else:
-        covered = round(columns / width * height), columns
-    top, left = (round((size - covered_size) / 2) for size, covered_size in zip((rows, columns), covered, strict=True))
-    bottom, right = top + covered[0], left + covered[1]
+        scaled_size = round(columns / width * height), columns
+    top, left = (round((size - scaled) / 2) for size, scaled in zip((rows, columns), scaled_size, strict=True))
+    bottom, right = top + scaled_size[0], left + scaled_size[1]
     return [
         np.arange(frames, dtype=np.float64),
         np.linspace(top, bottom * (height - 1) / height, height),
@@ -121,8 +123,8 @@ def resized_positions(grid: Grid, trained_grid: Grid | None) -> list[Float[np.nd
 
 
 def sinusoids(grid: Grid, width: int, scales: tuple[float, float, float]) -> Float32[Array, "L E"]:
-    """Compute the embeddings of all positions of a grid from the frame, the column and the row, each divided by its
-    scale."""
+    """Compute the embeddings of all positions of a grid. The frame, the column and the row of a position are divided by
+    their scales, and encoded in separate channels."""
     axes = (0, width // 4), (2, 3 * width // 8), (1, 3 * width // 8)  # a quarter of the channels encodes the frame
     parts = []
     for axis, channels in axes:

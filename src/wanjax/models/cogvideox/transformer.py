@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """CogVideoX's diffusion transformer, for text to video and for image to video.
 
-Patches of the latents and tokens of the prompt form one sequence with self-attention. Both kinds of tokens share the
-weights, but have different shifts, scales and gates, which are computed from the timestep. The projected prompt and the
+Patches of the latents and tokens of the prompt form one sequence with self-attention. Both kinds of tokens use the same
+projections. Their shifts, scales and gates are computed separately from the timestep. The projected prompt and the
 positions are the same in every step. A pipeline therefore computes them once per video, by the methods `context` and
 `positions`. A forward pass without these arguments computes them itself. The reference is diffusers'
 models/transformers/cogvideox_transformer_3d.py.
@@ -41,10 +41,10 @@ OFFSET = 2.0  # the offset of all checkpoints
 
 
 class Context(NamedTuple):
-    """Encoded prompts in the transformer's width.
+    """Encoded prompts, projected to the transformer's width.
 
-    `nag` has the parameters of `apply_nag`. With `nag`, the second half of the batch has the negative prompts, and each
-    video is computed with both prompts.
+    `nag` has the parameters of `apply_nag`. If it is not None, the second half of `text` has the negative prompts, and
+    each video is computed with both prompts.
     """
 
     text: Float[Array, "B S E"]
@@ -73,21 +73,21 @@ class JointAttention(nnx.Module):
         text: Bool[Array, " L"],
         nag: Float32[Array, "3"] | None,
         *,
-        add_to: Residual | None = None,
+        residual: Residual | None = None,
     ) -> Tokens:
-        """Return the output of attention, or its sum with the tokens `add_to`. `text` marks the text tokens. `nag`
-        guides the video's tokens away from the negative prompts.
+        """Return the output, plus the residual if there is one. `text` is the mask of the text tokens. `nag` has the
+        parameters that guide the video's tokens away from the negative prompts.
         """
         x: Any = shared_input(inputs, self.q, self.k, self.v)
         q = split_heads(head_norm_and_rope(self.q(x), self.q_norm, rope), self.heads)  # [B L N D]
         k = split_heads(head_norm_and_rope(self.k(x), self.k_norm, rope), self.heads)
-        # the values do not change; on several TPUs, they get the memory layout in which heads are sent
+        # `pack_for_all_to_all` does not change values; on several TPUs, it orders them in memory for the all-to-all
         v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
         y = join_heads(attention(q, k, v, kv_length=rope.length, implementation=self.attention))
         if nag is not None:
             prompt, negative = jnp.split(y, 2)
             y = jnp.where(text[:, None], y, jnp.tile(apply_nag(prompt, negative, nag), (2, 1, 1)))
-        return project(self.out, y, add_to)
+        return project(self.out, y, residual)
 
 
 class Block(nnx.Module):
@@ -116,10 +116,10 @@ class Block(nnx.Module):
         text: Bool[Array, " L"],
         nag: Float32[Array, "3"] | None = None,
     ) -> Tokens:
-        """`text` and `nag` are passed to the attention."""
+        """Compute the block. `text` is the mask of the text tokens."""
         attn_mod, mlp_mod = split_by_token_kind(self.attn_mod(time)), split_by_token_kind(self.mlp_mod(time))
         y = NormedTokens(x, self.norm1, self.dtype, attn_mod.shift, attn_mod.scale, text)
-        x = self.attn(y, rope, text, nag, add_to=Residual(x, attn_mod.gate, text))
+        x = self.attn(y, rope, text, nag, residual=Residual(x, attn_mod.gate, text))
         y = NormedTokens(x, self.norm2, self.dtype, mlp_mod.shift, mlp_mod.scale, text)
         return self.mlp(y, Residual(x, mlp_mod.gate, text))
 
@@ -204,14 +204,14 @@ class CogVideoXTransformer(nnx.Module):
             t: Timesteps in [0, 1000).
             context: Encoded prompts, or the result of the method `context`.
             positions: The result of the method `positions`; computed from the latents and prompts by default.
-            cache: A step cache, which can keep tokens between blocks.
+            cache: A step cache, which can store tokens between blocks.
 
         Raises:
             WanjaxError: The latents have another number of channels.
         """
         config, grid, videos = self.config, self.grid(latents), len(latents)
         context, t = context if isinstance(context, tuple) else self.context(context), broadcast_timesteps(t, videos)
-        if context.nag is not None:  # one sequence of the video with each of the two prompts
+        if context.nag is not None:  # two sequences for each video: one with the prompt, one with the negative prompt
             latents, t = jnp.concatenate([latents, latents]), jnp.concatenate([t, t])
         positions = positions or self.positions(grid, context.text.shape[1])
         video = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))
@@ -242,7 +242,6 @@ def time_projection(config: TransformerConfig, rows: int, **kw: Any) -> nnx.Modu
 
 
 def split_by_token_kind(mod: Float32[Array, "B _E"]) -> Modulation:
-    """Split a modulation into two modulations, stacked on the second axis: first the modulation of video tokens, then
-    the modulation of text tokens."""
+    """Split a modulation into two modulations on the second axis: first for video tokens, then for text tokens."""
     kinds = mod.reshape(len(mod), 2, 3, -1)
     return Modulation(*(kinds[:, :, row] for row in range(3)))

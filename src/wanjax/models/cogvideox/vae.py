@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CogVideoX's causal video autoencoder. A latent position covers 8 × 8 pixels of 4 frames. If the number of frames is
-odd, the first frame has positions of its own.
+"""CogVideoX's causal video autoencoder. A latent position covers 8 × 8 pixels of 4 frames. Only for the first frame of
+a video with an odd number of frames, it covers a single frame.
 
-The autoencoder processes a video chunk by chunk. The first call receives the first chunk and `None`. Each later call
-receives a chunk and the cache that the previous call returned: a pytree of the last frames that each causal layer saw.
-The results depend on the lengths of the chunks, because norms average over the frames of a chunk.
-`VAEConfig.encode_lengths` and `decode_lengths` return the lengths of the reference. If a chunk has an odd number of
-frames, its first frame is resampled only in space. The reference is diffusers'
+The autoencoder processes a video chunk by chunk. The first call takes the first chunk and `None`. Each later call takes
+a chunk and the cache that the previous call returned. The cache is a pytree with the last input frames of each causal
+layer. The results depend on the lengths of the chunks, because norms average over the frames of a chunk.
+`VAEConfig.encode_lengths` and `decode_lengths` return the lengths that the reference uses. If a chunk has an odd number
+of frames, its first frame is resampled only in height and width. The reference is diffusers'
 models/autoencoders/autoencoder_kl_cogvideox.py.
 """
 
@@ -40,7 +40,7 @@ EPS = 1e-6
 
 
 def map_without_odd_frame(resample: Callable[[Chunk], Chunk], x: Chunk) -> Chunk:
-    """Apply a function to the frames of a chunk, except to the first frame if their number is odd."""
+    """Apply a function to the frames of a chunk. If their number is odd, the first frame stays unchanged."""
     first, later_frames = jnp.split(x, [x.shape[1] % 2], axis=1)
     return jnp.concatenate([first, resample(later_frames)], axis=1)
 
@@ -59,7 +59,7 @@ def repeat_to_shape(z: Float[Array, "B T H W C"], like: Float[Array, "B _T _H _W
 
 
 class SpatialNorm(nnx.Module):
-    """A group norm with a scale and a shift for each value from its latent position (MoVQ, 2022)."""
+    """A group norm whose scales and shifts are projections of the latents at the same position (MoVQ, 2022)."""
 
     def __init__(self, channels: int, *, config: VAEConfig, **kw):
         self.norm = GroupNorm(channels, config.groups, EPS, **kw)
@@ -72,8 +72,8 @@ class SpatialNorm(nnx.Module):
 
 
 class ResBlock(nnx.Module):
-    """Two causal convolutions, each after a norm and SiLU, with a shortcut. The norms of the decoder also get
-    `latents`."""
+    """Two causal convolutions, each after a norm and SiLU, with a shortcut. In the decoder, the norms also take the
+    latents."""
 
     def __init__(self, channels_in: int, channels_out: int, norm: MakeNorm, **kw):
         self.norm1 = norm(channels_in)
@@ -91,8 +91,8 @@ class ResBlock(nnx.Module):
 
 
 class Downsample(nnx.Module):
-    """Halve height and width. If `temporal`, first halve the number of frames; if this number is odd, the first frame
-    stays unchanged."""
+    """Halve height and width. If `temporal` is True, first halve the number of frames. If the number is odd, the first
+    frame is not counted and stays unchanged."""
 
     def __init__(self, channels: int, temporal: bool, **kw):
         self.conv = FrameConv(channels, channels, stride=2, padding=(0, 1), **kw)
@@ -103,8 +103,8 @@ class Downsample(nnx.Module):
 
 
 class Upsample(nnx.Module):
-    """Double height and width. If `temporal`, first double the number of frames; if this number is odd, the first frame
-    stays a single frame."""
+    """Double height and width. If `temporal` is True, first double the number of frames. If the number is odd, the
+    first frame is not repeated."""
 
     def __init__(self, channels: int, temporal: bool, **kw):
         self.conv = FrameConv(channels, channels, **kw)
@@ -157,7 +157,7 @@ class Encoder(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Decode latents to pixels; the latents also scale and shift every norm."""
+    """Decode latents to pixels. The latents also determine the scales and shifts of every norm."""
 
     def __init__(self, config: VAEConfig, **kw):
         first, *_, last = sizes = config.channels[::-1]
@@ -196,15 +196,12 @@ class CogVideoXVAE(Autoencoder):
 
     def encode_chunk(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         """Encode a chunk of frames in [-1, 1]. The channels of the result are the mean and the log-variance of the
-        latents.
-
-        The mean and the log-variance are float32 and not scaled. The patch is one pixel.
-        """
+        latents, in float32 and not scaled."""
         h, cache = self.encoder(x.astype(self.dtype), cache)
         return h.astype(jnp.float32), cache
 
     def decode_chunk(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Decode a chunk of scaled latents to frames in about [-1, 1], float32."""
+        """Decode a chunk of scaled latents to frames in float32, in about [-1, 1]."""
         z = z.astype(jnp.float32) / self.config.scaling_factor
         x, cache = self.decoder(z.astype(self.dtype), cache)
         return x.astype(jnp.float32), cache

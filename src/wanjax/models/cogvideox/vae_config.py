@@ -19,9 +19,9 @@ class VAEConfig:
         res_blocks: Residual blocks of an encoder level. A decoder level has one more residual block.
         groups: Groups of channels in a norm.
         temporal_factor: Frames per latent frame.
-        sample_size: Height and width of the frames for which the autoencoder is meant.
+        sample_size: Height and width of the frames of the published model. The tile sizes depend on them.
         scaling_factor: The factor by which latents are multiplied for the transformer.
-        invert_scale_latents: True if the latents of an input picture are divided by `scaling_factor`, not multiplied.
+        invert_scale_latents: Whether the latents of an input picture are divided by `scaling_factor` instead.
     """
 
     channels: tuple[int, ...]
@@ -55,7 +55,7 @@ class VAEConfig:
 
     @property
     def temporal_levels(self) -> int:
-        """The number of first levels that also change the number of frames."""
+        """The first `temporal_levels` levels also change the number of frames."""
         return self.temporal_factor.bit_length() - 1
 
     @property
@@ -75,7 +75,7 @@ class VAEConfig:
 
 
 def _chunk_lengths(frames: int, size: int) -> tuple[int, int]:
-    """Return the length of the first chunk, which includes the remainder, and of later chunks."""
+    """Return the length of the first chunk and of later chunks. The first chunk includes the remaining frames."""
     return min(frames, size + frames % size), size
 
 

@@ -14,10 +14,10 @@ class TransformerConfig:
     A latent position is a token.
 
     Attributes:
-        glyph_width: The width of the features of quoted text.
+        glyph_width: The width of the features of glyphs, which are quoted text that the video shows.
         image_width: The width of the features of a picture.
         rope_channels: The channels of a head that RoPE rotates by frame, row and column.
-        meanflow: True if the network also takes the timestep at which a step ends.
+        meanflow: Whether the network also takes the timestep at which a step ends.
         target_size: The square root of the area of the model's videos, in pixels.
     """
 
@@ -65,9 +65,9 @@ SIZE_480P = TransformerConfig(
     meanflow=False,
     target_size=640,
 )
-"""The config of the networks for text to video and image to video at 480p, also of those with distilled guidance."""
+"""The config of the networks for text to video and image to video at 480p, with and without distilled guidance."""
 SIZE_720P = replace(SIZE_480P, target_size=960)
-"""The config of the same networks for 720p."""
+"""The config of the networks for text to video and image to video at 720p, with and without distilled guidance."""
 FEW_STEPS_480P = replace(SIZE_480P, meanflow=True)
 """The config of the network for image to video at 480p in eight or twelve steps."""
 
@@ -75,14 +75,13 @@ FEW_STEPS_480P = replace(SIZE_480P, meanflow=True)
 def forward_flops(
     config: TransformerConfig, *, video_tokens: int, prompt_tokens: int, other_tokens: int
 ) -> Mapping[str, int]:
-    """Count operations of one forward pass for one video and its text, by part of the transformer.
+    """Count the operations of one forward pass for one video and its text, by part of the transformer.
 
     A multiplication and an addition are two operations. Only matrix products count, not operations that the compiler
-    adds.
+    adds. Computations on the text that are the same in every step are not counted.
 
-    `video_tokens` and `prompt_tokens` are the numbers of tokens of the video and of the prompt; `other_tokens` is the
-    number of tokens of quoted text and a picture together. Computations on the text that are the same in every step are
-    not counted.
+    `video_tokens` and `prompt_tokens` are the numbers of tokens of the video and of the prompt. `other_tokens` is the
+    number of tokens of glyphs and of a picture together.
     """
     width, tokens = config.width, video_tokens + prompt_tokens + other_tokens
     time = linear_flops(1, config.frequency_dim, width) + linear_flops(1, width, width)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embeddings of HunyuanVideo 1.5's three kinds of text tokens: the prompt, quoted text, and a picture.
+"""The embeddings of the three kinds of text tokens of HunyuanVideo 1.5: the prompt, glyphs, and a picture.
 
-The prompt's tokens pass through a small transformer with gates from the timestep and the prompt's mean (Ma et al.,
-LI-DiT, 2024, arXiv:2406.11831). The tokens of quoted text and of a picture only pass through a projection. The
-reference is diffusers' models/transformers/transformer_hunyuan_video15.py.
+Glyphs are quoted text that the video shows as writing. The prompt's tokens are refined by a small transformer, whose
+gates depend on the timestep and on the mean of the prompt's features (Ma et al., LI-DiT, 2024, arXiv:2406.11831). The
+tokens of glyphs and of a picture are only projected. The reference is diffusers'
+models/transformers/transformer_hunyuan_video15.py.
 """
 
 from typing import NamedTuple
@@ -36,8 +37,8 @@ class Prompt(NamedTuple):
 
 
 class RefinerBlock(nnx.Module):
-    """Self-attention over the prompt's tokens, and an MLP. The attention and the MLP have gates that are computed from
-    the timestep and the prompt."""
+    """Self-attention over the prompt's tokens, and an MLP. The gates of both are computed from the timestep and the
+    prompt."""
 
     def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
         width = config.width
@@ -81,10 +82,10 @@ class Refiner(nnx.Module):
         self.dtype = kw["dtype"]
 
     def prompt(self, text: Float[Array, "B S _E"], mask: Mask) -> Prompt:
-        """Compute the part of the refiner that is the same at every timestep: projections of the tokens and of their
+        """Compute the part of the refiner that does not depend on the timestep: projections of the tokens and of their
         masked mean.
 
-        The mean is zero if no token is in the mask.
+        If no token is in the mask, the mean is zero.
         """
         weight = mask[:, :, None].astype(jnp.float32)
         mean = jnp.sum(text.astype(jnp.float32) * weight, axis=1) / jnp.maximum(jnp.sum(weight, axis=1), 1.0)
@@ -96,7 +97,7 @@ class Refiner(nnx.Module):
 
 
 class GlyphEmbed(nnx.Module):
-    """Project features of quoted text, which the video shows as writing, to the transformer's width."""
+    """Project the features of glyphs to the transformer's width."""
 
     def __init__(self, config: TransformerConfig, **kw):
         hidden = config.glyph_mlp_dim

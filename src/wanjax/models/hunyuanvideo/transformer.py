@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """HunyuanVideo 1.5's diffusion transformer, for text to video and for a picture to video.
 
-Two streams, of the video and of its text, have separate weights in each block and are joined in attention. The text
-stream has the prompt's tokens, then the tokens of quoted text and of a picture, if there are any. The text stream has
-no positions, so the order of its tokens does not matter. Real tokens come first. Their number therefore determines
-which tokens are padding. The reference, diffusers' models/transformers/transformer_hunyuan_video15.py, has a different
-order but the same result.
+There are two streams of tokens: of the video, and of its text. In each block, the streams have separate weights and
+attend to each other. The text stream has the prompt's tokens, then the tokens of glyphs and of a picture, if there are
+any. Glyphs are quoted text that the video shows. The text stream has no positions, so the order of its tokens does not
+matter. Its real tokens come first, so that their number determines which tokens are padding. The reference is
+diffusers' models/transformers/transformer_hunyuan_video15.py. It has another order of tokens, with the same result.
 """
 
 from functools import partial
@@ -38,7 +38,7 @@ from wanjax.sharding import shard_tokens
 DECAY = 0.95  # the decay of radial attention that its authors use for HunyuanVideo
 PATCH = (1, 1, 1)  # a token is one latent position
 PROMPT, GLYPHS, IMAGE = range(3)  # rows of `kinds`, which has an embedding for each kind of text tokens
-TextStream = Float[Array, "_B S E"]  # one text for each video, or two with a negative prompt
+TextStream = Float[Array, "_B S E"]  # one text for each video; with negative prompts, two texts
 Time = Float32[Array, "B E"]
 TextLengths = Int32[Array, " B"]
 
@@ -48,9 +48,9 @@ class Context(NamedTuple):
 
     Attributes:
         prompt: The prompt before it is refined.
-        extra_tokens: The embedded tokens of quoted text and of a picture; may be empty.
-        mask: [B S + _S] Marks the real tokens, of the prompt and then of `extra_tokens`.
-        nag: The parameters of `apply_nag`. With these parameters, the second half of the batch has the negative
+        extra_tokens: The embedded tokens of glyphs and of a picture; may be empty.
+        mask: The mask [B S + _S] of the real tokens, of the prompt and then of `extra_tokens`.
+        nag: The parameters of `apply_nag`, or None. With parameters, the second half of the batch has the negative
             prompts, and each video attends to both texts.
     """
 
@@ -109,9 +109,9 @@ class JointAttention(nnx.Module):
         context: Context,
         mask: Radial | None = None,
         *,
-        add_to: tuple[Residual | None, Residual | None] = (None, None),
+        residual: tuple[Residual | None, Residual | None] = (None, None),
     ) -> tuple[Tokens, TextStream]:
-        """Return the outputs of both streams, or their sums with the tokens `add_to`.
+        """Return the outputs of both streams, each plus its residual if there is one.
 
         `context` has the number of real text tokens, and the parameters for negative prompts.
         """
@@ -138,11 +138,11 @@ class JointAttention(nnx.Module):
         if context.nag is not None:
             prompt, negative = jnp.split(y, 2)
             y = apply_nag(prompt, negative, context.nag)
-        return project(self.out, y, add_to[0]), project(self.text_out, text_y, add_to[1])
+        return project(self.out, y, residual[0]), project(self.text_out, text_y, residual[1])
 
 
 class Block(nnx.Module):
-    """Joint attention, and an MLP for each of the two streams. The timestep modulates both."""
+    """Joint attention, and an MLP for each of the two streams. The timestep modulates the attention and the MLPs."""
 
     def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
         width, mlp = config.width, (config.width, config.mlp_dim, config.width)
@@ -172,7 +172,7 @@ class Block(nnx.Module):
         y = NormedTokens(x, self.norm1, self.dtype, attn_mod.shift, attn_mod.scale)
         text_y = NormedTokens(text, self.text_norm1, self.dtype, text_attn_mod.shift, text_attn_mod.scale)
         residuals = Residual(x, attn_mod.gate), Residual(text, text_attn_mod.gate)
-        x, text = self.attn(y, text_y, rope, context, mask, add_to=residuals)
+        x, text = self.attn(y, text_y, rope, context, mask, residual=residuals)
         y = NormedTokens(x, self.norm2, self.dtype, mlp_mod.shift, mlp_mod.scale)
         text_y = NormedTokens(text, self.text_norm2, self.dtype, text_mlp_mod.shift, text_mlp_mod.scale)
         return Streams(self.mlp(y, Residual(x, mlp_mod.gate)), self.text_mlp(text_y, Residual(text, text_mlp_mod.gate)))
@@ -226,13 +226,13 @@ class HunyuanVideoTransformer(nnx.Module):
     ) -> Context:
         """Embed the text of a video in the transformer's width.
 
-        Without `glyphs` or `image`, the context has fewer tokens. The transformer's result is the same as with these
-        tokens masked.
+        Without `glyphs` or `image`, the context has fewer tokens. The result of the transformer is the same as if these
+        tokens were masked.
 
         Args:
             text: Features of the prompt.
-            mask: Marks the prompt's real tokens; by default all tokens are real.
-            glyphs: Features of quoted text, and their mask.
+            mask: The mask of the prompt's real tokens; by default all tokens are real.
+            glyphs: Features of glyphs, and their mask.
             image: Features of a picture.
         """
         text = checked_text(text, self.config.text_width)
@@ -262,12 +262,12 @@ class HunyuanVideoTransformer(nnx.Module):
     def mask(self, grid: tuple[int, int, int]) -> Radial | None:
         """Return the mask of radial joint attention over a grid of tokens, or None for dense attention.
 
-        The first frame is not an attention sink: this is what the authors of radial attention use for HunyuanVideo.
+        The first frame is not an attention sink. The authors of radial attention use this mask for HunyuanVideo.
         """
         return self.attention.mask(grid, decay=DECAY, sink=False)
 
     def time(self, t: Float[Array, "B"], t_next: Float[Array, "B"] | None = None) -> Time:
-        """Embed timesteps. A network with `meanflow` also needs the timesteps at which the step ends."""
+        """Embed timesteps. A network with `meanflow` also needs `t_next`, the timesteps at which the step ends."""
         time = self.time_embed(t)
         if self.next_time_embed is None:
             return time
@@ -311,9 +311,9 @@ class HunyuanVideoTransformer(nnx.Module):
             context: Encoded prompts, or the result of the method `context`.
             rope: The result of the method `rope`; computed from the latents' grid by default.
             t_next: The timesteps at which the step ends, for a network with `meanflow`.
-            text_mask: Marks the real tokens of encoded prompts.
+            text_mask: The mask of the real tokens, if `context` has encoded prompts.
             mask: The result of the method `mask`; dense attention by default. The first block is always dense.
-            cache: A step cache, which can keep both streams between blocks.
+            cache: A step cache, which can store both streams between blocks.
 
         Raises:
             WanjaxError: The latents have another number of channels.
@@ -321,15 +321,15 @@ class HunyuanVideoTransformer(nnx.Module):
         context = context if isinstance(context, tuple) else self.context(context, text_mask)
         rope, t = rope or self.rope(self.grid(latents)), broadcast_timesteps(t, len(latents))
         t_next = None if t_next is None else broadcast_timesteps(t_next, len(latents))
-        time, last = self.time(t, t_next), self.config.layers - 1
+        time, last_index = self.time(t, t_next), self.config.layers - 1
 
         def run(mask: Radial | None, block: Block, streams: Streams) -> Streams:
             return block(streams, time, rope, context, mask)
 
         streams = self.embed(latents, t, context)
-        for part in cache.parts(self.config.layers, 1 if mask else 0, last):
+        for part in cache.parts(self.config.layers, 1 if mask else 0, last_index):
             streams, apply = cache.before(part, streams), partial(run, mask if part.start else None)
-            if part.start == last:
+            if part.start == last_index:
                 streams = apply(self.last_block, streams)
             else:
                 streams = scan_blocks(self.blocks, apply, streams, part=part, projections=Block.projections)
@@ -347,9 +347,9 @@ def block_modulations(mod: Linear, time: Time) -> tuple[Modulation, Modulation]:
 
 
 def move_real_tokens_first(text: Float[Array, "B S E"], mask: Bool[Array, "B S"]) -> Float[Array, "B S E"]:
-    """Move the tokens in the mask before all other tokens. The order within both groups does not change.
+    """Move the tokens in the mask to the front. The order of these tokens, and of the other tokens, does not change.
 
-    Text has no positions, so a video does not depend on the order of its text. If real tokens come first, attention
-    kernels need only the number of real tokens, not a mask.
+    Text tokens have no positions, so their order does not matter. With the real tokens first, attention kernels need
+    only the number of real tokens, not a mask.
     """
     return jnp.take_along_axis(text, jnp.argsort(~mask, axis=1, stable=True)[:, :, None], axis=1)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HunyuanVideo 1.5's causal video autoencoder. A latent position covers 16 × 16 pixels of 4 frames. The first frame has
-positions of its own.
+"""HunyuanVideo 1.5's causal video autoencoder. A latent position covers 16 × 16 pixels of 4 frames. Only for the first
+frame of a video, it covers a single frame.
 
-The autoencoder processes a video chunk by chunk. The first call receives `None` and the first frame or latent frame,
-optionally with later frames. Each later call receives a chunk (a multiple of 4 frames to encode, latent frames to
-decode) and the cache that the previous call returned. The cache is a pytree of the last frames that each convolution
-saw, and of the attention's keys and values of all frames. The results equal the results for the whole clip at once, up
-to the config's `max_latent_frames`. The reference is diffusers' models/autoencoders/autoencoder_kl_hunyuanvideo15.py.
+The autoencoder processes a video chunk by chunk. The first call takes `None` and the first frame or latent frame,
+optionally with later frames. Each later call takes a chunk (a multiple of 4 frames to encode, or any latent frames to
+decode) and the cache that the previous call returned. The cache is a pytree with the last input frames of each
+convolution, and the attention's keys and values of all frames. The results are the same as for the whole video in one
+call. A video has at most `max_latent_frames` latent frames (`VAEConfig`). The reference is diffusers'
+models/autoencoders/autoencoder_kl_hunyuanvideo15.py.
 """
 
 from itertools import pairwise
@@ -30,17 +31,19 @@ class EdgeConv(RepeatingConv):
     """A causal 3 × 3 × 3 convolution. The padding repeats the values at the edges, and the first frame."""
 
     def __call__(
-        self, x: Float[Array, "B T H W C"], past: Float[Array, "B _T H W C"] | None
+        self, x: Float[Array, "B T H W C"], previous_frames: Float[Array, "B _T H W C"] | None
     ) -> tuple[Float[Array, "B T H W _C"], Float[Array, "B _T H W C"]]:
-        """Convolve a chunk; also return the frames to cache for the next chunk."""
+        """Convolve a chunk. Also return the frames to cache for the next chunk."""
         x = to_operand_dtype(x, self.dtype)
-        past = self.initial_frames(x) if past is None else past
-        y, next_past = super().__call__(x, past)
-        return y + self.edge_products(jnp.concatenate([past, x], axis=1)).astype(y.dtype), next_past
+        previous_frames = self.initial_frames(x) if previous_frames is None else previous_frames
+        y, next_frames = super().__call__(x, previous_frames)
+        return y + self.edge_products(jnp.concatenate([previous_frames, x], axis=1)).astype(y.dtype), next_frames
 
     def edge_products(self, x: Float[Array, "B _T H W C"]) -> Float32[Array, "B T H W _C"]:
-        """Compute the products with the padding beyond the four edges. The convolution itself pads with zeros there.
-        Padding the frames instead would copy them, and if their width is sharded, it would send nearly all values.
+        """Compute the products with the padding beyond the four edges of a frame.
+
+        The convolution itself pads with zeros. Padding the frames before the convolution would copy them. If their
+        width is sharded, it would also send nearly all values between devices.
         """
         kernel = self.kernel[...].astype(x.dtype)  # [frame row column C _C]
         top, bottom = (convolve_edge(x[:, :, i], kernel[:, i], "edge") for i in (0, -1))  # [B T W C], with the corners
@@ -57,10 +60,10 @@ class EdgeConv(RepeatingConv):
 def convolve_edge(
     x: Float[Array, "B _T L C"], kernel: Float[Array, "3 3 C _C"], padding: str
 ) -> Float32[Array, "B T L _C"]:
-    """Convolve over frames and the values of one row or column, in float32; `padding` is the mode for its two ends.
+    """Convolve one row or column of each frame, over frames and positions, in float32.
 
-    Every device computes the whole convolution. The convolution is small, and sharding it would send as much data in
-    many small messages.
+    `padding` is the padding mode for the two ends of the row or column. Every device computes the whole convolution,
+    which is small. If it were sharded, devices would send as much data, in many small messages.
     """
     y = jax.lax.conv_general_dilated(
         jnp.pad(replicate(x), ((0, 0), (0, 0), (1, 1), (0, 0)), mode=padding),
@@ -93,8 +96,9 @@ class CausalAttention(nnx.Module):
     """Single-head attention of the positions of each frame to the positions of the same frame and of all earlier
     frames.
 
-    The cache has keys and values, with room for the longest video. It also has the number of cached frames, as an array
-    of the same rank. Frames attend one at a time, so that memory never holds the logits of all pairs of positions.
+    The cache has keys and values, with space for the longest video. It also has the number of cached frames, as an
+    array with five axes. The attention is computed frame by frame, so that the logits of all pairs of positions are
+    never in memory together.
     """
 
     def __init__(self, channels: int, max_latent_frames: int, **kw):
@@ -118,8 +122,8 @@ class CausalAttention(nnx.Module):
             keys, values, count = cache
             cached_frames = count.reshape(())
             keys, values = (
-                jax.lax.dynamic_update_slice_in_dim(past, new, cached_frames, 1)
-                for past, new in ((keys, k), (values, v))
+                jax.lax.dynamic_update_slice_in_dim(cached, new, cached_frames, 1)
+                for cached, new in ((keys, k), (values, v))
             )
             cache = (keys, values, count + frames)
         positions = height * width
@@ -167,13 +171,13 @@ def depth_to_space(x: Chunk, frames: int) -> Chunk:
 
 
 def grouped_mean(x: Chunk, channels: int) -> Chunk:
-    """Average neighbouring channels down to `channels`."""
+    """Average groups of neighbouring channels. The result has `channels` channels."""
     return x.reshape(*x.shape[:4], channels, -1).mean(axis=-1)
 
 
-def resample_first_alone(resample, x: Chunk, y: Chunk, cache: Cache, temporal: bool) -> Chunk:
-    """Call `resample(x, y, frames)`. The video's first frame is a group by itself, and later frames form groups of
-    two."""
+def resample_first_frame_alone(resample, x: Chunk, y: Chunk, cache: Cache, temporal: bool) -> Chunk:
+    """Call `resample(x, y, frames)`, where `frames` is the number of frames in a group. If `temporal` is True, frames
+    form groups of two, except the first frame of a video, which is a group by itself."""
     if not temporal or cache is not None:
         return resample(x, y, 1 + temporal)
     first = resample(x[:, :1], y[:, :1], 1)
@@ -181,8 +185,8 @@ def resample_first_alone(resample, x: Chunk, y: Chunk, cache: Cache, temporal: b
 
 
 class Downsample(nnx.Module):
-    """Halve height and width. If `temporal`, also halve the number of frames after the first. The shortcut averages
-    values."""
+    """Halve height and width. If `temporal` is True, also halve the number of frames after the first frame. The
+    shortcut averages values."""
 
     def __init__(self, channels_in: int, channels_out: int, temporal: bool, **kw):
         self.conv = EdgeConv(channels_in, channels_out // (8 if temporal else 4), **kw)
@@ -191,18 +195,19 @@ class Downsample(nnx.Module):
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         y, new_cache = self.conv(x, cache)
-        return resample_first_alone(self.resample, x, y, cache, self.temporal), new_cache
+        return resample_first_frame_alone(self.resample, x, y, cache, self.temporal), new_cache
 
     def resample(self, x: Chunk, y: Chunk, frames: int) -> Chunk:
-        """Move positions of the result into channels, repeat channels for a single frame, and add the shortcut."""
+        """Move positions of the convolution's result into channels, and add the shortcut. For a single frame, repeat
+        the channels."""
         y = space_to_depth(y, frames)
         y = jnp.tile(y, self.channels // y.shape[-1])
         return y + grouped_mean(space_to_depth(x, frames), self.channels)
 
 
 class Upsample(nnx.Module):
-    """Double height and width. If `temporal`, also double the number of frames after the first. The shortcut repeats
-    values."""
+    """Double height and width. If `temporal` is True, also double the number of frames after the first frame. The
+    shortcut repeats values."""
 
     def __init__(self, channels_in: int, channels_out: int, temporal: bool, **kw):
         self.conv = EdgeConv(channels_in, channels_out * (8 if temporal else 4), **kw)
@@ -211,12 +216,14 @@ class Upsample(nnx.Module):
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         y, new_cache = self.conv(x, cache)
-        return resample_first_alone(self.resample, x, y, cache, self.temporal), new_cache
+        return resample_first_frame_alone(self.resample, x, y, cache, self.temporal), new_cache
 
     def resample(self, x: Chunk, y: Chunk, frames: int) -> Chunk:
-        """Unfold the convolution's result, keep half of it for a single frame, and add the shortcut.
+        """Move channels of the convolution's result into positions, and add the shortcut. For a single frame, drop the
+        channels that are not needed.
 
-        The shortcut repeats channels after unfolding in time and space, but before unfolding in space only.
+        If `temporal` is True, the shortcut first moves channels into positions and then repeats channels. Otherwise it
+        repeats channels first.
         """
         y = depth_to_space(y, frames)[..., : self.channels]
         if self.temporal:
@@ -307,14 +314,14 @@ class HunyuanVideoVAE(Autoencoder):
         self.decoder = Decoder(config, **kw)
 
     def encode_chunk(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Encode frames as scaled latents, the mode of the posterior. The number of frames is 4n + 1 if `cache` is
-        None, and otherwise 4n."""
+        """Encode frames as scaled latents, which are the mode of the posterior. The number of frames is 4n + 1 in the
+        first chunk, for which `cache` is None, and 4n in later chunks."""
         h, cache = self.encoder(x.astype(self.dtype), cache)
         mean, _ = jnp.split(h.astype(jnp.float32), 2, axis=-1)
         return mean * self.config.scale, cache
 
     def decode_chunk(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Decode any number of latent frames to frames in about [-1, 1], float32."""
+        """Decode any number of latent frames to frames in float32, in about [-1, 1]."""
         h = (z.astype(jnp.float32) / self.config.scale).astype(self.dtype)
         x, cache = self.decoder(h, cache)
         return x.astype(jnp.float32), cache

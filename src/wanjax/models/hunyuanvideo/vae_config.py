@@ -15,9 +15,8 @@ class VAEConfig:
 
     Attributes:
         channels: Channels of the encoder's levels. The decoder's levels have the same channels in reverse order.
-        scale: The factor from the encoder's means to latents.
-        max_latent_frames: The largest number of latent frames of a video. The cache of the attention has room for this
-            number.
+        scale: The factor by which the encoder's means are multiplied to get latents.
+        max_latent_frames: The maximum number of latent frames of a video. The cache of the attention has this size.
     """
 
     channels: tuple[int, ...]
@@ -45,7 +44,7 @@ class VAEConfig:
 
     @property
     def longest_video(self) -> int:
-        """The largest number of frames of a video."""
+        """The maximum number of frames of a video."""
         return 1 + (self.max_latent_frames - 1) * self.temporal_factor
 
     def encode_lengths(self, frames: int) -> tuple[int, int]:

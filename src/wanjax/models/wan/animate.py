@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan Animate 2's diffusion transformer: a character moves as in a driving clip.
 
-Its weights have the shapes of the image-to-video transformer. Before the steps, the transformer runs once over the
-driving clip, at timestep 1, and the keys and values of every block are kept. In each step, the tokens of latent frame f
-also attend to the clip's tokens of latent frame f - 1. The first latent frame is the character's picture, and attends
-to no token of the clip. The reference is diffusers' models/transformers/transformer_wan_animate_2.py.
+Its weights have the shapes of the image-to-video transformer. Before the first step, the transformer computes the keys
+and values of the driving clip in every block, by one forward pass at timestep 1. In each step, the tokens of latent
+frame f also attend to the clip's tokens of latent frame f - 1. The first latent frame is the character's picture. Its
+tokens do not attend to the clip. The reference is diffusers' models/transformers/transformer_wan_animate_2.py.
 """
 
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ from wanjax.models.wan.config import AnimateTransformerConfig
 from wanjax.models.wan.image import ImageBlock, ImageContext, WanImageTransformer
 from wanjax.models.wan.transformer import SelfAttention
 
-SKIPPED_BLOCK = 9  # this block does not run for negative prompts, as in the reference
+SKIPPED_BLOCK = 9  # this block is skipped for negative prompts, as in the reference
 CLIP_TIMESTEP = 1.0  # the timestep at which the keys and values of a clip are computed
 
 
@@ -42,16 +42,16 @@ class AnimateContext:
     """Keys and values of prompts and of the character's picture.
 
     Attributes:
-        keys: The keys and values.
-        negatives: The number of negative prompts, which are the last prompts of the batch.
+        kv: The keys and values.
+        num_negative: The number of negative prompts, which are the last prompts of the batch.
     """
 
-    keys: ImageContext
-    negatives: int = field(metadata={"static": True})
+    kv: ImageContext
+    num_negative: int = field(metadata={"static": True})
 
 
 class AnimateSelfAttention(SelfAttention):
-    """Self-attention in which tokens may also attend to a clip's tokens of their frame."""
+    """Self-attention. If there is a clip, tokens also attend to the clip's tokens of their frame."""
 
     @jax.named_scope("self_attention")
     def __call__(
@@ -61,16 +61,16 @@ class AnimateSelfAttention(SelfAttention):
         clip: ClipKV | None = None,
         bias: Float[Array, ""] | None = None,
         *,
-        add_to: Residual | None = None,
+        residual: Residual | None = None,
     ) -> tuple[Tokens, ClipKV | None]:
-        """Return the output. Without `clip`, also return the keys and values that a later call takes as `clip`.
+        """Return the output. Without `clip`, also return the keys and values, which later calls take as `clip`.
 
         Args:
             inputs: The tokens.
             rope: The tables of RoPE.
             clip: The keys and values of the clip; None for the clip itself.
-            bias: A number that is added to the scores of the keys of frame 1; None adds nothing.
-            add_to: The tokens to which the output is added.
+            bias: A number that is added to the scores of the keys of frame 1, or None.
+            residual: The tokens to which the output is added.
         """
         x: Any = shared_input(inputs, self.q, self.k, self.v)
         q = split_heads(project_heads(self.q, x, self.q_norm, rope), self.heads).astype(self.dtype)  # [B L N D]
@@ -78,16 +78,16 @@ class AnimateSelfAttention(SelfAttention):
         v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
         if clip is None:
             in_int8 = isinstance(self.k, QuantizedLinear) and self.k.activations == "int8"
-            keys = store_clip_kv(k, v, rope.length, in_int8=in_int8)
-            return project(self.out, self.attend(q, k, v, rope.length), add_to), keys
+            stored_kv = store_clip_kv(k, v, rope.length, in_int8=in_int8)
+            return project(self.out, self.attend(q, k, v, rope.length), residual), stored_kv
         kernel, sizes = kernel_with_lse(q, k, v, self.attention), {"length": rope.length}
-        sizes["frame_tokens"] = rope.length - clip.k.shape[1]  # the clip has one frame less
+        sizes["frame_tokens"] = rope.length - clip.k.shape[1]  # the clip has one frame less than the video
         out = attention_with_frames(kernel, q, k, v, clip, bias=bias, **sizes)
-        return project(self.out, join_heads(out), add_to), None
+        return project(self.out, join_heads(out), residual), None
 
 
 class AnimateBlock(ImageBlock):
-    """The image-to-video transformer's block, whose self-attention also sees a clip."""
+    """The block of the image-to-video transformer, with self-attention that also attends to a clip."""
 
     self_attention = AnimateSelfAttention
 
@@ -100,7 +100,7 @@ class WanAnimateTransformer(WanImageTransformer):
     velocity = transformer(latents, t, AnimateContext(transformer.context(text, image), 0), clip=clip)
 
     The channels of `latents` [B T H W C] are the video's latents, then the condition: a mask and the latents of the
-    input frames. The first latent frame is the character's picture. The clip has one latent frame less.
+    input frames. The first latent frame is the character's picture. The clip has one latent frame less than the video.
     """
 
     config: AnimateTransformerConfig
@@ -129,8 +129,8 @@ class WanAnimateTransformer(WanImageTransformer):
         def run(block: AnimateBlock, x: Tokens, context: ImageContext) -> tuple[Tokens, ClipKV]:
             return block(x, context, mod, rope)
 
-        _, keys = scan_with_results(self.blocks, run, x, context)
-        return shard_clip_kv(keys, config.heads)
+        _, clip_kv = scan_with_results(self.blocks, run, x, context)
+        return shard_clip_kv(clip_kv, config.heads)
 
     @on_weights_mesh
     def __call__(
@@ -152,27 +152,28 @@ class WanAnimateTransformer(WanImageTransformer):
             context: The keys and values of the prompts and of the picture.
             rope: The result of the method `rope`; computed from the latents' grid by default.
             clip: The result of the method `clip_kv`.
-            bias: A number that is added to the scores of the keys of the video's first frame; None adds nothing.
-            cache: A step cache, which can keep tokens between blocks.
+            bias: A number that is added to the scores of the keys of the video's first frame, or None.
+            cache: A step cache, which can store tokens between blocks.
 
         Raises:
             WanjaxError: The latents have another number of channels.
         """
-        config, grid, negatives = self.config, self.grid(latents), context.negatives
+        config, grid, num_negative = self.config, self.grid(latents), context.num_negative
         rope = rope or self.rope(grid)
         x = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))  # [B L E]
         time = self.time_embed(broadcast_timesteps(t, len(latents)))[:, None]  # [B 1 E]
         mod = self.time_proj(jax.nn.silu(time)).reshape(-1, 1, 6, config.width)
-        skipped = range(SKIPPED_BLOCK, SKIPPED_BLOCK + 1) if negatives and config.layers > SKIPPED_BLOCK else range(0)
+        has_skipped_block = num_negative > 0 and config.layers > SKIPPED_BLOCK
+        skipped_part = range(SKIPPED_BLOCK, SKIPPED_BLOCK + 1) if has_skipped_block else range(0)
 
         def run(block: AnimateBlock, x: Tokens, context: ImageContext, clip: ClipKV) -> Tokens:
             return block(x, context, mod, rope, clip, bias)[0]
 
-        for part in cache.parts(config.layers, *({skipped.start, skipped.stop} if skipped else ())):
+        for part in cache.parts(config.layers, *({skipped_part.start, skipped_part.stop} if skipped_part else ())):
             x = cache.before(part, x)
-            if part != skipped or negatives < len(x):
-                y = scan_blocks(self.blocks, run, x, context.keys, clip, part=part, projections=self.block.projections)
-                x = y if part != skipped else jnp.where(_is_negative(len(x), negatives), x, y)
+            if part != skipped_part or num_negative < len(x):
+                y = scan_blocks(self.blocks, run, x, context.kv, clip, part=part, projections=self.block.projections)
+                x = y if part != skipped_part else jnp.where(_is_negative(len(x), num_negative), x, y)
         x = cache.after(x)
 
         shift, scale = (time + row for row in jnp.split(self.table[...][None], 2, axis=1))
@@ -180,6 +181,6 @@ class WanAnimateTransformer(WanImageTransformer):
         return unpatchify(x, grid, config.patch)
 
 
-def _is_negative(prompts: int, negatives: int) -> Bool[Array, "B 1 1"]:
-    """Mark the negative prompts of a batch, which are its last prompts."""
-    return (jnp.arange(prompts) >= prompts - negatives)[:, None, None]
+def _is_negative(num_prompts: int, num_negative: int) -> Bool[Array, "B 1 1"]:
+    """Return a mask of the negative prompts of a batch, which are its last prompts."""
+    return (jnp.arange(num_prompts) >= num_prompts - num_negative)[:, None, None]

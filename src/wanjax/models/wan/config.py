@@ -14,7 +14,8 @@ from wanjax.layers.tiling import Tiling
 class TransformerConfig:
     """Sizes of a diffusion transformer (Wan: Open and Advanced Large-Scale Video Generative Models, 2025).
 
-    `sparse_linear` is set if the network was trained with sparse-linear self-attention, which has a projection.
+    `sparse_linear` has the options of sparse-linear self-attention, or None if the network was trained with another
+    kind of attention.
     """
 
     layers: int
@@ -45,7 +46,7 @@ class TransformerConfig:
         return self.head_dim - 2 * spatial, spatial, spatial
 
     def resolve_attention(self, requested: AttentionConfig) -> AttentionConfig:
-        """Resolve the attention to use: AUTO becomes the kind with which the network was trained."""
+        """Replace AUTO by the kind of attention with which the network was trained. Return other configs unchanged."""
         return AttentionConfig(sparse=self.sparse_linear) if self.sparse_linear and requested == AUTO else requested
 
 
@@ -53,8 +54,8 @@ class TransformerConfig:
 class ImageTransformerConfig(TransformerConfig):
     """Sizes of a transformer with cross-attention to features of one image, or of a first and a last image.
 
-    `image_width` is the width of the features. `image_positions` is the number of learned positions, one for each
-    feature of both images; None for one image, without positions.
+    `image_width` is the width of the features. For a first and a last image, there is a learned position for each
+    feature, and `image_positions` is their number. For one image, there are no positions, and it is None.
     """
 
     image_width: int
@@ -65,8 +66,8 @@ class ImageTransformerConfig(TransformerConfig):
 class AnimateTransformerConfig(ImageTransformerConfig):
     """Sizes of a transformer that also attends to the keys and values of a driving clip (Wan Animate 2).
 
-    `clip_offset` has the first positions of the clip for RoPE, by frame, row and column; -1 is the number of positions
-    of the clip along that axis.
+    `clip_offset` has the first positions of the clip for RoPE, by frame, row and column. -1 stands for the number of
+    positions of the clip along this axis.
     """
 
     clip_offset: tuple[int, int, int] = field(metadata={"least": -1})
@@ -77,9 +78,10 @@ class PoseTransformerConfig(ImageTransformerConfig):
     """Sizes of a transformer that follows a pose clip and a clip of a face (Wan Animate).
 
     The motion encoder reads faces of `face_size` × `face_size` pixels. `motion_channels` has its channels at this size
-    and after each halving, down to 4 × 4 pixels. A face becomes `motion_width` features, then factors of `motions`
-    directions in a space of `motion_space` dimensions. The face encoder has `face_heads` heads of `face_width`
-    channels. A face adapter follows the first of every `face_stride` blocks.
+    and after each halving, down to 4 × 4 pixels. The motion encoder computes `motion_width` features of a face. From
+    the features it computes the factors of `motions` directions, which are vectors of `motion_space` numbers. The face
+    encoder has `face_heads` heads of `face_width` channels. There is a face adapter after the first of every
+    `face_stride` blocks.
     """
 
     face_size: int
@@ -103,10 +105,10 @@ class PoseTransformerConfig(ImageTransformerConfig):
 
 @dataclass(frozen=True)
 class ControlTransformerConfig(TransformerConfig):
-    """Sizes of a transformer that a clip controls (VACE), with one control block for every `control_stride` blocks.
+    """Sizes of a transformer with a control clip (VACE). There is one control block for every `control_stride` blocks.
 
-    `control_channels` is the number of channels of the clip: latents of the parts that stay, latents of the parts that
-    are replaced, and the mask.
+    `control_channels` is the number of channels of the control clip: latents of the unchanged parts, latents of the
+    replaced parts, and the mask.
     """
 
     control_channels: int
@@ -131,13 +133,16 @@ class CausalTransformerConfig(TransformerConfig):
 
     @property
     def slots(self) -> int:
-        """The number of chunks in the window."""
+        """The number of chunks in the KV cache."""
         return self.window // self.chunk_frames
 
-    def slot(self, block: int) -> int:
-        """Return the slot of the window for a chunk: an unused slot, or the slot of the oldest chunk after the sink."""
+    def slot(self, chunk: int) -> int:
+        """Return the slot in the KV cache for the chunk with this index.
+
+        While there are unused slots, it is the next unused slot, then the slot of the oldest chunk after the sink.
+        """
         sink_slots = self.sink // self.chunk_frames
-        return block if block < self.slots else sink_slots + (block - sink_slots) % (self.slots - sink_slots)
+        return chunk if chunk < self.slots else sink_slots + (chunk - sink_slots) % (self.slots - sink_slots)
 
 
 @dataclass(frozen=True)
@@ -193,14 +198,14 @@ class VAEConfig:
         return 1, self.temporal_factor * _later_chunk_length(later_latent_frames)
 
     def decode_lengths(self, frames: int) -> tuple[int, int]:
-        """Return the number of latent frames in the first chunk to decode and in each later chunk, for a total of
-        `frames`."""
+        """Return the number of latent frames in the first chunk to decode and in each later chunk, for a video of
+        `frames` latent frames."""
         return 1, _later_chunk_length(frames - 1)
 
 
 def _later_chunk_length(count: int) -> int:
-    """Choose the number of latent frames in each later chunk, for a total of `count`. Two latent frames, which are
-    eight frames, fill a TPU's tiles."""
+    """Return the number of latent frames in each chunk after the first, for `count` latent frames in these chunks. Two
+    latent frames, which are eight frames, fill a TPU's tiles."""
     return 2 if count % 2 == 0 else 1
 
 
@@ -292,13 +297,13 @@ VAE_2_2 = ResidualVAEConfig(
 def forward_flops(
     config: TransformerConfig, *, tokens: int, text_tokens: int, image_tokens: int = 0
 ) -> Mapping[str, int]:
-    """Count operations of one forward pass for one video and its context, by part of the transformer.
+    """Count the operations of one forward pass for one video and its context, by part of the transformer.
 
     A multiplication and an addition are two operations. Only matrix products of real tokens count, not padding or
     operations that the compiler adds.
 
-    `tokens` is the number of the video's tokens; `text_tokens` and `image_tokens` are the numbers of cross-attention's
-    tokens.
+    `tokens` is the number of tokens of the video. `text_tokens` and `image_tokens` are the numbers of tokens to which
+    cross-attention attends.
     """
     width, patch_volume = config.width, config.patch_volume
     block_flops = _block_flops(config, tokens, text_tokens + image_tokens)

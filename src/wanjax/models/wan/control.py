@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan's diffusion transformer with a control clip (Jiang et al., VACE, 2025, arXiv:2503.07598).
 
-A second, shorter stream of blocks runs in parallel to the blocks of the text-to-video transformer. The input of this
-stream is the sum of the control clip and the noisy latents. Every few blocks, the stream adds a hint to the latents.
-The reference is diffusers' models/transformers/transformer_wan_vace.py, which computes all hints before the first
-block. Here each hint is computed just before its use, so that memory holds one hint at a time.
+Beside the blocks of the text-to-video transformer, there is a second, shorter stack of blocks: the control stream. Its
+input is the sum of the control clip and the noisy latents. Every few blocks, a projection of its tokens, the hint, is
+added to the tokens of the latents. The reference is diffusers' models/transformers/transformer_wan_vace.py, which
+computes all hints before the first block. Here each hint is computed just before its use, so that only one hint at a
+time is in memory.
 """
 
 from typing import NamedTuple
@@ -29,12 +30,12 @@ from wanjax.models.wan.transformer import (
     Block,
     Context,
     WanTransformer,
-    shard_stacked,
+    shard_stacked_kv,
 )
 
 
 class ControlContext(NamedTuple):
-    """Keys and values of the prompt for the blocks of the latents and of the control stream."""
+    """Keys and values of the prompt, for the blocks of the latents and for the blocks of the control stream."""
 
     blocks: Context
     control_blocks: Context
@@ -47,7 +48,7 @@ class ControlContext(NamedTuple):
 
 
 class ControlBlock(Block):
-    """A block of the control stream; `hint(x)` projects its output to the hint for the latents."""
+    """A block of the control stream. The layer `hint` projects the output of the block to the hint for the latents."""
 
     def __init__(self, config: ControlTransformerConfig, attention: AttentionConfig, **kw):
         super().__init__(config, attention, **kw)
@@ -79,7 +80,7 @@ class WanControlTransformer(WanTransformer):
         text = self.text_embed(checked_text(text, self.config.text_width).astype(self.dtype))
         stacks = self.blocks, self.control_blocks
         keys = (map_blocks(stack, lambda block: block.cross_attn.context(text)) for stack in stacks)
-        return shard_stacked(ControlContext(*keys), self.config.heads)
+        return shard_stacked_kv(ControlContext(*keys), self.config.heads)
 
     @on_weights_mesh
     def __call__(
@@ -100,7 +101,7 @@ class WanControlTransformer(WanTransformer):
             context: Encoded prompts, or the result of the method `context`.
             rope: The result of the method `rope`; computed from the latents' grid by default.
             control: The control clip.
-            cache: A step cache, which can keep tokens between blocks.
+            cache: A step cache, which can store tokens between blocks.
 
         Raises:
             WanjaxError: The latents or the control clip have another number of channels.
@@ -123,7 +124,8 @@ class WanControlTransformer(WanTransformer):
             control_context: Context,
             contexts: Context,
         ) -> tuple[Tokens, Tokens]:
-            """Run a control block, the block of the latents that gets its hint, and the blocks up to the next hint."""
+            """Run a control block, the block of the latents whose output gets its hint, and the blocks before the next
+            hint."""
             (control_block, group), (x, control) = blocks, streams
             control = run(control_block, control, control_context)
             x = run(block_at(group, 0), x, block_at(contexts, 0)) + control_block.hint(control)

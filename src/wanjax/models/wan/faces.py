@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of Wan Animate's transformer for faces: motions of single pictures, tokens of latent frames, and
-attention.
+"""The layers of Wan Animate's transformer for faces.
 
-A motion encoder turns each picture of a face into a sum of learned directions of motion, as LIA does (Wang et al.,
-Latent Image Animator, 2022, arXiv:2203.09043). A face encoder turns the motions of a clip into a few tokens for each
-latent frame. After some blocks, an adapter lets the tokens of each latent frame attend to the face tokens of that
-frame. The reference is diffusers' models/transformers/transformer_wan_animate.py.
+The motion encoder encodes a picture of a face as a motion vector, as LIA does (Wang et al., Latent Image Animator,
+2022, arXiv:2203.09043). A motion vector is a weighted sum of learned directions. The face encoder encodes the motion
+vectors of a clip as a few face tokens for each latent frame. After some blocks, there is a face adapter: the tokens of
+a latent frame attend to the face tokens of the same frame. The reference is diffusers'
+models/transformers/transformer_wan_animate.py.
 """
 
 import math
@@ -25,24 +25,24 @@ from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.placement import param
 from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, project_heads
 from wanjax.models.wan.config import PoseTransformerConfig
-from wanjax.models.wan.transformer import Context, shard_keys
+from wanjax.models.wan.transformer import Context, shard_kv
 from wanjax.sharding import replicate
 
-FACES_AT_ONCE = 8  # as in the reference; more faces at once need more memory
+FACE_BATCH_SIZE = 8  # faces that are encoded together, as in the reference; more faces need more memory
 NORM_EPS = 1e-6
-LEAK = 0.2  # the slope of the activation below zero
-BLUR = (0.125, 0.375, 0.375, 0.125)
-"""The weights of four neighbouring pixels, along each side, in the filter before a picture is halved."""
-OTHER_FRAME = -1e30  # the bias of keys of other frames, which makes their attention weights 0
+LEAKY_RELU_SLOPE = 0.2  # the slope of the activation below zero
+BLUR_KERNEL = (0.125, 0.375, 0.375, 0.125)
+"""The weights of four neighbouring pixels in the low-pass filter before height and width are halved."""
+OTHER_FRAME_BIAS = -1e30  # with this bias, keys of other frames have an attention weight of 0
 
 Faces = Float[Array, "B H W C"]
 FaceTokens = Float[Array, "B _T _S _E"]  # a few tokens for each latent frame
 
 
 class ScaledConv(nnx.Module):
-    """A convolution whose stored kernel is divided by the square root of its fan-in at each use (Karras et al., 2018).
+    """A convolution that divides its stored kernel by the square root of the fan-in (Karras et al., 2018).
 
-    A layer with a bias has an activation. The result is float32.
+    A layer with a bias also has an activation. The result is float32.
     """
 
     def __init__(self, channels_in: int, channels_out: int, size: int, *, bias: bool = True, **kw):
@@ -67,7 +67,7 @@ class ScaledConv(nnx.Module):
 
 
 class ScaledLinear(nnx.Module):
-    """A dense layer whose stored kernel is divided by the square root of its fan-in at each use."""
+    """A dense layer that divides its stored kernel by the square root of the fan-in."""
 
     def __init__(self, features_in: int, features_out: int, **kw):
         shape, options = (features_in, features_out), {"dtype": kw["param_dtype"], "rngs": kw["rngs"]}
@@ -95,8 +95,10 @@ class FaceBlock(nnx.Module):
 
 
 class MotionEncoder(nnx.Module):
-    """Encode pictures of faces [B H W 3] in [-1, 1] as motions, sums of learned directions. The directions are made
-    orthonormal."""
+    """Encode pictures of faces [B H W 3] in [-1, 1] as motion vectors, which are sums of learned directions.
+
+    The learned directions are orthonormalised before use.
+    """
 
     def __init__(self, config: PoseTransformerConfig, **kw):
         first, *_, last = config.motion_channels
@@ -124,10 +126,10 @@ class MotionEncoder(nnx.Module):
 
 
 class FaceEncoder(nnx.Module):
-    """Encode the motions of a clip's frames as the face tokens of its latent frames: one token for each head, and a
-    learned token.
+    """Encode the motion vectors of a clip's frames as the face tokens of its latent frames.
 
-    Three causal convolutions over time. Two of them keep the first frame and halve the number of later frames.
+    A latent frame has one token for each head, and a learned token. There are three causal convolutions over time. Two
+    of them halve the number of frames after the first frame.
     """
 
     def __init__(self, config: PoseTransformerConfig, **kw):
@@ -176,17 +178,17 @@ class FaceAdapter(nnx.Module):
     def context(self, faces: Float[Array, "B S E"]) -> Context:
         """Compute keys and values of the face tokens of all latent frames, which are the same in every step."""
         faces = self.norm(faces).astype(self.dtype)
-        k = shard_keys(project_heads(self.k, faces, self.k_norm).astype(self.dtype), self.heads)
-        return Context(k, shard_keys(self.v(faces).astype(self.dtype), self.heads))
+        k = shard_kv(project_heads(self.k, faces, self.k_norm).astype(self.dtype), self.heads)
+        return Context(k, shard_kv(self.v(faces).astype(self.dtype), self.heads))
 
     @jax.named_scope("face_attention")
     def __call__(self, x: Tokens, context: Context, bias: Float32[Array, "1 1 L S"]) -> Tokens:
-        """Return the sum of the tokens and the attention to the faces.
+        """Return the sum of the tokens and their attention to the face tokens.
 
         Args:
             x: The tokens.
             context: The result of the method `context`.
-            bias: The result of `same_frame`.
+            bias: The result of `same_frame_bias`.
         """
         q = split_heads(project_heads(self.q, NormedTokens(x, self.norm, self.dtype), self.q_norm), self.heads)
         k, v = (split_heads(keys, self.heads) for keys in context[:2])  # [B S N D]
@@ -194,8 +196,8 @@ class FaceAdapter(nnx.Module):
         return project(self.out, join_heads(y), Residual(x))
 
 
-def same_frame(tokens: int, frame_tokens: int, keys: int, frame_keys: int) -> Float32[Array, "1 1 L S"]:
-    """Return the bias with which tokens only attend to keys of their frame.
+def same_frame_bias(tokens: int, frame_tokens: int, keys: int, frame_keys: int) -> Float32[Array, "1 1 L S"]:
+    """Return the bias that restricts the attention of tokens to the keys of their own frame.
 
     Args:
         tokens: The number of tokens, which may include padding at the end.
@@ -203,21 +205,22 @@ def same_frame(tokens: int, frame_tokens: int, keys: int, frame_keys: int) -> Fl
         keys: The number of keys.
         frame_keys: The number of keys of a frame.
     """
-    frame = jnp.minimum(jnp.arange(tokens) // frame_tokens, keys // frame_keys - 1)  # padding needs a frame too
+    # padding tokens count as tokens of the last frame
+    frame = jnp.minimum(jnp.arange(tokens) // frame_tokens, keys // frame_keys - 1)
     is_same = frame[:, None] == (jnp.arange(keys) // frame_keys)[None]
-    return jnp.where(is_same, 0.0, OTHER_FRAME).astype(jnp.float32)[None, None]
+    return jnp.where(is_same, 0.0, OTHER_FRAME_BIAS).astype(jnp.float32)[None, None]
 
 
 def activate(x: Float32[Array, "B H W C"]) -> Float32[Array, "B H W C"]:
-    """Apply a leaky rectifier, scaled to keep the variance."""
-    return jax.nn.leaky_relu(x, LEAK) * math.sqrt(2)
+    """Apply leaky ReLU, scaled to preserve the variance."""
+    return jax.nn.leaky_relu(x, LEAKY_RELU_SLOPE) * math.sqrt(2)
 
 
 def blur(x: Faces, padding: int) -> Float32[Array, "B _H _W C"]:
-    """Pad pictures with `padding` zeros on every side, then filter their rows and their columns with `BLUR`."""
+    """Pad pictures with `padding` zeros on every side, then filter their rows and columns with `BLUR_KERNEL`."""
     x = jnp.pad(x.astype(jnp.float32), [(0, 0), (padding, padding), (padding, padding), (0, 0)])
     for axis in (1, 2):
-        length = x.shape[axis] - len(BLUR) + 1
-        shifted = (jax.lax.slice_in_dim(x, start, start + length, axis=axis) for start in range(len(BLUR)))
-        x = sum((weight * part for weight, part in zip(BLUR, shifted, strict=True)), start=jnp.zeros((), x.dtype))
+        length = x.shape[axis] - len(BLUR_KERNEL) + 1
+        shifted = (jax.lax.slice_in_dim(x, start, start + length, axis=axis) for start in range(len(BLUR_KERNEL)))
+        x = sum((w * part for w, part in zip(BLUR_KERNEL, shifted, strict=True)), start=jnp.zeros((), x.dtype))
     return x

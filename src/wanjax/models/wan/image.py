@@ -30,8 +30,8 @@ from wanjax.models.wan.transformer import (
     Context,
     CrossAttention,
     WanTransformer,
-    shard_keys,
-    shard_stacked,
+    shard_kv,
+    shard_stacked_kv,
 )
 
 ImageTokens = Float[Array, "B _S E"]  # 257 tokens for one image, 514 for a first and a last image
@@ -49,7 +49,7 @@ class ImageContext(NamedTuple):
 
 
 class ImageCrossAttention(CrossAttention):
-    """The sum of two attentions with the same queries: to the prompt, and to the image."""
+    """The sum of the attention to the prompt and the attention to the image, with the same queries."""
 
     def __init__(self, config: ImageTransformerConfig, attention: AttentionConfig, **kw):
         super().__init__(config, attention, **kw)
@@ -59,22 +59,22 @@ class ImageCrossAttention(CrossAttention):
 
     def image_context(self, image: ImageTokens) -> Context:
         """Compute keys and values of an image, which are the same in every step."""
-        k = shard_keys(self.image_k_norm(self.image_k(image)).astype(self.dtype), self.heads)
-        return Context(k, shard_keys(self.image_v(image).astype(self.dtype), self.heads))
+        k = shard_kv(self.image_k_norm(self.image_k(image)).astype(self.dtype), self.heads)
+        return Context(k, shard_kv(self.image_v(image).astype(self.dtype), self.heads))
 
     @jax.named_scope("cross_attention")
     def __call__(
-        self, inputs: Tokens | NormedTokens, context: ImageContext, *, add_to: Residual | None = None
+        self, inputs: Tokens | NormedTokens, context: ImageContext, *, residual: Residual | None = None
     ) -> Tokens:
-        """Return the output, or its sum with the tokens `add_to`."""
+        """Return the output, plus the residual if there is one."""
         q = split_heads(project_heads(self.q, inputs, self.q_norm), self.heads)  # [B L N D]
         image_k, image_v = (split_heads(keys, self.heads) for keys in context.image[:2])  # [B S N D]
         y = self.attend_to_prompt(q, context.text) + self.attend(q, image_k, image_v)
-        return project(self.out, y, add_to)
+        return project(self.out, y, residual)
 
 
 class ImageBlock(Block):
-    """The text-to-video transformer's block, whose cross-attention also sees the image."""
+    """The block of the text-to-video transformer, with cross-attention that also attends to the image."""
 
     cross_attention = ImageCrossAttention
 
@@ -84,7 +84,7 @@ class ImageEmbed(nnx.Module):
     image."""
 
     def __init__(self, config: ImageTransformerConfig, **kw):
-        # Differs from the epsilon of the blocks, which is in the config
+        # The epsilon of these norms differs from the config's epsilon, which is for the blocks
         width_in, width, eps = config.image_width, config.width, 1e-5
         positions, options = config.image_positions, {"dtype": kw["param_dtype"], "rngs": kw["rngs"]}
         zeros = nnx.initializers.zeros_init()  # the initial value, as in the reference
@@ -124,11 +124,11 @@ class WanImageTransformer(WanTransformer):
         """Compute keys and values of encoded prompts and images [B S E] for every block: [layers B S E]."""
         text = self.text_embed(checked_text(text, self.config.text_width).astype(self.dtype))
         image = self.image_embed(image)
-        keys = map_blocks(
+        context = map_blocks(
             self.blocks,
             lambda block: ImageContext(block.cross_attn.context(text), block.cross_attn.image_context(image)),
         )
-        return shard_stacked(keys, self.config.heads)
+        return shard_stacked_kv(context, self.config.heads)
 
     @on_weights_mesh
     def __call__(
@@ -142,7 +142,7 @@ class WanImageTransformer(WanTransformer):
         mask: Radial | None = None,
         cache: BlockCache = NO_BLOCK_CACHE,
     ) -> Float[Array, "B T H W _C"]:
-        """Predict the velocity as `WanTransformer` does. If `context` has encoded prompts, `image` is needed too."""
+        """Predict the velocity as `WanTransformer` does. If `context` has encoded prompts, `image` is also needed."""
         if not isinstance(context, tuple):
             if image is None:
                 raise WanjaxError("encoded prompts need the features of an image: pass image=FEATURES, [B S E]")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan Animate's diffusion transformer: a character follows a pose clip and a clip of a face.
 
-It is the image-to-video transformer with two additions. The patches of the pose clip are added to the patches of the
-latents. After the first of every few blocks, an adapter attends to tokens of the face. The first latent frame is the
+It is the image-to-video transformer with two additions. The embedded patches of the pose clip are added to the embedded
+patches of the latents. Every few blocks, a face adapter attends to the face tokens. The first latent frame is the
 character's picture, which has no pose and no face. The reference is diffusers'
-models/transformers/transformer_wan_animate.py, which computes the face tokens in every step. Here `motions`,
-`face_tokens` and `context` are called once per segment.
+models/transformers/transformer_wan_animate.py. It computes the face tokens in every step, but here `motions`,
+`face_tokens` and `context` are called only once per segment.
 """
 
 from typing import Any, NamedTuple
@@ -26,9 +26,16 @@ from wanjax.layers.residual import Tokens
 from wanjax.layers.rope import Rope
 from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache, block_at, group_blocks, map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import PoseTransformerConfig
-from wanjax.models.wan.faces import FACES_AT_ONCE, FaceAdapter, FaceEncoder, FaceTokens, MotionEncoder, same_frame
+from wanjax.models.wan.faces import (
+    FACE_BATCH_SIZE,
+    FaceAdapter,
+    FaceEncoder,
+    FaceTokens,
+    MotionEncoder,
+    same_frame_bias,
+)
 from wanjax.models.wan.image import ImageBlock, ImageContext, WanImageTransformer
-from wanjax.models.wan.transformer import Context, clean_tokens, shard_stacked
+from wanjax.models.wan.transformer import Context, clean_token_mask, shard_stacked_kv
 
 
 class PoseContext(NamedTuple):
@@ -67,18 +74,18 @@ class WanPoseTransformer(WanImageTransformer):
 
     @on_weights_mesh
     def motions(self, faces: Shaped[Array, "B T H W 3"]) -> Float32[Array, "B T _E"]:
-        """Compute the motion of each picture of a face, of 8-bit pixels."""
+        """Compute the motion vector of each picture of a face. Pixels are 8-bit numbers."""
 
         def encode(face: Shaped[Array, "H W 3"]) -> Float32[Array, " _E"]:
             return self.motion_encoder(face.astype(jnp.float32)[None] / 127.5 - 1.0)[0]
 
         batch, frames, *sides = faces.shape
-        motions = jax.lax.map(encode, faces.reshape(-1, *sides), batch_size=FACES_AT_ONCE)
+        motions = jax.lax.map(encode, faces.reshape(-1, *sides), batch_size=FACE_BATCH_SIZE)
         return motions.reshape(batch, frames, -1)
 
     @on_weights_mesh
     def face_tokens(self, motions: Float32[Array, "B T _E"]) -> FaceTokens:
-        """Compute the face tokens of each latent frame [B T S E] from the motions of 4n + 1 frames.
+        """Compute the face tokens of each latent frame [B T S E] from the motion vectors of 4n + 1 frames.
 
         The first latent frame is the character's picture, whose face tokens are zeros.
         """
@@ -88,7 +95,7 @@ class WanPoseTransformer(WanImageTransformer):
         """Compute keys and values of encoded prompts, images and face tokens for every block and every adapter."""
         faces = faces.reshape(len(faces), -1, faces.shape[-1])  # [B S E]
         face_keys = map_blocks(self.face_adapters, lambda adapter: adapter.context(faces))
-        return PoseContext(super().context(text, image), shard_stacked(face_keys, self.config.heads))
+        return PoseContext(super().context(text, image), shard_stacked_kv(face_keys, self.config.heads))
 
     @on_weights_mesh
     def __call__(
@@ -109,7 +116,7 @@ class WanPoseTransformer(WanImageTransformer):
             context: The result of the method `context`.
             rope: The result of the method `rope`; computed from the latents' grid by default.
             pose: A latent frame that is not used, then the latents of the pose clip.
-            cache: A step cache, which can keep tokens between blocks.
+            cache: A step cache, which can store tokens between blocks.
 
         Raises:
             WanjaxError: The latents or the pose clip have another number of channels.
@@ -118,11 +125,11 @@ class WanPoseTransformer(WanImageTransformer):
         rope = rope or self.rope(grid)
         x = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))  # [B L E]
         pose = self.pose_embed(patchify(pose.astype(self.dtype), config.patch, config.channels_out))
-        is_picture: Any = clean_tokens(grid, 1)
+        is_picture: Any = clean_token_mask(grid, 1)
         x = jnp.where(is_picture[None, :, None], x, x + pose)
         time = self.time_embed(broadcast_timesteps(t, len(latents)))[:, None]  # [B 1 E]
         mod = self.time_proj(jax.nn.silu(time)).reshape(-1, 1, 6, config.width)
-        same = same_frame(x.shape[1], grid[1] * grid[2], context.faces.k.shape[2], config.face_tokens)
+        face_bias = same_frame_bias(x.shape[1], grid[1] * grid[2], context.faces.k.shape[2], config.face_tokens)
 
         def run(block: ImageBlock, x: Tokens, context: ImageContext) -> Tokens:
             return block(x, context, mod, rope)[0]
@@ -130,10 +137,10 @@ class WanPoseTransformer(WanImageTransformer):
         def run_group(
             blocks: tuple[FaceAdapter, ImageBlock], x: Tokens, faces: Context, contexts: ImageContext
         ) -> Tokens:
-            """Run a block, the adapter after it, and the blocks up to the next block with an adapter."""
+            """Run a block, the adapter after it, and the other blocks of the group."""
             adapter, group = blocks
             x = run(block_at(group, 0), x, block_at(contexts, 0))
-            x = adapter(x, faces, same)
+            x = adapter(x, faces, face_bias)
             return scan_blocks(block_at(group, slice(1, None)), run, x, block_at(contexts, slice(1, None)))
 
         groups, contexts = group_blocks((self.blocks, context.blocks), config.face_adapters)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The autoencoder of Wan 2.2's 5B model. A latent position covers 16 × 16 pixels of 4 frames, and has 48 channels.
 
-This autoencoder processes chunks like Wan 2.1's and has the same blocks, with two differences. Its convolutions work on
-patches of 2 × 2 pixels. Every level that changes the resolution has a shortcut without weights, which computes means in
-the encoder and copies in the decoder. The reference is diffusers' models/autoencoders/autoencoder_kl_wan.py with
-`is_residual`.
+This autoencoder processes chunks like the autoencoder of Wan 2.1 and has the same blocks, with two differences. Its
+convolutions work on patches of 2 × 2 pixels. Every level that changes the resolution has a shortcut without weights.
+The shortcut averages values in the encoder, and repeats values in the decoder. The reference is diffusers'
+models/autoencoders/autoencoder_kl_wan.py with `is_residual`.
 """
 
 from itertools import pairwise
@@ -21,9 +21,9 @@ Factors = tuple[int, int]  # factors of frames, and of height and width
 
 
 def fold_means(x: Float[Array, "B T H W C"], factors: Factors, channels: int) -> Chunk:
-    """Fold groups of frames and positions into channels, then average neighbouring channels down to `channels`.
+    """Fold groups of frames and positions into channels, then average neighbouring channels to get `channels` channels.
 
-    A single first frame is padded with zeros before it.
+    Zeros are added before the first frame, so that the frames form whole groups.
     """
     ft, fs = factors
     x = jnp.pad(x, ((0, 0), (-x.shape[1] % ft, 0), (0, 0), (0, 0), (0, 0)))
@@ -34,7 +34,7 @@ def fold_means(x: Float[Array, "B T H W C"], factors: Factors, channels: int) ->
 
 
 def unfold_copies(x: Float[Array, "B T H W C"], factors: Factors, channels: int, *, first: bool) -> Chunk:
-    """Repeat channels and unfold them into frames and positions. `first` drops all frames before the first real
+    """Repeat channels, and unfold them into frames and positions. With `first`, drop the frames before the first real
     frame."""
     ft, fs = factors
     batch, frames, height, width, channels_in = x.shape

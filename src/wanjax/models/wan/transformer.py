@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan's diffusion transformer for text to video.
 
-Latents become patches. Each block has self-attention over the patches of all frames, cross-attention to the prompt, and
-an MLP; the timestep modulates the self-attention and the MLP. The prompt's keys and values in every block and the
-tables of RoPE are the same in every step. A pipeline therefore computes them once per video, by the methods `context`
-and `rope`. A forward pass without these arguments computes them itself. The reference is diffusers'
-models/transformers/transformer_wan.py. The choice of values in float32 follows the official wan/modules/model.py.
+The latents are split into patches. Each block has self-attention over the patches of all frames, cross-attention to the
+prompt, and an MLP. The timestep modulates the self-attention and the MLP. The prompt's keys and values in every block
+and the tables of RoPE are the same in every step. A pipeline therefore computes them once per video, by the methods
+`context` and `rope`. A forward pass without these arguments computes them itself. The reference is diffusers'
+models/transformers/transformer_wan.py. The choice of which values are float32 follows the official
+wan/modules/model.py.
 """
 
 import math
@@ -48,7 +49,7 @@ class NegativePrompt(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Keys and values of cross-attention, with concatenated heads. For stacked blocks they have a leading axis."""
+    """Keys and values of cross-attention, with concatenated heads. For stacked blocks, there is a leading axis."""
 
     k: Float[Array, "... B S E"]
     v: Float[Array, "... B S E"]
@@ -90,7 +91,8 @@ class AttentionLayer(nnx.Module):
 class SelfAttention(AttentionLayer):
     """Attention of every token to every token, or to the tokens in a mask. RoPE rotates q and k.
 
-    A network that was trained with sparse-linear attention has a projection for it, `proj_l`, initialised with zeros.
+    `proj_l` is the projection of sparse-linear attention, initialised with zeros. Only networks that were trained with
+    this attention have it.
     """
 
     def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
@@ -120,20 +122,20 @@ class SelfAttention(AttentionLayer):
         rope: Rope,
         mask: Radial | None = None,
         *,
-        add_to: Residual | None = None,
+        residual: Residual | None = None,
     ) -> tuple[Tokens, None]:
-        """Return the output and None, because only causal networks cache keys and values.
+        """Return the output, plus the residual if there is one, and None.
 
-        With `add_to`, the output is its sum with these tokens.
+        Subclasses return keys and values in place of None.
         """
         x: Any = shared_input(inputs, self.q, self.k, self.v)
         to_q, to_k, to_v = gather_kernels(self.q, self.k, self.v)
-        # norm and RoPE are one call because TPUs run them as one kernel; separately, each would copy q and k
+        # norm and RoPE are one call, because on TPUs one kernel computes both; two calls would copy q and k twice
         q = split_heads(project_heads(to_q, x, self.q_norm, rope), self.heads)  # [B L N D]
         k = split_heads(project_heads(to_k, x, self.k_norm, rope), self.heads)
-        # the values do not change; on several TPUs, they get the memory layout in which heads are sent
+        # `pack_for_all_to_all` does not change values; on several TPUs, it orders them in memory for the all-to-all
         v = split_heads(pack_for_all_to_all(to_v(x)), self.heads)
-        return project(self.out, self.attend(q, k, v, rope.length, mask), add_to), None
+        return project(self.out, self.attend(q, k, v, rope.length, mask), residual), None
 
 
 class CrossAttention(AttentionLayer):
@@ -144,17 +146,17 @@ class CrossAttention(AttentionLayer):
 
     def context(self, text: Float[Array, "B S E"]) -> Context:
         """Compute keys and values of a prompt, which are the same in every step."""
-        k = shard_keys(self.k_norm(self.k(text)).astype(self.dtype), self.heads)
-        return Context(k, shard_keys(self.v(text).astype(self.dtype), self.heads))
+        k = shard_kv(self.k_norm(self.k(text)).astype(self.dtype), self.heads)
+        return Context(k, shard_kv(self.v(text).astype(self.dtype), self.heads))
 
     @jax.named_scope("cross_attention")
-    def __call__(self, inputs: Tokens | NormedTokens, context: Context, *, add_to: Residual | None = None) -> Tokens:
-        """Return the output, or its sum with the tokens `add_to`."""
+    def __call__(self, inputs: Tokens | NormedTokens, context: Context, *, residual: Residual | None = None) -> Tokens:
+        """Return the output, plus the residual if there is one."""
         q = split_heads(project_heads(self.q, inputs, self.q_norm), self.heads)  # [B L N D]
-        return project(self.out, self.attend_to_prompt(q, context), add_to)
+        return project(self.out, self.attend_to_prompt(q, context), residual)
 
     def attend_to_prompt(self, q: Float[Array, "B L N D"], context: Context) -> Tokens:
-        """Attend to the prompt, with normalized attention guidance if there is a negative prompt."""
+        """Compute the attention to the prompt. If there is a negative prompt, apply normalized attention guidance."""
         k, v = (split_heads(keys, self.heads) for keys in context[:2])  # [B S N D]
         y = self.attend(q, k, v)
         if context.negative is None:
@@ -182,21 +184,25 @@ class Block(nnx.Module):
         self.dtype = kw["dtype"]
 
     def projections(self) -> list[nnx.Module]:
-        """Return the projections of the video's tokens. The projections of the prompt are left out, because they run
-        once per video."""
+        """Return the projections of the video's tokens. The projections of the prompt run only once per video."""
         attn, cross_attn = self.self_attn, self.cross_attn
         return [attn.q, attn.k, attn.v, attn.out, cross_attn.q, cross_attn.out, self.mlp.up, self.mlp.down]
 
     def __call__(
-        self, x: Tokens, context: Any, mod: Float[Array, "B _T 6 E"], *attention_args: Any, clean: SecondMask = None
+        self,
+        x: Tokens,
+        context: Any,
+        mod: Float[Array, "B _T 6 E"],
+        *attention_args: Any,
+        clean_mask: SecondMask = None,
     ) -> tuple[Tokens, Any]:
-        """Return the output, and the keys and values of a causal network for its KV cache."""
+        """Return the output, and the second result of the self-attention: keys and values, or None."""
         self_mod, mlp_mod = split_modulation(mod + self.table[...][None, None])
-        y = NormedTokens(x, self.norm1, self.dtype, self_mod.shift, self_mod.scale, clean)
-        x, chunk = self.self_attn(y, *attention_args, add_to=Residual(x, self_mod.gate, clean))
-        x = self.cross_attn(NormedTokens(x, self.norm2, self.dtype), context, add_to=Residual(x))
-        y = NormedTokens(x, self.norm3, self.dtype, mlp_mod.shift, mlp_mod.scale, clean)
-        return self.mlp(y, Residual(x, mlp_mod.gate, clean)), chunk
+        y = NormedTokens(x, self.norm1, self.dtype, self_mod.shift, self_mod.scale, clean_mask)
+        x, kv = self.self_attn(y, *attention_args, residual=Residual(x, self_mod.gate, clean_mask))
+        x = self.cross_attn(NormedTokens(x, self.norm2, self.dtype), context, residual=Residual(x))
+        y = NormedTokens(x, self.norm3, self.dtype, mlp_mod.shift, mlp_mod.scale, clean_mask)
+        return self.mlp(y, Residual(x, mlp_mod.gate, clean_mask)), kv
 
 
 @readable_signature
@@ -218,7 +224,7 @@ class WanTransformer(nnx.Module):
         rngs: nnx.Rngs,
     ):
         """Create the network. `attention` is the kind of attention. AUTO means the kind with which the network was
-        trained, with the implementation that suits the platform and the shape."""
+        trained. The platform and the shapes then determine the implementation."""
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         width, patch_volume, attention = config.width, config.patch_volume, config.resolve_attention(attention)
         self.config = config
@@ -236,7 +242,9 @@ class WanTransformer(nnx.Module):
     def context(self, text: Float[Array, "B S _E"]) -> Context:
         """Compute keys and values of encoded prompts [B S E] for every block: [layers B S E]."""
         text = self.text_embed(checked_text(text, self.config.text_width).astype(self.dtype))
-        return shard_stacked(map_blocks(self.blocks, lambda block: block.cross_attn.context(text)), self.config.heads)
+        return shard_stacked_kv(
+            map_blocks(self.blocks, lambda block: block.cross_attn.context(text)), self.config.heads
+        )
 
     def grid(self, latents: Float[Array, "B T H W C"]) -> tuple[int, int, int]:
         """The number of patches along frames, height and width."""
@@ -269,9 +277,9 @@ class WanTransformer(nnx.Module):
             t: Timesteps in [0, 1000].
             context: Encoded prompts, or the result of the method `context`.
             rope: The result of the method `rope`; computed from the latents' grid by default.
-            clean_frames: The number of first latent frames without noise; their tokens have timestep 0.
+            clean_frames: The first `clean_frames` latent frames have no noise. Their tokens have timestep 0.
             mask: The result of the method `mask`; dense attention by default. The first block is always dense.
-            cache: A step cache, which can keep tokens between blocks.
+            cache: A step cache, which can store tokens between blocks.
 
         Raises:
             WanjaxError: The latents have another number of channels.
@@ -279,8 +287,8 @@ class WanTransformer(nnx.Module):
         config, grid = self.config, self.grid(latents)
         context = context if isinstance(context, tuple) else self.context(context)
         rope, t = rope or self.rope(grid), broadcast_timesteps(t, len(latents))
-        clean = clean_tokens(grid, clean_frames // config.patch[0])
-        timesteps = t[:, None] if clean is None else jnp.stack([t, jnp.zeros_like(t)], axis=1)
+        clean_mask = clean_token_mask(grid, clean_frames // config.patch[0])
+        timesteps = t[:, None] if clean_mask is None else jnp.stack([t, jnp.zeros_like(t)], axis=1)
         x = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))  # [B L E]
         time = self.time_embed(timesteps.reshape(-1))
         time = time.reshape(*timesteps.shape, config.width)  # [B 1 E], or [B 2 E] for two timesteps
@@ -288,7 +296,7 @@ class WanTransformer(nnx.Module):
         mod = constrain(mod, ("batch", None, None, None))  # blocks slice its rows
 
         def run(mask: Radial | None, block: Block, x: Tokens, context: Any) -> Tokens:
-            return block(x, context, mod, rope, mask, clean=clean)[0]
+            return block(x, context, mod, rope, mask, clean_mask=clean_mask)[0]
 
         for part in cache.parts(config.layers, 1 if mask else 0):
             part_mask = mask if part.start else None  # the first block is dense
@@ -297,35 +305,34 @@ class WanTransformer(nnx.Module):
         x = cache.after(x)
 
         shift, scale = (time + row for row in jnp.split(self.table[...][None], 2, axis=1))
-        x = self.proj_out(modulate(self.norm_out(x), shift, scale, clean).astype(self.dtype))
+        x = self.proj_out(modulate(self.norm_out(x), shift, scale, clean_mask).astype(self.dtype))
         return unpatchify(x, grid, config.patch)
 
 
-def shard_keys(x: Float[Array, "B S E"], heads: int) -> Float[Array, "B S E"]:
-    """Place keys or values on the devices whose queries use them. Keys and values are replicated or sharded by
-    heads."""
+def shard_kv(x: Float[Array, "B S E"], heads: int) -> Float[Array, "B S E"]:
+    """Constrain keys or values to the sharding that attention needs: sharded by heads if the queries are, else
+    replicated."""
     return join_heads(constrain(split_heads(x, heads), ("batch", None, "heads", None)))
 
 
-def shard_stacked(keys: StackedArrays, heads: int) -> StackedArrays:
-    """Place the keys and values of all blocks [layers B S E] as `shard_keys` places the keys and values of one
-    block."""
+def shard_stacked_kv(kv: StackedArrays, heads: int) -> StackedArrays:
+    """Constrain the keys and values of all blocks [layers B S E] as `shard_kv` does for one block."""
 
     def shard(x: Float[Array, "_B B S E"]) -> Float[Array, "_B B S E"]:
         return constrain_to(
             x, current_partitioner().activation_spec((None, "batch", None, "heads"), (*x.shape[:3], heads))
         )
 
-    return jax.tree.map(shard, keys)
+    return jax.tree.map(shard, kv)
 
 
 def modulation_table(rows: int, width: int, rngs: nnx.Rngs) -> nnx.Param:
-    """Make learned rows that a block adds to the timestep's shifts, scales and gates, in float32."""
+    """Create a learned float32 table. Its rows are added to the shifts, scales and gates of the timestep."""
     normal = nnx.initializers.normal(stddev=width**-0.5)
     return param(normal, (rows, width), (None, "embed"), dtype=jnp.float32, rngs=rngs)
 
 
-def clean_tokens(grid: tuple[int, int, int], frames: int) -> SecondMask:
-    """Mark the tokens of the first `frames` frames of patches; return None for 0 frames."""
-    clean = jnp.arange(math.prod(grid)) < frames * grid[1] * grid[2]
-    return shard_tokens(clean, ("length",)) if frames else None
+def clean_token_mask(grid: tuple[int, int, int], frames: int) -> SecondMask:
+    """Return a mask of the tokens of the first `frames` frames of patches, or None for 0 frames."""
+    is_clean = jnp.arange(math.prod(grid)) < frames * grid[1] * grid[2]
+    return shard_tokens(is_clean, ("length",)) if frames else None

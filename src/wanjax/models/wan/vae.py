@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan 2.1's causal video autoencoder. A latent position covers 8 × 8 pixels of 4 frames. The first frame has positions
-of its own.
+"""Wan 2.1's causal video autoencoder. A latent position covers 8 × 8 pixels of 4 frames. Only for the first frame of a
+video, it covers a single frame.
 
-The autoencoder processes a video chunk by chunk. The first call receives one frame and `None`. Each later call receives
-a chunk (a multiple of 4 frames to encode, latent frames to decode) and the cache that the previous call returned: a
-pytree of the last frames that each causal layer saw. The results equal the results for the whole clip at once, for any
-length. Memory does not grow with the length. The reference is diffusers' models/autoencoders/autoencoder_kl_wan.py.
+The autoencoder processes a video chunk by chunk. The first call takes one frame and `None`. Each later call takes a
+chunk (a multiple of 4 frames to encode, or any latent frames to decode) and the cache that the previous call returned.
+The cache is a pytree with the last input frames of each causal layer. The results are the same as for the whole video
+in one call, and memory does not grow with the length. The reference is diffusers'
+models/autoencoders/autoencoder_kl_wan.py.
 """
 
 import math
@@ -27,7 +28,7 @@ from wanjax.layers.norms import ChannelNorm, expand_to_rank
 from wanjax.models.wan.config import VAEConfig
 from wanjax.sharding import VIDEO_AXES, num_shards, replicate
 
-MAX_PAIRED_VALUES = 2**26  # if a frame's largest level has at most this size, a TPU computes two latent frames together
+MAX_PAIRED_VALUES = 2**26  # if a frame has at most this many values at its largest level, a TPU computes two together
 
 
 class ResBlock(nnx.Module):
@@ -58,8 +59,7 @@ class FrameAttention(nnx.Module):
 
     def __call__(self, x: Chunk) -> Chunk:
         batch, frames, height, width, channels = x.shape
-        # positions and tokens have different shardings; without this line the compiler would gather both, with a
-        # warning
+        # positions and tokens have different shardings; without this line, the compiler would gather both and warn
         gathered = replicate(x)
         qkv = self.qkv(self.norm(gathered)).reshape(batch * frames, height * width, 1, 3 * channels)
         y = attention(*jnp.split(qkv, 3, axis=-1))  # [B·T H·W 1 C]
@@ -83,7 +83,7 @@ class MidBlock(nnx.Module):
 
 
 class Downsample(nnx.Module):
-    """Halve height and width. If `temporal`, then also halve the number of frames after the first frame."""
+    """Halve height and width. If `temporal` is True, also halve the number of frames after the first frame."""
 
     def __init__(self, channels: int, temporal: bool, **kw):
         self.conv = FrameConv(channels, channels, stride=2, padding=(0, 1), **kw)
@@ -99,7 +99,7 @@ class Downsample(nnx.Module):
 
 
 class Upsample(nnx.Module):
-    """Double height and width. If `temporal`, first double the number of frames after the first frame."""
+    """Double height and width. If `temporal` is True, first double the number of frames after the first frame."""
 
     def __init__(self, channels_in: int, channels_out: int, temporal: bool, **kw):
         self.time_conv = nnx.data(CausalConv(channels_in, 2 * channels_in, (3, 1), **kw) if temporal else None)
@@ -120,7 +120,7 @@ class Upsample(nnx.Module):
 def upsample(x: Chunk) -> Chunk:
     """Double the height and the width of frames by repeating each value.
 
-    One broadcast writes the result once; a repeat along each axis would also write an intermediate result.
+    A single broadcast writes only the result. A repeat along each axis would also write an intermediate result.
     """
     batch, frames, height, width, channels = x.shape
     repeated = jnp.broadcast_to(x[:, :, :, None, :, None], (batch, frames, height, 2, width, 2, channels))
@@ -224,7 +224,7 @@ class WanVAE(Autoencoder):
         return mean, jnp.clip(log_variance, -30.0, 20.0), cache
 
     def encode_chunk(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Encode patches of frames as normalised latents, the mode of the posterior.
+        """Encode patches of frames as normalised latents. The latents are the mode of the posterior.
 
         The first chunk, for which `cache` is None, has one frame. Later chunks have a multiple of 4 frames. The device
         determines how many frames are encoded at a time.
@@ -236,11 +236,11 @@ class WanVAE(Autoencoder):
             return (z - mean) / std, cache
 
         return process_in_parts(
-            latents, x, cache, self.config.temporal_factor * latent_frames_at_once(x, 1, self.config.width)
+            latents, x, cache, self.config.temporal_factor * latent_frames_per_part(x, 1, self.config.width)
         )
 
     def decode_chunk(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Decode latent frames to patches of frames in about [-1, 1], float32, a few frames at a time."""
+        """Decode latent frames, a few at a time, to patches of frames in float32, in about [-1, 1]."""
         mean, std = self._latent_statistics()
 
         def decode_part(z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
@@ -249,7 +249,7 @@ class WanVAE(Autoencoder):
             return x.astype(jnp.float32), cache
 
         upsampling = self.config.spatial_factor // self.config.patch
-        return process_in_parts(decode_part, z, cache, latent_frames_at_once(z, upsampling, self.config.decoder_width))
+        return process_in_parts(decode_part, z, cache, latent_frames_per_part(z, upsampling, self.config.decoder_width))
 
     def _latent_statistics(self) -> list[Float[Array, "1 1 1 1 C"]]:
         """Return the mean and the standard deviation of each channel of latents."""
@@ -257,9 +257,9 @@ class WanVAE(Autoencoder):
         return [expand_to_rank(jnp.array(values, jnp.float32), 5) for values in statistics]
 
 
-def latent_frames_at_once(x: Chunk, upsampling: int, channels: int) -> int:
-    """Return how many latent frames to compute at once. On a TPU with enough memory the result is two, because 8 frames
-    fill its tiles.
+def latent_frames_per_part(x: Chunk, upsampling: int, channels: int) -> int:
+    """Return the number of latent frames to compute together. On a TPU with enough memory it is two, because 8 frames
+    fill a TPU's tiles.
 
     A frame's largest level has `upsampling` times the height and the width of x, and this number of channels.
     """
@@ -275,9 +275,10 @@ def latent_frames_at_once(x: Chunk, upsampling: int, channels: int) -> int:
 def process_in_parts(
     process: Callable[..., tuple[Chunk, Cache]], x: Chunk, cache: Cache, part: int
 ) -> tuple[Chunk, Cache]:
-    """Process a clip's first frame alone if `cache` is None, then `part` frames at a time, then the remaining frames.
+    """Process a clip in parts of `part` frames, and concatenate the results in time.
 
-    The results are concatenated in time. A scan over the parts compiles `process` once for all of them.
+    If `cache` is None, the first frame is processed alone before the parts. Frames that do not fill a part are
+    processed last. The parts are processed by a scan, so that `process` is compiled only once for them.
     """
     first = 1 if cache is None else 0
     last = x.shape[1] - (x.shape[1] - first) % part

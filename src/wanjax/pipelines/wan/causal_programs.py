@@ -63,7 +63,7 @@ def begin_past(
     context = transformer.context(text)
     if nag is not None:
         context = context.with_nag(transformer.context(negative), nag)
-    return CausalPast(context, transformer.window(x))
+    return CausalPast(context, transformer.empty_kv_cache(x))
 
 
 @program(matmul_options, donated=("window",), fast_options=fast_matmul_options)
