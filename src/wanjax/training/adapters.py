@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA layers for training. Each adapted projection gets a low-rank projection, and its own weights stay frozen.
+"""LoRA layers for training. Each adapted projection gets a low-rank projection. The weights of the base stay frozen.
 
-y = W x + alpha / rank · B A dropout(x) (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2106.09685). A
-is initialised uniformly within 1 / sqrt(in), as in PEFT. B is initialised with zeros, so that training starts from the
-base model.
+    y = W x + alpha / rank · B A dropout(x)
+
+The formula is that of Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2106.09685. A is initialised
+with uniform numbers between -1 / sqrt(in) and 1 / sqrt(in), as in PEFT. B is initialised with zeros, so that training
+starts from the base model.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,8 +31,9 @@ from wanjax.sharding import Partitioner
 Network = TypeVar("Network", bound=nnx.Module)
 FACTORS = ("lora_down", "lora_up")
 DIFF = "diff"
-FULL_RANK = "proj_l"  # the output projection of linear attention, which is trained at full rank
-OPT_IN_ENDINGS = ("mod", FULL_RANK)  # these layers are only adapted if they are targets; `mod` projects the timestep
+FULL_RANK = "proj_l"  # the name of linear attention's output projection, which is trained at full rank
+# Layers with these names get a LoRA only if they are targets; `mod` projects the timestep
+OPT_IN_ENDINGS = ("mod", FULL_RANK)
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,10 @@ class LoraConfig:
         rank: The rank of the factors.
         alpha: The LoRA's alpha; None sets it to the rank.
         dropout: The probability with which an input of the factors is set to zero in training.
-        targets: The layers to adapt, each the end of a name in diffusers, such as `to_q` or `attn1.to_q`. Without
-            targets, all projections of the blocks are adapted except the projections of the timestep. The output
-            projection of linear attention is small and may start as zeros, so it is trained at full rank unless it is a
-            target.
+        targets: The layers to adapt. A target is the end of a layer's name in diffusers, such as `to_q` or
+            `attn1.to_q`. Without targets, all projections of the blocks are adapted except the projections of the
+            timestep. The output projection of linear attention is small and may start as zeros, so it is trained at
+            full rank unless it is a target.
 
     Raises:
         WanjaxError: A value is out of its range.
@@ -71,9 +74,9 @@ class LoraConfig:
 def check_trainable_precision(precision: Precision, lora: LoraConfig | None) -> None:
     """Raise WanjaxError unless a model in this precision can be trained.
 
-    A product with frozen weights of 8 bits has an exact gradient of its inputs. A product with quantized inputs has no
-    useful gradient. Quantization is flat almost everywhere, and a substitute for its derivative would add noise to
-    every layer.
+    If only the frozen weights are quantized, the gradient of a product's inputs is exact. If the inputs are quantized,
+    there is no useful gradient: the derivative of the quantization is 0 almost everywhere, and a substitute for it
+    would add noise to every layer.
 
     Args:
         precision: The precision of the model.
@@ -97,14 +100,14 @@ class DropoutKey(nnx.Variable):
 
 
 class LoraLinear(nnx.Module):
-    """A projection plus a low-rank projection. The projection's weight may have 8 bits.
+    """A projection plus a low-rank projection. The weight of the first projection may be quantized.
 
     `kernel` is the merged weight, without dropout, for callers that read the weight instead of calling the layer.
-    `dropout_key` is None without dropout.
+    Without dropout, `dropout_key` is None.
     """
 
     def __init__(self, base: Linear | QuantizedLinear, config: LoraConfig, rngs: nnx.Rngs):
-        self.base, self.scale, self.rate = base, config.scale, config.dropout
+        self.base, self.scale, self.dropout_rate = base, config.scale, config.dropout
         weight = getattr(base, base.weight_name)
         axes = axes_of(weight) or (None,) * weight[...].ndim
         layers = weight.shape[0] if axes[0] == "layers" else None
@@ -127,7 +130,7 @@ class LoraLinear(nnx.Module):
 
     @property
     def kernel(self) -> Float[Array, "... _E E"]:
-        assert isinstance(self.base, Linear)  # a projection whose weight is read directly stays in floats
+        assert isinstance(self.base, Linear)  # a projection whose weight is read directly is not quantized
         delta = jnp.matmul(self.lora_down.kernel[...], self.lora_up.kernel[...], precision="highest")
         return self.base.kernel[...].astype(jnp.float32) + self.scale * delta
 
@@ -140,15 +143,15 @@ class LoraLinear(nnx.Module):
         x_dropped = x
         if self.dropout_key is not None:
             key = jax.random.wrap_key_data(self.dropout_key[...], impl="threefry2x32")
-            mask = jax.random.bernoulli(key, 1 - self.rate, x.shape)
-            x_dropped = jnp.where(mask, x / jnp.asarray(1 - self.rate, x.dtype), jnp.zeros((), x.dtype))
+            mask = jax.random.bernoulli(key, 1 - self.dropout_rate, x.shape)
+            x_dropped = jnp.where(mask, x / jnp.asarray(1 - self.dropout_rate, x.dtype), jnp.zeros((), x.dtype))
         return y + (self.lora_up(self.lora_down(x_dropped)) * jnp.asarray(self.scale, y.dtype)).astype(y.dtype)
 
 
 class DeltaLinear(nnx.Module):
-    """A projection plus a full-rank change of its weights. The change starts at zero.
+    """A projection plus a trained change of its weights, which starts at zero.
 
-    Callers read the changed weights.
+    Callers do not call this layer, but read `kernel` and `bias`, the changed weights.
     """
 
     def __init__(self, base: Any):
@@ -184,14 +187,14 @@ def adapt(
         partitioner: The mesh; None leaves the factors on the default device.
 
     Returns:
-        The copy, and a mapping of the adapted projections' names in wanjax to their names in diffusers. One name stands
-        for the layers of all blocks in a stack.
+        The copy, and a mapping of the adapted projections' names in wanjax to their names in diffusers. The blocks of a
+        stack have one name together.
 
     Raises:
         WanjaxError: No layer has the name of a target.
     """
     names = module_names(network, rules)
-    adapted_names = {path: name for path, name in names.items() if _is_chosen(path, name, config.targets)}
+    adapted_names = {path: name for path, name in names.items() if _is_adapted(path, name, config.targets)}
     matched_targets = {
         target for target in config.targets for name in adapted_names.values() if _matches_target(name, target)
     }
@@ -237,12 +240,12 @@ def _place(network: nnx.Module, partitioner: Partitioner | None) -> None:
 
 
 def is_factor(path: Sequence[Any], weight: Any) -> bool:
-    """Return True if a parameter is a factor of a LoRA, or the change of a projection that is trained at full rank."""
+    """Return whether a parameter is a factor of a LoRA, or the change of a projection that is trained at full rank."""
     return len(path) > 1 and path[-2] in (*FACTORS, DIFF)
 
 
 def module_names(network: nnx.Module, rules: Iterable[WeightRule]) -> dict[str, str]:
-    """Map the names of a network's projections to their names in diffusers; `{i}` stands for the index of a block."""
+    """Map the names of a network's projections to their names in diffusers, with `{i}` for the index of a block."""
     weight_names = {
         ".".join(map(str, path)): node.weight_name
         for path, node in nnx.iter_modules(network)
@@ -261,7 +264,7 @@ def module_names(network: nnx.Module, rules: Iterable[WeightRule]) -> dict[str, 
     return names
 
 
-def _is_chosen(path: str, name: str, targets: Sequence[str]) -> bool:
+def _is_adapted(path: str, name: str, targets: Sequence[str]) -> bool:
     if targets:
         return any(_matches_target(name, target) for target in targets)
     return "{i}" in name and not path.endswith(OPT_IN_ENDINGS)
@@ -299,9 +302,8 @@ def export_factors(
                 factors[f"{name}.{endings[suffix]}"] = np.ascontiguousarray(exported.read(key))
             continue
         down, up = (np.asarray(values[f"{path}.{factor}.kernel"]) for factor in FACTORS)
-        exported_up = ExportedTensors(
-            {f"{path}.kernel": up}, rules
-        )  # the rules for the weight also convert B, because both have the same rows
+        # the rules for the weight also convert B, because the weight and B have the same rows
+        exported_up = ExportedTensors({f"{path}.kernel": up}, rules)
         for i, key in enumerate(exported_up.specs):
             name = key.removesuffix(".weight")
             factors[f"{name}.lora_A.weight"] = np.ascontiguousarray((down[i] if down.ndim == 3 else down).T)

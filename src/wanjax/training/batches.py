@@ -23,17 +23,17 @@ class BatchClip(NamedTuple):
 class Batches:
     """The batches of a training run. A batch has clips of one bucket. Each epoch has a new random order.
 
-    If the clips of an epoch do not fill the last batch of a bucket, that batch also takes clips from the bucket's next
-    epoch. `size` epochs therefore show each clip exactly `size` times, even if the clip's bucket has fewer clips than a
-    batch.
+    If the clips of an epoch do not fill the last batch of a bucket, the rest of the batch comes from the bucket's next
+    epoch. In a round of `size` epochs, each clip is therefore in exactly `size` batches, even if its bucket has fewer
+    clips than a batch.
 
     Args:
         clips: The clips.
-        size: Clips in a batch.
+        size: The number of clips in a batch.
         seed: Seed of the order and of caption dropout.
         empty_caption: The file of the empty caption's features.
         caption_dropout: The probability with which the empty caption replaces a clip's caption.
-        uncaptioned_preservation: The weight of prior preservation for a clip whose caption is dropped. It applies only
+        uncaptioned_preservation: The weight of prior preservation for a clip whose caption is dropped. It is used only
             if the data set has preserved clips.
     """
 
@@ -59,8 +59,8 @@ class Batches:
         self._permutation = lru_cache(maxsize=2 * len(self._buckets))(self._permute_bucket)
 
     def _order_round(self, round_number: int) -> list[tuple[int, int]]:
-        """Return the order of batches in a round of `size` epochs. Each batch is a pair of a bucket and the batch's
-        index in the bucket."""
+        """Return the order of the batches in a round of `size` epochs. A batch is a pair: the index of the bucket, and
+        the index of the batch among all batches of the bucket."""
         rng, epochs = (
             np.random.default_rng([self.seed, 1, round_number]),
             [list[tuple[int, int]]() for _ in range(self.size)],

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut clips from files at the model's frame rate. The clips have few different sizes and lengths, so that few programs
-are compiled."""
+"""Cut clips from files at the model's frame rate. Clips have only a few different sizes and lengths, so that few
+programs are compiled."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +58,7 @@ class Cutting:
             raise WanjaxError(f"cut is {self.cut!r}: give {', '.join(get_args(CutMode))}")
 
     def clips(self, file: Path) -> Iterator[Clip]:
-        """Yield the clips of a file, each with the shape of a bucket. A picture is a clip of one frame.
+        """Yield the clips of a file. Each clip has the shape of a bucket. A picture is a clip of one frame.
 
         Raises WanjaxError if the file cannot be read, or is shorter than the shortest clip.
         """
@@ -88,8 +88,8 @@ class Cutting:
 
 
 def bucket_lengths(frames: int, factor: int, min_frames: int | None = None) -> tuple[int, ...]:
-    """List the possible lengths of clips: `frames`, and about a half, a quarter, an eighth and so on of `frames`. Each
-    length is `factor` n + 1.
+    """List the possible lengths of clips: `frames`, and about a half, a quarter, an eighth and so on of `frames`. All
+    lengths have the form `factor` n + 1.
 
     Raises WanjaxError if no length is at least `min_frames`.
     """
@@ -117,6 +117,6 @@ def bucket_sizes(
 
 
 def nearest_size(shape: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Choose the size with the nearest aspect ratio. If several are equally near, choose the first."""
+    """Return the size with the nearest aspect ratio. Among equally near sizes, return the first."""
     height, width = shape
     return min(sizes, key=lambda size: abs(math.log(size[1] / size[0]) - math.log(width / height)))

@@ -22,7 +22,7 @@ class TrainConfig:
     Args:
         steps: Training steps.
         batch_size: Clips in a step.
-        grad_accum_steps: The number of microbatches in a step; it must divide `batch_size`.
+        grad_accum_steps: The number of microbatches in a step, a divisor of `batch_size`.
         seed: The seed of all random numbers.
         lora: The LoRA to train; None trains all weights.
         optimizer: The optimiser and its schedule.
@@ -46,8 +46,7 @@ class TrainConfig:
         ema_decay: Decay of the exponential moving average of the weights. The result of training is then the average.
             None computes no average.
         expert: Which network to train, if the model has two.
-        holdout_every: Every clip whose number is a multiple of this is held out for the validation loss; 0 holds out no
-            clip.
+        holdout_every: Every n-th clip is held out for the validation loss, where n is this number. 0 holds out no clip.
         validation_every: Steps between validation losses.
         sample_every: Steps between sample videos.
         save_every: Steps between checkpoints.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """List data sets of clips and pictures with captions: a folder with a text file for each clip or picture, or a table.
 
-A table is `metadata.csv` or `metadata.jsonl` in the folder, or any CSV or JSONL file, with the column names of common
-trainers. Unusable entries, such as a caption in an unknown encoding, are skipped. The result has a sentence with the
-reason for each skipped entry.
+A table is `metadata.csv` or `metadata.jsonl` in the folder, or any CSV or JSONL file. Its columns have the names that
+common trainers use. Unusable entries, such as a caption in an unknown encoding, are skipped. For each skipped entry,
+the result has a sentence with the reason.
 """
 
 import csv
@@ -46,9 +46,9 @@ class Example:
     Args:
         file: The clip or picture.
         caption: Its caption.
-        repeats: How often an epoch shows the clip.
-        preserve: Whether the clip is for prior preservation. For such a clip, the trained model should predict the same
-            as the untrained model.
+        repeats: How often the clip is in an epoch.
+        preserve: Whether the clip is for prior preservation. For such a clip, the trained model should make the same
+            prediction as the untrained model.
     """
 
     file: Path
@@ -111,13 +111,13 @@ def list_data(data: str | Path) -> DataListing:
 
 
 def _tables_in(folder: Path) -> list[Path]:
-    """Return the tables in a folder of data. The first table is read. If there is no table, the clips and pictures of
-    the folder are listed."""
+    """Return the tables in a folder of data. `list_data` reads the first table. If there is none, it lists the clips
+    and pictures in the folder."""
     return [folder / name for name in TABLES if (folder / name).is_file()]
 
 
 def summarize_first(sentences: Sequence[str]) -> str:
-    """Return the first sentence, and how many more sentences there are."""
+    """Return the first sentence, and the number of further sentences."""
     return sentences[0] + (f" (and {len(sentences) - 1} more)" if len(sentences) > 1 else "")
 
 
@@ -163,7 +163,7 @@ def _prompt_in_metadata(path: Path) -> str | None:
 
 
 def _normalized(stem: Path) -> str:
-    """Normalize a file name, because file systems may ignore case or encode accents differently."""
+    """Normalize a file name. File systems may ignore case, and encode accents in different ways."""
     return unicodedata.normalize("NFC", str(stem)).casefold()
 
 
@@ -190,7 +190,7 @@ def _list_table(table: Path) -> DataListing:
 
 
 def _repeats(row: Mapping[str, Any], row_name: str) -> int:
-    """Read how often an epoch shows a row's clip; raise WanjaxError unless it is a whole number of 1 or more."""
+    """Read how often a row's clip is in an epoch. Raises WanjaxError unless it is a whole number of 1 or more."""
     if (repeats := row.get(REPEATS_COLUMN)) in (None, ""):
         return 1
     with suppress(TypeError, ValueError, OverflowError):
@@ -200,7 +200,7 @@ def _repeats(row: Mapping[str, Any], row_name: str) -> int:
 
 
 def _preserves(row: Mapping[str, Any], row_name: str) -> bool:
-    """Read whether a row's clip is for prior preservation; raise WanjaxError unless the value is true or false."""
+    """Read whether a row's clip is for prior preservation. Raises WanjaxError unless the value is true or false."""
     value = row.get(PRESERVE_COLUMN)
     word = "" if value is None else str(value).strip().lower()
     if word not in (*YES, *NO):
@@ -238,7 +238,7 @@ def _read_jsonl(lines: Sequence[str], table: Path) -> Iterator[Mapping[str, Any]
         except ValueError:
             if is_text(line):
                 raise _not_object(number, table) from None
-            yield "is not UTF-8 text"  # in some encodings, the bytes of a letter include bytes that are JSON syntax
+            yield "is not UTF-8 text"  # in some encodings, a byte of a letter may look like JSON syntax
             continue
         if row is not None:
             if not isinstance(row, Mapping):
@@ -269,7 +269,7 @@ def _read_csv(lines: Sequence[str], table: Path) -> Iterator[Mapping[str, Any] |
             if not header:
                 raise WanjaxError(f"the header of {table} cannot be read: {error}") from error
             yield f"cannot be read, perhaps because of quotes in an unquoted caption: {error}"
-            start_line += lines_read + 1  # skip an unclosed quote; the reader would take all later lines as its text
+            start_line += lines_read + 1  # skip the unclosed quote; otherwise all later lines would be its text
 
 
 def _parse_row(header: Sequence[str], fields: list[str]) -> Mapping[str, Any] | str:
@@ -300,8 +300,7 @@ def _parse_row(header: Sequence[str], fields: list[str]) -> Mapping[str, Any] | 
 
 
 def _first_column(row: Mapping[str, Any], names: tuple[str, ...], row_name: str, table: Path) -> Any:
-    """Return the value of the first of these columns that a row has. Raise WanjaxError if the row has none of the
-    columns."""
+    """Return the value of the first of these columns that a row has. Raises WanjaxError if the row has none of them."""
     for name in names:
         if name in row:
             return row[name]

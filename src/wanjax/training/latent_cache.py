@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of encoded clips and captions, in the folder of the data. The pipeline's own encoders compute its entries.
+"""A cache of encoded clips and captions, in the folder of the data. The encoders of the pipeline compute the entries.
 
 The name of each file is a digest of everything that determines its contents: the clip or caption, how clips are cut,
 and the weights of the encoders. Clips are read, encoded and written one at a time. The encoders are freed before
@@ -40,7 +40,7 @@ class EncodedClip:
         latents: The file of the clip's latents.
         text: The file of the caption's features.
         bucket: The shape of the clip.
-        repeats: How often an epoch shows the clip.
+        repeats: How often the clip is in an epoch.
         preserve: Whether the clip is for prior preservation.
     """
 
@@ -55,7 +55,7 @@ CLIP_FILES = "clip-*.safetensors"
 
 
 class LatentCache:
-    """A folder of latents and features that one model's encoders computed."""
+    """A folder with the latents and features that the encoders of one model computed."""
 
     def __init__(self, folder: Path, pipe: Pipeline):
         self.folder, self.pipe = folder, pipe
@@ -93,7 +93,7 @@ class LatentCache:
     def _encode_clips(
         self, listing: DataListing, cutting: Cutting, report: ReportProgress
     ) -> list[tuple[Example, list[list[Any]]]]:
-        """Encode the clips of all readable examples; for each clip return [file name, frames, height, width]."""
+        """Encode the clips of all readable examples. For each clip, return [file name, frames, height, width]."""
         index, digests = self._read_index()
         examples: list[tuple[Example, list[list[Any]]]] = []
         with (self.folder / INDEX).open("a", encoding="utf-8") as file:
@@ -122,7 +122,7 @@ class LatentCache:
         return examples
 
     def _encode_clip(self, name: str, frames: np.ndarray) -> list[Any]:
-        """Encode a clip; return [file name, frames, height, width]."""
+        """Encode a clip, and return [file name, frames, height, width]."""
         count, height, width, _ = frames.shape
         settings = self.pipe.settings(size=(height, width), frames=count)
         input_frames = {"image": frames[0], "last_image": frames[-1]}
@@ -138,7 +138,8 @@ class LatentCache:
     def encode_captions(
         self, captions: Sequence[str], report: ReportProgress = lambda unit, done, total: None
     ) -> dict[str, Path]:
-        """Encode captions, two at a time as a prompt and a negative prompt; return their files."""
+        """Encode captions, and return their files. Two captions are encoded together, as a prompt and a negative
+        prompt."""
         files = {text: self.folder / f"text-{_digest([text, self._weights])}.safetensors" for text in captions}
         existing = {path.name for path in self.folder.glob("text-*")}
         uncached, done = [text for text in captions if files[text].name not in existing], 0
@@ -154,7 +155,7 @@ class LatentCache:
         return files
 
     def _read_index(self) -> tuple[dict[str, list[list[Any]]], dict[str, str | None]]:
-        """Return two mappings: the cached clips whose files exist, by key; and digests of source files, by stamp."""
+        """Return two mappings: from keys to cached clips whose files exist, and from file stamps to content digests."""
         try:
             lines = (self.folder / INDEX).read_text(encoding="utf-8").splitlines()
         except OSError:
@@ -211,7 +212,7 @@ def _digest(identity: Any) -> str:
 
 
 def trim_padding(x: np.ndarray) -> np.ndarray:
-    """Cut the zero rows of padding off the end of features [1 S ...]."""
+    """Remove the padding, which is rows of zeros, from the end of features [1 S ...]."""
     rows = np.flatnonzero(x[0].reshape(x.shape[1], -1).any(axis=1))
     return np.ascontiguousarray(x[:, : (rows[-1] + 1 if len(rows) else 0)])
 
@@ -243,11 +244,11 @@ def join_batch(files: Iterable[tuple[Path, Path]], conditioning_type: type[Any])
 
 
 def bucket_summaries(clips: Sequence[EncodedClip]) -> Iterator[str]:
-    """Yield the number of clips and the shape of each bucket, the largest bucket first."""
+    """Yield a text with the number of clips and the shape of each bucket, the largest bucket first."""
     counts: dict[Bucket, int] = {}
     for clip in clips:
         counts[clip.bucket] = counts.get(clip.bucket, 0) + clip.repeats
-    for bucket, count in sorted(counts.items(), key=lambda item: -item[1]):
+    for bucket, count in sorted(counts.items(), key=lambda bucket_and_count: -bucket_and_count[1]):
         yield f"{count} of {bucket}"
 
 

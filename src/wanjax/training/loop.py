@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training loop that prefetches batches, writes checkpoints, and resumes from the last checkpoint.
 
-The batch and the random key of a step depend only on the seed and the step's number. A run that is stopped and resumed
-therefore gives bit-identical weights to an uninterrupted run.
+The batch and the random key of a step depend only on the seed and the step's number. The weights of a run that was
+stopped and resumed are therefore bit-identical to those of an uninterrupted run.
 """
 
 import json
@@ -31,7 +31,7 @@ STATES_FOLDER = "checkpoints"
 RUN_IDENTITY_FILE = "training.json"
 STEPS, LEARNING_RATE = "steps", "optimizer.learning_rate"  # the entries of the identity that a resumed run may change
 MAX_DIFFERENCES = 5  # the maximum number of differences in a message
-# the number of characters of a value in a message: in all, and before the first difference
+# the maximum number of characters of a value in a message, in total and before the first difference
 MAX_VALUE_CHARS, CONTEXT_CHARS = 60, 20
 DrawBatch = Callable[[int, np.random.Generator], Any]
 AfterStep = Callable[[int, Mapping[str, jax.Array]], Any]
@@ -53,8 +53,8 @@ class NotFiniteError(WanjaxError):
     """The loss or the state is no longer finite. All checkpoints are still finite.
 
     Attributes:
-        start_step: The step of a checkpoint from which training diverges at once, whatever the learning rate. None if
-            there is no such checkpoint.
+        start_step: The step of a checkpoint from which training diverges at once, with any learning rate. None if there
+            is no such checkpoint.
     """
 
     def __init__(self, message: str, start_step: int | None = None):
@@ -65,12 +65,12 @@ class NotFiniteError(WanjaxError):
 class Trainer:
     """Train a network, with checkpoints in a folder, and resume from the last checkpoint.
 
-    A folder that holds a training run with other settings raises an error, with two exceptions: `steps` may grow, and
-    the learning rate may change. `changed_settings` then has the previous values. A state that is not finite is never
-    saved.
+    If the folder has a training run with other settings, an error is raised. There are two exceptions: `steps` may
+    increase, and the learning rate may change. `changed_settings` then has the previous values. A state that is not
+    finite is never saved.
 
     Attributes:
-        state: The weights, the optimizer's state and the moving average, which each step replaces.
+        state: The current weights, optimizer state and moving average.
         step: The number of steps that were taken.
         start_step: The step of the checkpoint from which this run resumed, or 0.
 
@@ -132,7 +132,7 @@ class Trainer:
         return self._strategy.call(program, self._compile_context, self.static, *arguments)
 
     def _check_identity(self, identity: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Write the identity; raise WanjaxError if the folder's identity differs.
+        """Write the identity. Raises WanjaxError if the folder's identity differs.
 
         Returns the previous number of steps and the previous learning rate, if they differ from the new values.
         """
@@ -195,8 +195,8 @@ class Trainer:
         Args:
             last_step: The step after which training ends.
             draw_batch: `draw_batch(step, generator)` returns the batch of a step; it is called in another thread.
-            after_step: `after_step(steps, metrics)` is called after each step; the device may still be computing the
-                arrays.
+            after_step: `after_step(step, metrics)` is called after each step, with the number of steps taken. The
+                device may still be computing the metrics.
             save_every: Steps between checkpoints.
         """
         try:
@@ -225,7 +225,7 @@ class Trainer:
                     self.save()
 
     def save(self) -> None:
-        """Start writing a checkpoint, unless this step has one. Raise NotFiniteError if the state is not finite."""
+        """Start writing a checkpoint, unless this step has one. Raises NotFiniteError if the state is not finite."""
         if self.manager.latest_step() != self.step:
             if not self._finite:
                 raise self.not_finite_error("state")
@@ -266,7 +266,7 @@ class Trainer:
         return np.random.default_rng([self.seed, 0, step])
 
     def network(self) -> Any:
-        """Return the network with its current weights or, if there is a moving average, with the average."""
+        """Return the network with its current weights. If there is a moving average of the weights, use the average."""
         return self.static.network(self.state.get("ema", self.state["weights"]), self._constants)
 
 
@@ -292,14 +292,14 @@ def _flatten_json(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _is_allowed_change(name: str, previous: Any, current: Any, steps_left: bool) -> bool:
-    """Return True if a resumed run may have another value for an entry of the identity."""
+    """Return whether a resumed run may have another value for an entry of the identity."""
     if name not in (STEPS, LEARNING_RATE) or type(previous) not in (int, float) or type(current) not in (int, float):
         return False
     return current > previous if name == STEPS else steps_left
 
 
 def _describe_difference(name: str, previous: Any, current: Any) -> str:
-    """Describe an entry and its two values. Long values are shortened to the part where they begin to differ."""
+    """Describe an entry and its two values. Long values are shortened to the text around their first difference."""
     texts = ["none" if x is None else repr(x) for x in (previous, current)]
     common_length = next((i for i, (x, y) in enumerate(zip(*texts, strict=False)) if x != y), min(map(len, texts)))
     start = max(0, common_length - CONTEXT_CHARS)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loss of a family's denoiser: the mean squared error of its prediction at random noise levels.
 
-For a flow model this is flow matching (Lipman et al., 2023). For v-prediction, the error of the prediction and the
-error of the clean sample differ by the factor σ. The loss therefore equals the error of the clean sample, weighted by 1
-/ (1 - ᾱ). The reference uses this weighted loss in examples/cogvideo/train_cogvideox_lora.py.
+For a flow model, this is flow matching (Lipman et al., 2023). For v-prediction, the error of the prediction times σ is
+the error of the clean sample. The loss is therefore the squared error of the clean sample, weighted by 1 / (1 - ᾱ). The
+reference uses this weighted loss in examples/cogvideo/train_cogvideox_lora.py.
 """
 
 import math
@@ -39,7 +39,7 @@ class Batch(NamedTuple):
 
     Args:
         latents: Latents [B C T H W].
-        conditioning: The output of the stage `encode` for each video.
+        conditioning: The output of the stage `encode`, for all videos of the batch.
         preservation: The weight [B] of prior preservation for each video, from 0 to 1; None is 0 for all videos.
     """
 
@@ -53,13 +53,13 @@ class NoiseLevels:
     """The distribution of noise levels in training, as fractions of the noise range.
 
     Args:
-        timesteps: `uniform`; `logit-normal` (Esser et al., 2403.03206); or `shift`, which draws uniform levels and
-            moves them towards high noise by a flow shift.
+        timesteps: `uniform`, `logit-normal` (Esser et al., 2403.03206), or `shift`: uniform levels that a flow shift
+            moves towards high noise.
         shift: The flow shift.
         mean: Mean of the logit-normal distribution.
         std: Standard deviation of the logit-normal distribution.
-        low: The lowest level, above 0 if the network is one of two experts.
-        high: The highest level, below 1 if the network is one of two experts.
+        low: The lowest level: 0, or more for an expert for high noise levels.
+        high: The highest level: 1, or less for an expert for low noise levels.
     """
 
     timesteps: Timesteps = "uniform"
@@ -122,8 +122,8 @@ def denoising_error(
 ) -> Float[Array, ""]:
     """Compute the mean squared error of the prediction at given noise levels.
 
-    For prior preservation, the target is the prediction of the network without its LoRA. A weight between 0 and 1
-    interpolates between this target and the usual target.
+    For prior preservation, the target is the prediction of the network without its LoRA. If the weight of the
+    preservation is between 0 and 1, the target is interpolated between this target and the usual target.
 
     Args:
         pipe: The pipeline.
@@ -131,7 +131,7 @@ def denoising_error(
         batch: The batch.
         fractions: The noise level of each video, as fractions of the noise range.
         noise: The noise.
-        key: Random key of the noise in the conditioning, such as latents that are sampled from a posterior.
+        key: The random key for noise in the conditioning, such as in latents that are sampled from a posterior.
     """
     x0 = pipe.model.spec.to_training_latents(batch.latents)
     levels = pipe.scheduler.levels(fractions)
@@ -146,11 +146,11 @@ def denoising_error(
 
     def predict(network: Any) -> Float[Array, "B T H W C"]:
         split_network = SplitNetwork(*nnx.split(network))
-        dense = False if model.spec.radial_attention and network.attention.radial else None
+        is_dense = False if model.spec.radial_attention and network.attention.radial else None
         [prompt], shared = model.prepare(runtime, split_network, conditioning, x, Preparation(Groups(1, 1)))
         network = nnx.merge(*split_network)
         timesteps = model.denoiser.timesteps(levels)
-        return model.denoiser.predict(network, x, timesteps, prompt, shared, dense=dense).astype(jnp.float32)
+        return model.denoiser.predict(network, x, timesteps, prompt, shared, dense=is_dense).astype(jnp.float32)
 
     target = pipe.scheduler.target(alphas, sigmas, x0, noise)
     if batch.preservation is not None:

@@ -24,9 +24,9 @@ class OptimizerConfig:
     Args:
         name: `adamw`, `adafactor` or `muon`.
         learning_rate: The peak learning rate.
-        warmup_steps: Steps in which the learning rate rises linearly to its peak.
-        lr_scheduler: The learning rate after the warm-up: `constant`, or `cosine` or `linear` down to 0.
-        max_grad_norm: The norm to which larger gradients are clipped; 0 does not clip.
+        warmup_steps: The number of steps in which the learning rate increases linearly to its peak.
+        lr_scheduler: The learning rate after the warm-up: `constant`, or a decay to 0, `cosine` or `linear`.
+        max_grad_norm: The maximum norm of gradients. Larger gradients are clipped to it; 0 does not clip.
         weight_decay: Coefficient of decoupled weight decay, which is multiplied by the learning rate.
         beta1: AdamW's decay of the first moment.
         beta2: AdamW's decay of the second moment.
@@ -69,7 +69,7 @@ class OptimizerConfig:
 
 
 def learning_rates(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Return the learning rate as a function of the step: linear warm-up, then constant or decaying to 0."""
+    """Return the learning rate as a function of the step: a linear warm-up, then a constant or a decay to 0."""
     decay_steps = max(1, steps - config.warmup_steps)
     main_schedule = {
         "constant": lambda: optax.constant_schedule(config.learning_rate),

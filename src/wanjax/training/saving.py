@@ -44,7 +44,7 @@ def save_lora(
         factors: The factors by diffusers' names, as `adapters.export_factors` returns them.
         config: The LoRA.
         network: The network that the LoRA adapts.
-        lora_format: `diffusers` or `comfy`. With `diffusers`, keys begin with `transformer`, even for a second expert,
+        lora_format: `diffusers` or `comfy`. With `diffusers`, keys begin with `transformer`, also for a second expert,
             and the metadata has PEFT's config. With `comfy`, modules have the model authors' names, and each module has
             an alpha.
         training_info: JSON for the metadata.
@@ -100,7 +100,8 @@ def _comfy_tensors(
 
 
 def save_checkpoint(source: Source, trained: Mapping[str, tuple[Any, Network]], target: Path, kinds: Any) -> None:
-    """Write a copy of a checkpoint in which trained networks replace the originals. Raises the errors of `convert`.
+    """Write a copy of a checkpoint, with trained networks in place of the original ones. Raises the errors of
+    `convert`.
 
     Args:
         source: The checkpoint that was trained.

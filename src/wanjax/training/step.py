@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs of a training step: the optimizer's initial state, the step, and the loss.
 
-    static, weights, fixed = prepare_step(network, loss, optimizer)
+    static, weights, constants = prepare_step(network, loss, optimizer)
     state = {"weights": weights, **call(begin_training, static, weights)}
-    for number, batch in enumerate(batches):
-        state, metrics = call(train, static, state, fixed, batch, number)
+    for step, batch in enumerate(batches):
+        state, metrics = call(train, static, state, constants, batch, step)
 
 A `Trainer` executes these programs, and `wanjax plan` traces them to estimate a training run.
 """
@@ -30,7 +30,7 @@ from wanjax.training.adapters import DropoutKey, redraw_dropout_keys
 from wanjax.training.objective import Loss
 
 Filter = Callable[[Any, Any], bool]
-FINITE = "finite"  # the name of the metric that says whether the state after a step is finite
+FINITE = "finite"  # the name of the metric that is true if the state after a step is finite
 
 
 def all_parameters(path: Any, weight: Any) -> bool:
@@ -54,7 +54,7 @@ class ConstantArrays(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TrainingStep:
-    """The static argument of a step's programs. Two arguments are equal only if they are the same object.
+    """The static argument of the programs. Two of these arguments are equal only if they are the same object.
 
     Args:
         graphdef: The network's graph definition.
@@ -73,7 +73,7 @@ class TrainingStep:
     grad_accum_steps: int = 1
 
     def network(self, weights: Any, constants: ConstantArrays, key: jax.Array | None = None) -> Any:
-        """Build the network with these weights. If there is a `key`, draw dropout keys from it."""
+        """Build the network with these weights. If `key` is not None, draw new dropout keys from it."""
         keys = constants.keys
         if key is not None and jax.tree.leaves(keys):
             keys = redraw_dropout_keys(keys, jax.random.fold_in(key, 1))
@@ -90,7 +90,7 @@ def prepare_step(
     ema_decay: float | None = None,
     grad_accum_steps: int = 1,
 ) -> tuple[TrainingStep, Any, ConstantArrays]:
-    """Split a network into the static part of a training step, the weights to train, and fixed arrays.
+    """Split a network into the static argument of the programs, the weights to train, and constant arrays.
 
     The arguments are those of `Trainer`.
     """
@@ -105,7 +105,7 @@ def prepare_step(
 
 @program(scan_options)
 def begin_training(static: TrainingStep, weights: Any) -> dict[str, Any]:
-    """Initialise the state apart from the weights: the optimizer's state and, if there is one, the moving average."""
+    """Initialise the state except the weights: the optimizer's state and, with `ema_decay`, the moving average."""
     state: dict[str, Any] = {"optimizer": static.optimizer.init(weights)}
     if static.ema_decay is not None:
         state["ema"] = weights
@@ -116,7 +116,7 @@ def begin_training(static: TrainingStep, weights: Any) -> dict[str, Any]:
 def train(
     static: TrainingStep, state: dict[str, Any], constants: ConstantArrays, batch: Any, step: Int[Array, ""]
 ) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Take a training step; return the new state and metrics."""
+    """Take a training step. Return the new state and the metrics."""
     key = jax.random.fold_in(key_of(constants.seed_words), step)
 
     def loss_fn(weights: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -148,7 +148,7 @@ def compute_loss(
 
 
 def _is_finite(state: Any) -> Bool[Array, ""]:
-    """Return True if all numbers of a state are finite."""
+    """Return whether all numbers of a state are finite."""
     numbers = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in numbers])
 
@@ -172,7 +172,8 @@ def _spec(weight: Any) -> PartitionSpec:
 
 
 def _optimizer_specs(optimizer: optax.GradientTransformation, weights: Any) -> Any:
-    """Return the partition specs of an optimizer's state: arrays of a weight are sharded like the weight."""
+    """Return the partition specs of an optimizer's state. An array with the shape of its weight is sharded like the
+    weight."""
 
     def spec_of(x: Any, weight: Any) -> Any:
         if isinstance(x, optax.MaskedNode):  # this weight belongs to another part of the optimizer

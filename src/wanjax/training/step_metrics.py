@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a training run: a line of JSON for each step, and TensorBoard curves if TensorBoard is installed."""
+"""Metrics of a training run: a file with a line of JSON for each step, and TensorBoard curves if it is installed."""
 
 import json
 from contextlib import suppress
@@ -16,7 +16,8 @@ TENSORBOARD_FOLDER = "tensorboard"  # the folder of TensorBoard's files
 class Metrics:
     """Write the metrics of steps into a training run's folder.
 
-    On resume, lines of steps after `step` are removed. Every method raises WriteError if a file cannot be written.
+    When a run is resumed after `step`, lines of later steps are removed. Every method raises WriteError if a file
+    cannot be written.
     """
 
     def __init__(self, folder: Path, step: int):
@@ -32,7 +33,7 @@ class Metrics:
             self._curves = _writer(folder / TENSORBOARD_FOLDER)
 
     def add(self, step: int, time: float, **values: float) -> None:
-        """Write the metrics of a step; `time` is the time at which the step finished, in seconds since 1970."""
+        """Write the metrics of a step. `time` is the time at which the step finished, in seconds since 1970."""
         with wrap_write_errors(self.file), self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values, "time": round(time, 3)}) + "\n")
         if self._curves:

@@ -52,10 +52,10 @@ from wanjax.training.step_metrics import Metrics
 
 LORA, CHECKPOINT, SAMPLES, LOCK = "lora.safetensors", "checkpoint", "samples", "training.lock"
 EXPERTS = {"high": 0, "low": 1}
-LEVELS = 8  # the number of fixed noise levels of the validation loss
+NUM_VALIDATION_LEVELS = 8  # the number of fixed noise levels of the validation loss
 SKIPPED_FILE, TRUNCATED_FILE = "left_out.txt", "cut_captions.txt"
-MAX_SENTENCES = 5  # the maximum number of sentences in a note; a file has all sentences
-IN_FLIGHT = 2  # the number of steps that may run before their metrics are read
+MAX_SENTENCES = 5  # the maximum number of sentences in a note; all sentences are in a file
+MAX_PENDING_STEPS = 2  # the number of steps that the device may compute before metrics are read
 Note = Callable[[str], Any]
 ReportProgress = Callable[[str, int, int], Any]  # unit, done, total
 
@@ -90,7 +90,7 @@ class Training:
         out: The folder of checkpoints and results.
         config: The settings.
         note: Called with sentences for the user.
-        report_progress: Called with a unit, the number done, and the total.
+        report_progress: Called with a unit such as "step", the number of finished units, and the total.
 
     Attributes:
         trainer: The trainer of the current network, which `begin` loads.
@@ -150,7 +150,7 @@ class Training:
         return Path(self.config.latent_cache or self.listing.folder / CACHE_FOLDER)
 
     def has_saved_work(self) -> bool:
-        """Whether another run would resume from files of this run: encoded clips, or a saved state."""
+        """Return whether there are files from which another run resumes: encoded clips, or a saved state."""
         return any(self.latent_cache.glob(CLIP_FILES)) or any(
             path.name.isdigit() for path in self.out.glob(f"**/{STATES_FOLDER}/*")
         )
@@ -165,10 +165,10 @@ class Training:
         self.caption_files = caption_files
         self.empty_caption, self.negative_caption = caption_files[""], caption_files[negative_prompt]
         holdout_every = self.config.holdout_every
-        self.held_out = all_clips[holdout_every - 1 :: holdout_every] if holdout_every else []
+        self.held_out_clips = all_clips[holdout_every - 1 :: holdout_every] if holdout_every else []
         self.train_clips = [clip for i, clip in enumerate(all_clips) if not holdout_every or (i + 1) % holdout_every]
         self._note_data(all_clips)
-        if holdout_every and not self.held_out:
+        if holdout_every and not self.held_out_clips:
             raise WanjaxError(
                 f"holdout_every is {holdout_every}, but there are {pluralize(len(all_clips), 'clip')}: give a smaller "
                 "number, or 0"
@@ -180,7 +180,7 @@ class Training:
 
     @property
     def sample_clip(self) -> EncodedClip:
-        """The clip that sets the shape of sample videos: the first with several frames, or else the first picture."""
+        """The clip whose shape sample videos have: the first clip with several frames, or else the first picture."""
         return next((clip for clip in self.train_clips if clip.bucket.frames > 1), self.train_clips[0])
 
     def _note_data(self, train_clips: list[EncodedClip]) -> None:
@@ -207,7 +207,7 @@ class Training:
     def run(self) -> Path:
         """Train. Return the LoRA file or the checkpoint. For LoRAs of two networks, return the folder of their files.
 
-        Also raises WanjaxError if another process is training in the folder.
+        Raises WanjaxError if another process is training in the folder.
         """
         with locked(self.out / LOCK, "training", "folder"):
             return self._run_locked()
@@ -282,7 +282,7 @@ class Training:
         )
         self.metrics = Metrics(self.folder, self.trainer.start_step)
         self._validation: Validation | None = None
-        self._pending: deque[tuple[int, float, Mapping[str, jax.Array]]] = deque()
+        self._pending_metrics: deque[tuple[int, float, Mapping[str, jax.Array]]] = deque()
 
     def _identity(self) -> dict[str, Any]:
         """Return everything that determines the trained weights, as JSON."""
@@ -307,7 +307,7 @@ class Training:
                 LEARNING_RATE: f"the learning rate {self.config.optimizer.learning_rate:g}",
             }
             changes = " and ".join(
-                f"{new_values[name]} in place of {before:g}" for name, before in changed_settings.items()
+                f"{new_values[name]} in place of {previous:g}" for name, previous in changed_settings.items()
             )
             rate = format_number(float(np.asarray(self.learning_rates(start_step))))
             self.note(
@@ -337,20 +337,21 @@ class Training:
         return Batch(latents, conditioning, preservation)
 
     def _after_step(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
-        self._pending.append((step, time.time(), metrics))
+        self._pending_metrics.append((step, time.time(), metrics))
         intervals = (self.config.validation_every, self.config.sample_every, self.config.save_every)
         is_due = step == self.config.steps or any(step % interval == 0 for interval in intervals)
-        self._write_metrics(0 if is_due else IN_FLIGHT)  # 0: no sample from a state that is not finite
+        # before validation and samples, all metrics are read, to stop if the state is not finite
+        self._write_metrics(0 if is_due else MAX_PENDING_STEPS)
         if is_due:
             self._validate_and_sample(step)
         if step % self.config.save_every == 0 and self.config.lora is not None and step < self.config.steps:
             self.save(self.folder / f"lora-{step:06}.safetensors")
 
-    def _write_metrics(self, pending: int, *, show_progress: bool = True) -> None:
-        """Write the metrics of all steps except the last `pending` steps. Raise NotFiniteError if a value is not
+    def _write_metrics(self, max_pending: int, *, show_progress: bool = True) -> None:
+        """Write the metrics of all steps except the last `max_pending` steps. Raises NotFiniteError if a value is not
         finite."""
-        while len(self._pending) > pending:
-            step, finish_time, metrics = self._pending[0]
+        while len(self._pending_metrics) > max_pending:
+            step, finish_time, metrics = self._pending_metrics[0]
             values = {name: float(value) for name, value in metrics.items() if name != FINITE}
             if not_finite := [name for name, value in values.items() if not np.isfinite(value)]:
                 raise self.trainer.not_finite_error(not_finite[0], step, start_step=step - 1)
@@ -359,7 +360,7 @@ class Training:
             self.metrics.add(
                 step, finish_time, **values, learning_rate=float(np.asarray(self.learning_rates(step - 1)))
             )
-            self._pending.popleft()
+            self._pending_metrics.popleft()
             if show_progress:
                 self.report_progress("step", step, self.config.steps)
             if step % self.config.validation_every == 0 or step in (1, self.config.steps):
@@ -368,7 +369,7 @@ class Training:
     def _validate_and_sample(self, step: int) -> None:
         """Compute the validation loss and make the sample videos if they are due at this step."""
         is_last = step == self.config.steps
-        if self.held_out and (step % self.config.validation_every == 0 or is_last):
+        if self.held_out_clips and (step % self.config.validation_every == 0 or is_last):
             value = self.validation_loss()
             if not np.isfinite(value):
                 raise self.trainer.not_finite_error("validation loss", step)
@@ -382,11 +383,11 @@ class Training:
         losses, (graphdef, weights) = [], nnx.split(self._inference_network())
         if self._validation is None:  # created once, so that its program is compiled only once
             self._validation = Validation(graphdef, self.pipe, self.noise_levels[self.name])
-        for index, clip in enumerate(self.held_out):
+        for index, clip in enumerate(self.held_out_clips):
             latents, conditioning = join_batch([(clip.latents, clip.text)], self.pipe.model.conditioning_type)
-            for level in range(LEVELS):
-                quantile = np.full((1,), (level + 0.5) / LEVELS, np.float32)
-                number = np.int32(index * LEVELS + level)
+            for level in range(NUM_VALIDATION_LEVELS):
+                quantile = np.full((1,), (level + 0.5) / NUM_VALIDATION_LEVELS, np.float32)
+                number = np.int32(index * NUM_VALIDATION_LEVELS + level)
                 losses.append(
                     self.pipe.call(
                         validation_error, self._validation, weights, Batch(latents, conditioning), quantile, number
@@ -445,12 +446,12 @@ class Training:
 
 
 def _attention_entry(pipe: Pipeline) -> dict[str, str]:
-    """Return the metadata entry for the sparse attention of this training run. Return no entry for dense attention."""
+    """Return a metadata entry for the sparse attention of this training run, or no entry for dense attention."""
     return {"attention": str(pipe.attention)} if pipe.attention.sparse else {}
 
 
 def _precision_entry(pipe: Pipeline) -> dict[str, str]:
-    """Return the metadata entry for frozen weights of 8 bits; return no entry for floats."""
+    """Return a metadata entry for the precision of frozen weights, or no entry for floats."""
     precision = pipe.defaults.precision
     return {} if precision == FLOATS.name else {"precision": precision}
 
@@ -480,7 +481,7 @@ def _noise_levels(pipe: Pipeline, config: TrainConfig, network: str) -> NoiseLev
 
 
 def _shorten(sentences: Sequence[str], file: Path) -> str:
-    """Join the first sentences. If there are more, refer to the file that has all of them."""
+    """Join the first sentences. If there are more sentences, refer to the file that has all of them."""
     first_sentences = "; ".join(sentences[:MAX_SENTENCES])
     return (
         first_sentences
@@ -498,7 +499,8 @@ def train(
         pipe: The pipeline.
         data: A folder of clips with captions, or a table of them.
         out: The folder of checkpoints and results. The same call resumes a run that was stopped.
-        config: The settings. **settings: Fields of `TrainConfig`, which override the fields of `config`.
+        config: The settings.
+        **settings: Fields of `TrainConfig`, which override the fields of `config`.
 
     Returns:
         The LoRA file or the checkpoint. For LoRAs of two networks, the folder of their files.
