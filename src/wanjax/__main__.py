@@ -9,7 +9,7 @@ import sys
 
 from wanjax.signals import stop
 
-# objects before a garbage collection; with Python's 700, collections take a tenth of a short command
+# new objects before a garbage collection; with Python's default of 700, collections take a tenth of a short command
 NEW_OBJECTS = 100_000
 
 

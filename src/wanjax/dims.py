@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define the letters of shapes in annotations, einsum strings and comments. Also make annotations readable in `help`.
+"""Define the letters for sizes in shape annotations, einsum strings and comments. Also make annotations readable in
+`help`.
 
 Inside the library, arrays are channels-last: videos and latents are `[B T H W C]`, sequences `[B L E]`, and operands of
 attention `[B L N D]`. In files and in the public API, latents are `[B, C, T, H, W]` as in the reference. A letter with
-a leading underscore stands for a size of the same kind that may have a different value.
+a leading underscore is a size of the same kind that may have a different value.
 """
 
 import re
@@ -35,7 +36,7 @@ Decorated = TypeVar("Decorated")
 
 
 class ReadableHint(NamedTuple):
-    """An annotation that prints without module names, and with `|` between the types of a union."""
+    """An annotation whose `repr` has no module names, and `|` between the types of a union."""
 
     hint: Any
 
@@ -45,7 +46,7 @@ class ReadableHint(NamedTuple):
                 DTYPE_LIKE_TEXT, "DTypeLike"
             )
         text = re.sub(r"\b(?:\w+\.)+(?=\w)", "", formatannotation(self.hint))
-        if "Union[" in text and not isinstance((parts := get_args(self.hint))[0], list):  # the first part of a Callable
+        if "Union[" in text and not isinstance((parts := get_args(self.hint))[0], list):  # a list if it is a Callable
             return f"{text.partition('[')[0]}[{', '.join(repr(ReadableHint(part)) for part in parts)}]"
         return text.replace("NoneType", "None").replace("'", '"')
 
@@ -79,7 +80,7 @@ def _format(hint: Any) -> Any:
 
 
 class NamedDefault(NamedTuple):
-    """A default value that prints as its name: a class or a function."""
+    """A default value that is a class or a function. Its `repr` is the name of the class or function."""
 
     default: Any
 
@@ -88,7 +89,7 @@ class NamedDefault(NamedTuple):
 
 
 def _readable_default(default: Any, factory: Any) -> Any:
-    """Return a default in a form that prints readably. Call the `factory` of a dataclass field unless it is MISSING."""
+    """Return a default value with a readable `repr`. If a dataclass field has a `factory`, call it for the value."""
     if default is not Parameter.empty and factory is not MISSING:
         return factory()
     return (

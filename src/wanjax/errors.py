@@ -24,7 +24,7 @@ FILE_NAME_ERRNOS = (
 )
 """Error numbers of the operating system that mean a wrong name or wrong permissions of a file."""
 MAX_LISTED_NAMES = 8  # the maximum number of names in a message
-MIN_PREFIX = 3  # a shorter mistyped name does not count as the start of a name
+MIN_PREFIX = 3  # a shorter mistyped name is not treated as the start of a name
 # The minimum similarity of a mistyped name and a suggestion, from 0 to 1: "mesh" and "frames" have 0.6
 MIN_SIMILARITY = 0.72
 COMFY_SOLVERS = {
@@ -138,8 +138,7 @@ def is_failure(error: BaseException) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """Say why a file cannot be read or written, in one line without the error number and without the name of the
-    file."""
+    """Return the reason why a file cannot be read or written: one line, without the error number and the file name."""
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start + 1} is not valid {error.encoding.upper()}"
     if isinstance(error, OSError) and error.strerror:
@@ -148,7 +147,7 @@ def reason(error: Exception) -> str:
 
 
 def repr_shape(value: object) -> str:
-    """Return the shape of an array, or the text of another value, for a message."""
+    """Format an array for a message by its shape, and another value as `repr_short` does."""
     shape = getattr(value, "shape", None)
     return repr_short(value) if shape is None else str(list(shape))
 
@@ -168,7 +167,7 @@ _READS_JSON = ContextVar("_READS_JSON", default=False)
 
 @contextmanager
 def json_values() -> Iterator[None]:
-    """Within the block, `repr_short` writes values in the form of JSON, such as true, null and Infinity, because they
+    """Within the block, `repr_short` formats values as JSON, such as true, null and Infinity. Use this for values that
     were read from JSON."""
     token = _READS_JSON.set(True)
     try:
@@ -188,9 +187,9 @@ def repr_short(value: object) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Replace control characters and other characters that cannot be printed by their escapes, such as \\x1b.
+    """Replace characters that cannot be printed, such as control characters, by their escapes, such as \\x1b.
 
-    A text that comes from a file or a server could otherwise control the terminal.
+    Otherwise a text from a file or a server could control the terminal.
 
     Args:
         text: The text.
@@ -200,15 +199,14 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def near_names(name: str, choices: Iterable[str], limit: int = 4) -> list[str]:
-    """Return at most `limit` choices that start with a mistyped name. If there are none, return choices that are
-    similar to the name."""
+    """Return at most `limit` choices that start with a mistyped name. If no choice does, return similar choices."""
     names, word = list(choices), name[:40].lower()  # a name that a client sends may be very long
     prefixed = [name for name in names if len(word) >= MIN_PREFIX and name.lower().startswith(word)]
     return prefixed[:limit] or get_close_matches(word, names, n=limit, cutoff=MIN_SIMILARITY)
 
 
 def install_extra(extra: str) -> str:
-    """Return advice for a message: how to install an extra of this package from a clone."""
+    """Return advice for a message: the command that installs an extra of this package from a clone."""
     return f"run `pip install '.[{extra}]'` in wanjax's clone"
 
 
@@ -225,14 +223,15 @@ def no_checkpoint(name: object, more: str = "") -> str:
 
 
 def comma_list(names: Collection[str]) -> str:
-    """Join names with commas. A long list is shortened to its first names and the number of further names."""
+    """Join names with commas. Of a long list, only the first names and the number of other names are included."""
     first_names = list(names)[:MAX_LISTED_NAMES]
     hidden = len(names) - len(first_names)
     return ", ".join([*first_names, f"and {hidden} more"] if hidden else first_names)
 
 
 def suggest_choice(name: object, choices: Collection[str]) -> str:
-    """Format advice for a wrong name: the most similar choice and then the other choices, or all choices."""
+    """Format advice for a wrong name: the most similar choice, then the other choices. If no choice is similar, list
+    all choices."""
     similar = near_names(name, choices, 1) if isinstance(name, str) else []
     others = [name for name in choices if name not in similar]
     if not similar or not others:

@@ -4,9 +4,9 @@
 A program is a function that is compiled as a whole. The code of a run calls programs through a strategy, and computes
 no array outside of programs:
 
-    state, x0, finite = strategy.call(take_step, site, denoiser, state, inputs, guidance, schedule)
+    state, x0, finite = strategy.call(take_step, compile_context, denoiser, state, inputs, guidance, schedule)
 
-`Execute` compiles the program once for each shape of its arguments, and runs it. `Trace` records the program and
+`Execute` compiles the program once for each set of argument shapes, and runs it. `Trace` records the program and
 returns shapes. A traced run makes the same calls as an executed run, but loads and computes nothing. `Inline` traces
 the program into the function that is being traced, as training does.
 """
@@ -47,7 +47,7 @@ from wanjax.sharding import (
     use_partitioner,
 )
 
-# the number of programs that are compiled at the same time; most passes of a compiler use one core
+# the number of programs that are compiled at the same time; most compiler passes use one core
 MAX_PARALLEL_COMPILES = 2
 Result = TypeVar("Result")
 Options = Callable[[Target | None], Mapping[str, Any]]
@@ -69,12 +69,12 @@ class Program:
     """A function that is compiled as a whole, and its compiler options.
 
     Attributes:
-        function: The function. Its first argument is static: the argument is hashable, and each value gives a separate
-            program. The last `constrain` or `replicate` of a result decides its sharding. Without them, the result is
+        function: The function. Its first argument is static: it is hashable, and each value needs a separate program.
+            The last `constrain` or `replicate` of a result determines its sharding. Without them, the result is
             replicated.
-        options: Returns the compiler's options for a device.
-        donated: Names of arguments whose buffers the results reuse.
-        fast_options: Returns the options that the set `fast` adds for a device.
+        options: Returns the compiler options for a target.
+        donated: Names of donated arguments: results may reuse their buffers.
+        fast_options: Returns the options that the set `fast` adds for a target.
     """
 
     function: Callable[..., Any]
@@ -87,7 +87,7 @@ class Program:
         return self.function.__name__
 
     def compiler_options(self, compile_context: CompileContext) -> dict[str, Any]:
-        """Return the compiler's options for the context of a compilation."""
+        """Return the compiler options for a compile context."""
         target = target_of(compile_context.partitioner.device)
         options = {
             **self.options(target),
@@ -99,13 +99,13 @@ class Program:
 def program(
     options: Options, *, donated: tuple[str, ...] = (), fast_options: Options | None = None
 ) -> Callable[[Callable[..., Any]], Program]:
-    """Make a `Program` of the decorated function."""
+    """Turn the decorated function into a `Program`."""
     return lambda function: Program(function, options, donated, fast_options)
 
 
 class TracedProgram:
-    """A program that was traced for a `CompileContext` and for the shapes of its arguments. `results` has the shapes of
-    the outputs."""
+    """A program that was traced with a `CompileContext` and the shapes of its arguments. `results` has the shapes of
+    its results."""
 
     def __init__(self, program: Program, compile_context: CompileContext, static: Any, shapes: tuple[Shapes, ...]):
         self.program, self.compile_context, self.static, self.shapes = program, compile_context, static, shapes
@@ -131,7 +131,7 @@ class TracedProgram:
         return run
 
     def _run(self, *arguments: Any) -> Any:
-        """Call the function with its mesh and sharding rules, and replicate each result that has no sharding."""
+        """Call the function with the mesh and the sharding rules. Replicate each result whose sharding is not set."""
         with use_partitioner(self.compile_context.partitioner), collect_constraints() as constraints:
             leaves, tree = jax.tree.flatten(self.program.function(self.static, *arguments))
             leaves = [x if constraints.spec_of(x) is not None else constrain_to(x, PartitionSpec()) for x in leaves]
@@ -140,8 +140,7 @@ class TracedProgram:
 
     @property
     def abstract_call(self) -> AbstractCall:
-        """The traced program as a function of its arguments. A call of this function does not trace the Python code
-        again."""
+        """The traced program as a function. A call of the function does not trace the Python code again."""
         traced, tree = jaxpr_as_fun(self.traced.jaxpr), jax.tree.structure(self.results)
 
         def run(*arguments: Any) -> Any:
@@ -174,16 +173,16 @@ def partitionable_prng() -> AbstractContextManager[Any]:
 
 
 def on_mesh(partitioner: Partitioner) -> AbstractContextManager[Any]:
-    """Within the block, traced code can read the kind of chip from the abstract mesh."""
+    """Within the block, set the mesh if it is abstract, so that traced code can read the kind of chip from it."""
     mesh = partitioner.mesh
     return jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else nullcontext()
 
 
 class Strategy(ABC):
-    """What happens to the programs of a run: they are executed, traced or inlined."""
+    """How the programs of a run are called: they are executed, traced or inlined."""
 
     executes: bool = False
-    """True if results have values, not only shapes."""
+    """Whether results have values, not only shapes."""
     _stage: str = ""
 
     @abstractmethod
@@ -212,7 +211,7 @@ def _shapes_and_key(arguments: Any, compile_context: CompileContext) -> tuple[An
 
 
 def _shape(x: Any, partitioner: Partitioner) -> jax.ShapeDtypeStruct:
-    """Convert an argument to a shape with its sharding on the mesh. An argument on the host has no sharding."""
+    """Convert an argument to a shape, with its sharding on the mesh. NumPy arrays have no sharding."""
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         x = np.asarray(x)
         return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
@@ -227,14 +226,14 @@ def _shape(x: Any, partitioner: Partitioner) -> jax.ShapeDtypeStruct:
 
 
 class Execute(Strategy):
-    """Run each program; compile it first if its arguments have new shapes.
+    """Run each program. If its arguments have new shapes, compile it first.
 
-    If two sets of compiler options give a program the same options, the two sets share one executable. If the compiler
-    rejects an option, a warning says so, and later programs are compiled without the option. Under `jax.disable_jit`,
-    functions are run operation by operation.
+    If a program has the same options in two sets of compiler options, both sets use the same executable. If the
+    compiler rejects an option, there is a warning, and the program is compiled without the option from then on. Under
+    `jax.disable_jit`, functions are run operation by operation.
 
     Args:
-        executables: A store on disk, shared with other processes; None uses JAX's own cache instead.
+        executables: A store of executables on disk, shared with other processes. None uses JAX's own cache instead.
     """
 
     executes = True
@@ -264,8 +263,8 @@ class Execute(Strategy):
 
         Args:
             traced_programs: The traced programs. Programs that are already compiled are skipped.
-            on_start: Called before each compilation with the number of the program, from 1, and the total. `on_start`
-                may raise an error to stop the compilations.
+            on_start: Called before each compilation with the number of the program, from 1, and the total. If it raises
+                an error, no more compilations start.
         """
         by_key = {self.key_of(traced_program): traced_program for traced_program in traced_programs}
         missing = {key: traced_program for key, traced_program in by_key.items() if key not in self._compiled}
@@ -290,18 +289,18 @@ class Execute(Strategy):
 
     @contextmanager
     def compile_ahead(self, trace: Callable[[], Iterable[TracedProgram]]) -> Iterator[None]:
-        """Within the block, start a thread when the first program has to be compiled. The thread compiles the other
-        programs of the run.
+        """Within the block, when the first program has to be compiled, start a thread that compiles all programs of the
+        run.
 
-        If the run has several processes, this does nothing, because some compilers must compile a program on all
-        processes together.
+        If the run has several processes, no thread is started, because some compilers must compile a program in all
+        processes at the same time.
 
         Args:
             trace: Traces the run and returns its programs.
         """
         block_ended = Event()
 
-        def begin() -> Mapping[Any, TracedProgram]:
+        def begin_ahead() -> Mapping[Any, TracedProgram]:
             traced_programs = {self.key_of(traced_program): traced_program for traced_program in trace()}
 
             def compile_all() -> None:
@@ -311,7 +310,7 @@ class Execute(Strategy):
             Thread(target=compile_all, name="compiling ahead").start()
             return traced_programs
 
-        self._begin_ahead = begin if jax.process_count() == 1 else None
+        self._begin_ahead = begin_ahead if jax.process_count() == 1 else None
         try:
             yield
         finally:
@@ -319,14 +318,15 @@ class Execute(Strategy):
             block_ended.set()
 
     def key_of(self, traced_program: TracedProgram) -> Any:
-        """Return the key under which the executable of a traced program is stored."""
+        """Return the key of a traced program's executable."""
         _, shapes_key = _shapes_and_key(traced_program.shapes, traced_program.compile_context)
         return *_options_key(traced_program.program, traced_program.compile_context), traced_program.static, shapes_key
 
     def _get_or_compile(
         self, key: Any, program: Program, compile_context: CompileContext, trace: Callable[[], TracedProgram]
     ) -> Callable[..., Any]:
-        """Return the executable of a key. One thread loads or compiles it, while other threads that need it wait."""
+        """Return the executable of a key. If several threads need it, one thread loads or compiles it, and the others
+        wait."""
         with self._lock:
             existing = self._compiled.get(key)
             future = existing or self._compiled.setdefault(key, Future())
@@ -360,20 +360,20 @@ class Execute(Strategy):
             return executable
         # without JAX's cache, because executables from that cache cannot be serialized
         executable = self._compile(self._start_ahead(key) or trace(), without_cache)
-        # a program that needed a rejected option is not stored: otherwise the next process would not warn
+        # if an option was rejected, the executable is not stored: otherwise the next process would not warn
         if self.compiler_options(program, compile_context) == program.compiler_options(compile_context):
             self.executables.store(name, executable)
         return executable
 
     def _start_ahead(self, key: Any) -> TracedProgram | None:
-        """If `ahead` is active, start compiling the rest of the run. Return the traced program of the key, or None if
-        it was not traced."""
+        """Within `compile_ahead`, start compiling the other programs of the run. Return the traced program of the key,
+        or None if it was not traced."""
         with self._lock:
-            begin, self._begin_ahead = self._begin_ahead, None
-        return begin().get(key) if begin else None
+            begin_ahead, self._begin_ahead = self._begin_ahead, None
+        return begin_ahead().get(key) if begin_ahead else None
 
     def _file_name(self, key: Any, compile_context: CompileContext) -> str | None:
-        """Return the file name of a key's executable, or None if JAX's cache handles it."""
+        """Return the file name of a key's executable, or None if JAX's own cache stores it."""
         if self.executables is None or compile_context.partitioner.device.platform != "cpu" or jax.process_count() > 1:
             return None
         try:
@@ -392,7 +392,7 @@ class Execute(Strategy):
         )
 
     def compiler_options(self, program: Program, compile_context: CompileContext) -> dict[str, Any]:
-        """Return the compiler options for a program, without options that the compiler rejected before."""
+        """Return the compiler options for a program, without the options that the compiler rejected."""
         key = _options_key(program, compile_context)
         return (
             self._accepted_options[key] if key in self._accepted_options else program.compiler_options(compile_context)
@@ -427,7 +427,7 @@ def _options_key(program: Program, compile_context: CompileContext) -> tuple[Any
 
 
 def warn_rejected_option(message: str) -> None:
-    """Warn that the compiler rejected an option, and that the option is left out from now on."""
+    """Warn that the compiler rejected an option, and that the program is compiled without it."""
     warnings.warn(message, WanjaxWarning, stacklevel=2)
 
 
@@ -445,7 +445,7 @@ def reject_tracer(x: Any) -> None:
 
 
 def _to_mesh(x: Any, partitioner: Partitioner) -> Any:
-    """Move an argument to the devices of a mesh. An array that lies on other devices is copied to each device of the
+    """Move an argument to the devices of a mesh. If an array is on other devices, copy it to each device of the
     mesh."""
     reject_tracer(x)
     if not isinstance(x, jax.Array) or x.sharding.device_set == partitioner.replicated.device_set:
@@ -480,8 +480,8 @@ class Trace(Strategy):
     """Trace each distinct program of a run once, and count its calls. Results are shapes with shardings.
 
     Args:
-        resident_bytes: Called with the arguments of each call. Returns the bytes that other data occupies on a device
-            during the call. The maximum is recorded for each program.
+        resident_bytes: Called with the arguments of each call. Returns the bytes that a device needs during the call in
+            addition to the arguments. The maximum is recorded for each program.
     """
 
     def __init__(self, resident_bytes: Callable[[Any], int] | None = None) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Format numbers for people, with at most three significant digits and a suitable unit."""
+"""Format numbers for readers, with at most three significant digits and a suitable unit."""
 
 from collections.abc import Mapping, Sequence
 
@@ -52,12 +52,12 @@ def format_duration(seconds: float) -> str:
 
 
 def format_bytes(num_bytes: float, base: int = 1000) -> str:
-    """Format a number of bytes, such as 1.42 GB, or 1.32 GiB with a base of 1024."""
+    """Format a number of bytes, such as 1.42 GB. With a base of 1024, the same number is 1.32 GiB."""
     return format_with_prefix(num_bytes, "B", base)
 
 
 def format_with_prefix(number: float, unit: str = "", base: int = 1000) -> str:
-    """Format a number with the prefix of a unit, such as 14.3 G."""
+    """Format a number with a unit prefix, such as 14.3 G."""
     power = 0
     while abs(float(f"{number / base**power:.3g}")) >= base and power < len(PREFIXES) - 1:
         power += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load a checkpoint as a pipeline, whose networks are loaded at their first use."""
+"""Load a checkpoint as a pipeline. The networks of the pipeline are loaded at their first use."""
 
 import math
 import os
@@ -68,7 +68,7 @@ from wanjax.sharding import (
 BFLOAT16_REMEDY = (
     "load them in bfloat16, with wanjax.load(..., param_dtype='bfloat16') or `wanjax convert --dtype bfloat16`"
 )
-WEIGHTS_OF_8_BITS = "int8-weights"  # the precision that messages propose if memory is short
+WEIGHTS_OF_8_BITS = "int8-weights"  # the precision that messages recommend if there is too little memory
 Progress = Callable[[str, int, int], Any]
 SomeDescription = TypeVar("SomeDescription", bound=ModelDescription)
 
@@ -105,14 +105,15 @@ def load(
             is float32 on a CPU, and the model authors' dtype elsewhere.
         param_dtype: The dtype of the weights in memory, bfloat16 or float32. None is bfloat16 for published
             checkpoints, and the stored dtype for other checkpoints.
-        precision: How the transformer's projections are stored and multiplied: "int8" or "fp8" for weights and inputs
-            of 8 bits, "int8-weights" or "fp8-weights" for weights alone, or "none". Weights are quantized while they
-            are read. None is the precision in which `wanjax convert` stored them, else "none".
+        precision: The format of the weights of the transformer's projections, and of their inputs. "int8" and "fp8"
+            quantize weights and inputs to 8 bits, "int8-weights" and "fp8-weights" only weights, and "none" neither.
+            Weights are quantized while they are read. None is the precision in which `wanjax convert` stored the
+            weights, or else "none".
         attention: The transformer's attention: a name, "radial:0.2", "sla:top=0.15", or an `AttentionConfig`. None is
-            the attention with which the model or a LoRA was trained. If this is unknown, the platform and the shape
-            determine the attention. A missing projection of "sla" is initialised with zeros.
+            the attention with which the model or a LoRA was trained. If that is unknown, the platform and the shape
+            determine the attention. If the projection of "sla" is missing, it is initialised with zeros.
         revision: The revision on the hub; None is the newest.
-        mesh: A mesh from `wanjax.make_mesh`, a string such as "dp=2,sp=1,tp=4", or "auto", which uses as many devices
+        mesh: A mesh from `wanjax.make_mesh`, a string such as "dp=2,sp=1,tp=4", or "auto". "auto" uses as many devices
             as make a video faster. None is one device on a CPU, and "auto" elsewhere.
         video: Settings of the videos for which "auto" chooses the mesh; None is the model's defaults.
         rules: How weights are sharded: "fsdp", "tp" or "replicated".
@@ -120,17 +121,17 @@ def load(
             with a warning.
         lora: FILE or FILE:STRENGTH, or a list of these, merged into the transformer while it is read. FILE may be
             OWNER/NAME/FILE on the hub. For a model of two experts, `high=FILE` or `low=FILE` selects one.
-        decoder: A file whose decoder replaces the VAE's decoder: a TAEHV file for the model's latents, or a smaller
-            autoencoder of the same latents, such as LightVAE. It is faster and less accurate.
+        decoder: A file with a decoder that replaces the VAE's decoder: TAEHV for the model's latents, or a smaller
+            autoencoder of the same latents, such as LightVAE. Such a decoder is faster and less accurate.
         scheduler: "unipc", "euler" or another value of `wanjax.schedulers`; None is the checkpoint's own.
-        offload: Which weights leave the device's memory. "stages" frees each network after its stage, and "none" frees
-            none. "blocks" keeps the blocks of all networks in the host's memory, and two of them on the device: while
-            one computes, the next one is copied. "blocks:N" keeps N on the device. None frees networks only if the next
-            would not fit.
+        offload: Which weights are moved out of the device's memory. "stages" frees each network after its stage, and
+            "none" frees no network. "blocks" stores the blocks of all networks in the host's memory, with two blocks on
+            the device: while one computes, the next is copied. "blocks:N" has N blocks on the device. None frees
+            networks only if the next network would not fit.
         verify: Whether to compare a wanjax checkpoint with its checksums first, as `wanjax convert --verify` does.
-        progress: Called with (component, bytes read, total bytes). None shows them in the stage's progress bar.
-        note: Called with sentences about merged LoRAs and about the licence of weights before a download. None issues
-            warnings instead.
+        progress: Called with (component, bytes read, total bytes). With None, the progress bar of the stage shows them.
+        note: Called with sentences for the user, about merged LoRAs and about the licence of weights before a download.
+            With None, the sentences are warnings.
 
     Returns:
         The pipeline. Call it with a prompt for a video.
@@ -200,8 +201,7 @@ def with_precision(description: SomeDescription, precision: str | Precision | No
 
 
 def _rare_kernels(attention: AttentionConfig, precision: Precision) -> list[str]:
-    """Return the kernels, among the kernels that are not tried for every model, that a model's attention and precision
-    need."""
+    """Return the kernels that a model's attention and precision need, of those that are not tried for every model."""
     uses = {
         "sparse_linear_tpu": attention.sparse is not None,
         "flash_tpu_radial": attention.radial,
@@ -212,7 +212,7 @@ def _rare_kernels(attention: AttentionConfig, precision: Precision) -> list[str]
 
 
 class LoadOptions(NamedTuple):
-    """The arguments of `load` that shape the pipeline."""
+    """The arguments of `load` that determine the pipeline."""
 
     dtype: str | None
     vae_dtype: str | None
@@ -273,8 +273,10 @@ def _make_pipeline(checkpoint: Checkpoint, options: LoadOptions) -> Pipeline:
 def _decoder(
     decoder: DecoderFile | None, partitioner: Partitioner, dtype: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two mappings by component name: the loading function and the abstract network of a decoder that replaces
-    the VAE's decoder. Both mappings are empty if there is no such decoder."""
+    """Return two mappings from the decoder's component name: to its loading function, and to its abstract network.
+
+    This is for a decoder that replaces the VAE's decoder. Without such a decoder, both mappings are empty.
+    """
     if decoder is None:
         return {}, {}
 
@@ -286,10 +288,11 @@ def _decoder(
 
 
 def _network_sizes(checkpoint: Checkpoint, options: LoadOptions, partitioner: Partitioner) -> dict[str, int]:
-    """Return the bytes of the weights of each network whose shapes are known, as `bytes_needed` counts them.
+    """Return the bytes of the weights of each network with known shapes, as `bytes_needed` counts them.
 
-    If weights keep their stored dtype, they count as bfloat16, because reading the stored dtype may need a download.
-    The autoencoder is excluded, because it is small. Raises WanjaxError if a network is larger than the memory.
+    Weights that are loaded in their stored dtype count as bfloat16, because reading the stored dtype may need a
+    download. Networks that stay in float32, such as the autoencoder, are excluded because they are small. Raises
+    WanjaxError if a network is larger than the memory.
     """
     sizes: dict[str, int] = {}
     description = replace(checkpoint, settings=replace(checkpoint.settings, dtype=options.dtype or "bfloat16"))
@@ -312,7 +315,7 @@ def _network_sizes(checkpoint: Checkpoint, options: LoadOptions, partitioner: Pa
 def _make_quantized(
     checkpoint: SomeDescription, network_info: Network, make: Callable[[SomeDescription], nnx.Module]
 ) -> Callable[[], nnx.Module] | None:
-    """Return a function that makes a network with weights of 8 bits, for `check_memory`.
+    """Return a function that makes a network with 8-bit weights, for `check_memory`.
 
     Args:
         checkpoint: The checkpoint.
@@ -320,7 +323,7 @@ def _make_quantized(
         make: A function that makes the network of a checkpoint as shapes.
 
     Returns:
-        The function; None if the network is quantized already, or has no projections that may be quantized.
+        The function, or None if the network is already quantized or has no projections that may be quantized.
     """
     if network_info.kind.full_precision is None or Precision.of(checkpoint.settings.precision).quantizes:
         return None
@@ -336,13 +339,13 @@ def check_memory(
 ) -> None:
     """Raise WanjaxError with remedies if the weights of a network exceed the total memory of a device or of the host.
 
-    If the memory of a device is unknown, it is not checked. A remedy is named only if the network then fits.
+    If the memory of a device is unknown, there is no check. The message has only remedies with which the network fits.
 
     Args:
         model: The name of the model.
         component: The name of the network.
         network: The network, or its shapes.
-        quantized: Makes the same network with weights of 8 bits, as shapes; None if there is no such network.
+        quantized: Makes the same network with 8-bit weights, as shapes; None if there is no such network.
     """
     device = local_devices()[0]
     if device.platform != "cpu" and (on_host := host_bytes(network)) > (machine := memory.machine_memory()):
@@ -376,8 +379,8 @@ def check_memory(
 def _remedies(
     network: nnx.Module, quantized: Callable[[], nnx.Module] | None, available_bytes: int, *, is_cpu: bool
 ) -> list[str]:
-    """Return the remedies with which a network fits: 8-bit weights, and offloaded blocks. If neither remedy suffices,
-    return the combination of both, if it suffices.
+    """Return the remedies with which a network fits: 8-bit weights, and offloaded blocks. If neither remedy is enough,
+    return both as one remedy, if the network then fits.
 
     Args:
         network: The network, or its shapes.
@@ -386,10 +389,10 @@ def _remedies(
         is_cpu: Whether the device is a CPU, which uses the host's memory.
     """
     quantized_network = None if quantized is None else quantized()
-    sharded = any(len(x.sharding.device_set) > 1 for x in jax.tree.leaves(nnx.state(network)) if x.sharding)
+    is_sharded = any(len(x.sharding.device_set) > 1 for x in jax.tree.leaves(nnx.state(network)) if x.sharding)
 
     def fits_offloaded(network: nnx.Module) -> bool:
-        if is_cpu or sharded or host_bytes(network):
+        if is_cpu or is_sharded or host_bytes(network):
             return False
         on_device, on_host = offloaded_bytes(network, DEFAULT_BLOCKS)
         return on_host > 0 and on_device <= available_bytes and on_host <= memory.machine_memory()
@@ -408,29 +411,28 @@ def _remedies(
 
 
 def _known_networks(checkpoint: Checkpoint) -> dict[str, Network]:
-    """Return the networks of a checkpoint whose configs can be read without a download."""
+    """Return the networks of a checkpoint. Networks whose configs would need a download are not included."""
     preset_configs = checkpoint.preset.model.spec.networks if checkpoint.preset and checkpoint.preset.model else {}
     configs, networks = {**preset_configs, **checkpoint.model.spec.networks}, {}
     for name, component in checkpoint.source.components.items():
         if name in configs:
             networks[name] = checkpoint.family.network_of(configs[name])
         elif name not in checkpoint.family.loaders and component.is_config_available:
-            with suppress(WanjaxError):  # raised again if the network is loaded
+            with suppress(WanjaxError):  # the error is raised again when the network is loaded
                 networks[name] = network(checkpoint.source, name, checkpoint.family.networks)
     return networks
 
 
 def _options_metadata(checkpoint: Checkpoint, options: LoadOptions, partitioner: Partitioner) -> dict[str, Any]:
-    """Return, for the metadata of a video, the explicit options of `load` that shape the video."""
+    """Return the options of `load` for the metadata of a video: those that were set and that affect the video."""
     entries = {
         "attention": options.attention,
         "param_dtype": options.param_dtype,
         "revision": checkpoint.source.revision,
     }
     entries |= {"compiler": None if options.compiler == SAFE_SET else options.compiler}
-    if (
-        options.mesh is not None and partitioner.is_single_device
-    ):  # on other machines the default may be several devices
+    # a mesh of one device is recorded, because on other machines the default may be several devices
+    if options.mesh is not None and partitioner.is_single_device:
         entries |= {"mesh": str(partitioner), "rules": partitioner.rules_name}
     entries |= {DECODER: options.decoder and source_to_json(options.decoder.file)}
     loras = [str(replace(lora, file=source_to_json(lora.file))) for lora in checkpoint.loras]
@@ -457,7 +459,7 @@ def _digests(checkpoint: Checkpoint, options: LoadOptions) -> dict[str, str]:
 
 
 def _check_attention(attention: AttentionConfig, description: ModelDescription) -> None:
-    """Raise UnsupportedError, before weights are read, if the attention cannot be used on this platform."""
+    """Raise UnsupportedError if the attention cannot be used on this platform. Call this before weights are read."""
     cost = description.model.cost(description.settings)
     query_shape = jax.ShapeDtypeStruct(
         (1, 256, cost.num_heads, cost.width // cost.num_heads), description.settings.dtype
@@ -466,7 +468,7 @@ def _check_attention(attention: AttentionConfig, description: ModelDescription) 
 
 
 def _make_partitioner(checkpoint: Checkpoint, options: LoadOptions, video: Settings) -> Partitioner:
-    """Return the mesh and its rules. "auto" chooses a mesh for a video with these settings."""
+    """Return the mesh and its rules. "auto" chooses a mesh for a video with the settings `video`."""
     mesh, rules = options.mesh, find_sharding_rules(options.rules)
     devices = all_devices()
     if mesh is None and device_platform() != "cpu" and len(devices) > 1:
@@ -593,7 +595,6 @@ def _with_dtypes(
 
 
 def _stored_dtype(source: Source, name: str) -> str:
-    """Return the dtype of the largest part of a network's stored weights. If this dtype is neither bfloat16 nor
-    float32, return float32."""
+    """Return the dtype of most of a network's stored weights. If it is neither bfloat16 nor float32, return float32."""
     dtype = main_dtype(source[name].weights().specs.values())
     return dtype if dtype in ("bfloat16", "float32") else "float32"

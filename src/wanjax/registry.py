@@ -103,8 +103,7 @@ class ModelDescription:
         model: The model's `VideoModel`.
         settings: The model's default settings.
         distillation: How the model's weights were distilled, or None.
-        distilled_name: The file name from which the distillation was recognised; "" if the preset says that the model
-            is distilled.
+        distilled_name: The file name that shows the distillation; "" if the preset states the distillation.
     """
 
     family: Family
@@ -169,16 +168,16 @@ def open_for_loading(model: str | Path, revision: str | None, note: Note | None)
 
 
 def _notify(sentence: str, note: Note | None, stack_level: int) -> None:
-    """Pass a sentence to `note`.
+    """Pass a sentence to `note`. Without a `note`, warn with the sentence.
 
-    Without a `note`, warn; the warning points to the caller of `load`, `stack_level` frames up.
+    The warning points to the caller of `load`, which is `stack_level` frames up.
     """
     note(sentence) if note else warnings.warn(sentence, WanjaxWarning, stacklevel=stack_level)
 
 
 def describe_distillation(model: str, checkpoint: "Checkpoint") -> str | None:
-    """Return a note about a model's distillation. For a file of unknown distillation, the note says so. Return None for
-    other models."""
+    """Return a note about a model's distillation. If it is unknown whether a file's model is distilled, the note states
+    this. Return None for other models."""
     if checkpoint.distillation is not None:
         return checkpoint.distillation.note(model, checkpoint.settings, checkpoint.model.scheduler)
     if (
@@ -254,7 +253,7 @@ def read_configs(
 
 
 def find_checkpoint(model: str | Path, revision: str | None = None) -> tuple[Source, Preset | None]:
-    """Find the source of a checkpoint, and its preset (None if there is none).
+    """Return the source of a checkpoint, and its preset or None.
 
     `model` is a preset's name, or any name that `open_source` accepts. Raises WanjaxError if no checkpoint is found.
     """
@@ -304,7 +303,7 @@ def _open_file(path: Path) -> Source:
 
 
 def companion_files(path: str) -> list[str]:
-    """List possible paths of further files that belong to a checkpoint's file, such as the other expert's file.
+    """List possible paths of other files that belong to a checkpoint's file, such as the other expert's file.
 
     The paths are relative to the file's folder.
     """
@@ -312,7 +311,7 @@ def companion_files(path: str) -> list[str]:
 
 
 def find_preset(name: str) -> Preset | None:
-    """Return the preset with this name or hub id; the owner in the id is optional."""
+    """Return the preset with this name or hub id. The owner in the id is optional."""
     by_name = presets()
     has_no_owner = "/" not in name and not os.path.exists(name)
     for preset in by_name.values():
@@ -322,8 +321,7 @@ def find_preset(name: str) -> Preset | None:
 
 
 def find_preset_of_copy(folder: str) -> Preset | None:
-    """If a folder was written by `wanjax convert` from a preset's checkpoint, return the preset. Otherwise return
-    None."""
+    """Return the preset whose checkpoint `wanjax convert` wrote to a folder, or None for other folders."""
     path = parse_path(folder)
     if isinstance(path, RemotePath) or not os.path.isfile(path / MANIFEST):
         return None
@@ -352,19 +350,20 @@ def find_size(model: str, settings: Mapping[str, Any]) -> tuple[int, int]:
 def describe(model: str) -> dict[str, Any]:
     """Describe a model as JSON: its inputs, sizes, memory and defaults. It downloads no more than `model_description`.
 
-    `parameters` is the number of parameters of the transformer, or of each of two transformers. `networks` has the
-    bytes of each network's weights on devices, and `memory` is their sum. `full_precision` describes the projections
-    that are never quantized; it is None for a model that cannot be quantized. `tasks` describes in words the inputs
-    from which a video can be made. `takes` names the pictures and clips that the model can use. `needs` names the
-    required pictures and clips. Only published checkpoints have `about`, `source`, `ids` and `licence`; `ids` are
-    further repositories on the hub with the same model.
+    - `parameters`: the number of parameters of the transformer, or of each of two transformers
+    - `networks`: the bytes of each network's weights on devices; `memory` is their sum
+    - `full_precision`: the projections that are never quantized; None if the model cannot be quantized
+    - `tasks`: a description of the inputs from which a video can be made
+    - `takes`: the names of the pictures and clips that the model can use; `needs` has the required ones
+    - `about`, `source`, `ids` and `licence`: only for published checkpoints; `ids` are other repositories on the hub
+      with the same model
     """
     description = model_description(model)
     preset, video_model, defaults = description.preset, description.model, description.settings
     network_infos = {name: description.family.network_of(config) for name, config in video_model.spec.networks.items()}
-    item_bytes = {"bfloat16": 2, "float32": 4}[preset.param_dtype if preset else defaults.dtype]
+    itemsize = {"bfloat16": 2, "float32": 4}[preset.param_dtype if preset else defaults.dtype]
     networks = {
-        name: (4 if network.float32 else item_bytes) * network.parameters for name, network in network_infos.items()
+        name: (4 if network.float32 else itemsize) * network.parameters for name, network in network_infos.items()
     }
     card: dict[str, Any] = {}
     if preset:
@@ -395,7 +394,7 @@ def family_with(preset: Preset) -> Family:
 
 
 def _with_scheduler(model: VideoModel, preset: Preset | None) -> VideoModel:
-    """Return the model with the preset's scheduler, if it has one."""
+    """Return the model with the scheduler of its preset. If the preset has none, return the model unchanged."""
     if preset is None or preset.scheduler is None:
         return model
     return replace(model, scheduler=preset.scheduler)
@@ -406,7 +405,7 @@ def _with_cache_tables(
 ) -> VideoModel:
     """Return the model with the tables for its step caches.
 
-    Tables that the user measured replace the checkpoint's tables.
+    If the user measured tables for the checkpoint, they replace the published tables.
     """
     key = preset.name if preset else checkpoint_key(source) if source else ""
     published = (family.tables, preset.name) if preset else (None, None)
@@ -435,7 +434,7 @@ def first_lora_attention(loras: Iterable[Lora]) -> AttentionConfig | None:
 def _apply_distillation(
     description: SomeDescription, distillation: Distillation, distilled_name: str
 ) -> SomeDescription:
-    """Return a model with the settings and the solver of the distillation that its name implies."""
+    """Return a model with the settings and the solver of a distillation."""
     solver = distillation.solver(needs_image=bool(description.model.spec.required_inputs))
     return replace(
         description,
@@ -447,12 +446,12 @@ def _apply_distillation(
 
 
 def apply_distilled_loras(description: SomeDescription, loras: Sequence[Lora], note: Note | None) -> SomeDescription:
-    """Return a model with the settings and the solver of its distilled LoRAs. Names identify distilled LoRAs.
+    """Return a model with the settings and the solver of its distilled LoRAs. Distilled LoRAs are recognised by name.
 
-    A LoRA that is distilled only to need no guidance complements a LoRA for few steps. The settings of the LoRA for few
-    steps then count. `note` is called with a sentence about the new settings, or with the reason why the settings do
-    not change. Without `note`, a warning has the sentence. The settings do not change if the model is already
-    distilled, or if only one of two experts has a distilled LoRA.
+    If one LoRA is distilled for few steps, and another only to need no guidance, the settings of the first LoRA are
+    used. The settings do not change if the model is already distilled, or if only one of two experts has a distilled
+    LoRA. `note` is called with a sentence about the new settings, or with the reason why the settings do not change.
+    Without `note`, the sentence is a warning.
     """
     distillations, experts = description.family.distillations, NOISE_LEVELS[: len(description.model.spec.denoisers)]
     distilled_loras = [
@@ -505,7 +504,7 @@ def apply_options(
         note: Called with sentences for the user; None issues warnings.
         attention: The attention; None is the attention that a LoRA was trained with, or the default. If neither the
             checkpoint nor a LoRA has the projection of sparse-linear attention, the projection is initialised with
-            zeros, and a warning says so.
+            zeros, with a warning.
         scheduler: The scheduler; None is the checkpoint's scheduler.
 
     Raises:
@@ -542,10 +541,10 @@ def resolve_size(
 
 
 def models_that_fit(memory: int) -> list[str]:
-    """Return the names of up to three published models of different sizes whose largest networks fit in memory.
+    """Return the names of up to three published models of different sizes that fit in memory.
 
-    `memory` is in bytes. Models count as the same size if their numbers of parameters are equal after rounding to a
-    tenth of a billion. Only the first model of each size is returned.
+    A model fits if the weights of its largest network fit. `memory` is in bytes. Sizes are numbers of parameters,
+    rounded to a tenth of a billion. Only the first model of each size is returned.
     """
     by_size: dict[tuple[int, int], str] = {}
     for preset in presets().values():

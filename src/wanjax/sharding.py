@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharding: the mesh of devices, and the rules that map logical axes of arrays to axes of the mesh.
 
-A mesh has three axes: `dp` for batches and for the two prompts of guidance, `sp` for the sequence, `tp` for heads and
-for the other sharded axes of weights. Models give logical names (`heads`, `mlp`, `length` ...) to the axes of weights
-and activations, and rules map these names to mesh axes. There are three sets of rules:
+A mesh has three axes: `dp` for batches and for the two prompts of guidance, `sp` for the sequence, and `tp` for heads
+and for the other sharded axes of weights. Models give logical names (`heads`, `mlp`, `length` ...) to the axes of
+weights and activations, and rules map these names to mesh axes. There are three sets of rules:
 
-- `fsdp`: weights are stored sharded and gathered before use; activations are sharded by tokens. Only attention needs
+- `fsdp`: weights are stored sharded, and gathered before use. Activations are sharded by tokens. Only attention needs
   the tokens of other devices.
 - `tp`: weights stay sharded: the first projection of attention or the MLP by columns, the second by rows (Shoeybi et
-  al., Megatron-LM, 2019). Inside attention, activations are sharded by heads; inside the MLP, by its width; elsewhere,
-  by tokens (Korthikanti et al., 2022).
-- `replicated`: every device holds all weights, so no weights are sent; activations are sharded by tokens.
+  al., Megatron-LM, 2019). Activations are sharded by heads inside attention, by the hidden layer's width inside the
+  MLP, and by tokens elsewhere (Korthikanti et al., 2022).
+- `replicated`: every device has all weights, so no weights are sent. Activations are sharded by tokens.
 
 There is always a mesh. Outside `use_partitioner(...)` it has a single device, and `constrain`, `shard_tokens`,
 `replicate` and `gather_weight` return their input.
@@ -38,7 +38,7 @@ from wanjax.figures import format_mesh, pluralize
 
 MESH_AXES = ("dp", "sp", "tp")
 HOST_MEMORY_KIND = "pinned_host"  # JAX's name of host memory from which a device copies directly
-MAX_RING = 16  # for more devices, no ring of neighbouring chips is searched
+MAX_RING = 16  # with more devices, there is no search for a ring of neighbouring chips
 TILE_ROWS = 16  # the rows of a bfloat16 tile on TPUs; shards of complete tiles can be concatenated without a copy
 Axes = Sequence[str | None]
 
@@ -47,12 +47,12 @@ Axes = Sequence[str | None]
 class ShardingRules:
     """Sharding rules: the mesh axes over which each logical axis may be sharded.
 
-    Earlier entries have priority, and a mesh axis shards at most one logical axis.
+    Earlier entries have priority. A mesh axis shards at most one logical axis.
 
     Attributes:
         weights: Mesh axes for the logical axes of weights.
         activations: Mesh axes for the logical axes of activations.
-        gather_weights: True if weights are gathered before use.
+        gather_weights: Whether weights are gathered before use.
     """
 
     weights: Mapping[str, tuple[str, ...]]
@@ -85,15 +85,15 @@ SHARDING_RULES: Mapping[str, ShardingRules] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Partitioner:
-    """A mesh and its rules, which decide how each array is sharded.
+    """A mesh and sharding rules. Together they determine how each array is sharded.
 
     Attributes:
         mesh: The mesh; abstract if programs are only traced.
         rules: The sharding rules.
         smallest_frame: The height and width of an autoencoder's smallest frames. Larger frames get a sharding that also
             divides the smallest frames evenly.
-        num_device_blocks: The number of blocks of a stack that are on the device at a time; the stack stays in the
-            host's memory. 0 keeps the stack on the device.
+        num_device_blocks: The number of blocks of a stack that are on the device at a time, while the stack is in the
+            host's memory. 0 means that stacks are on the device.
     """
 
     mesh: Mesh | AbstractMesh
@@ -102,12 +102,12 @@ class Partitioner:
     num_device_blocks: int = 0
 
     def __str__(self) -> str:
-        """The mesh as `parse_mesh` reads it."""
+        """Return the mesh in the form that `parse_mesh` reads."""
         return format_mesh(self.mesh.shape)
 
     @property
     def is_single_device(self) -> bool:
-        """True for a mesh of one device, where nothing is sharded."""
+        """Whether the mesh has one device, so that nothing is sharded."""
         return self.mesh.size == 1
 
     @property
@@ -117,7 +117,7 @@ class Partitioner:
 
     @property
     def replicated(self) -> NamedSharding:
-        """The sharding of an array that every device holds in full."""
+        """The sharding of a replicated array, of which every device has a copy."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
@@ -145,7 +145,7 @@ class Partitioner:
         return NamedSharding(self.mesh, self._best_spec(rules, axes, shape), memory_kind=memory_kind)
 
     def shard_map(self, function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
-        """Map a function over the shards of its arguments. On one device the function is unchanged."""
+        """Map a function over the shards of its arguments. On one device, return the function unchanged."""
         if self.is_single_device:
             return function
         # `check_vma` would fail, because kernels do not declare the mesh axes along which their results vary
@@ -203,7 +203,7 @@ def current_partitioner() -> Partitioner:
 def use_partitioner(partitioner: Partitioner) -> Iterator[None]:
     """Use a partitioner within the block.
 
-    A function that `jax.jit` traces in the block must not run with another partitioner.
+    A function that `jax.jit` traces in the block must not be called with another partitioner.
     """
     token = _partitioner_in_use.set(partitioner)
     try:
@@ -224,9 +224,8 @@ class ShardingConstraints:
     """The shardings to which a program constrains its arrays while it is traced."""
 
     def __init__(self) -> None:
-        self._arrays: dict[
-            int, tuple[jax.Array, PartitionSpec]
-        ] = {}  # the keys are the arrays' `id`s, which stay unique while the arrays are stored
+        # the keys are the arrays' `id`s, which are unique while the arrays are stored
+        self._arrays: dict[int, tuple[jax.Array, PartitionSpec]] = {}
 
     def add(self, x: jax.Array, spec: PartitionSpec) -> None:
         self._arrays[id(x)] = x, spec
@@ -247,7 +246,7 @@ def collect_constraints() -> Iterator[ShardingConstraints]:
 
 
 def constrain_to(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Constrain x to a sharding on the mesh in use; return it unchanged on one device."""
+    """Constrain x to a sharding on the current mesh. On one device, return x unchanged."""
     partitioner = current_partitioner()
     if not partitioner.is_single_device:
         x = jax.lax.with_sharding_constraint(x, NamedSharding(partitioner.mesh, spec))
@@ -268,14 +267,14 @@ def num_shards(axes: Axes, shape: Sequence[int]) -> int:
 
 
 def shard_tokens(x: jax.Array, axes: Axes) -> jax.Array:
-    """Pad the axis `length` with zero tokens until its length divides evenly over devices, and shard the axis.
+    """Pad the axis `length` with zero tokens to a multiple of the number of devices, and shard it.
 
-    Attention needs the number of real tokens, in its argument `keys`.
+    Attention then needs the number of real tokens, as its argument `kv_length`.
     """
     partitioner = current_partitioner()
     axis, num_devices = list(axes).index("length"), partitioner.axis_size(("sp", "tp"))
-    is_long = x.shape[axis] >= TILE_ROWS**2 * num_devices  # pad to full tiles only if this adds at most one sixteenth
-    has_all_to_all = partitioner.axis_size("tp") > 1  # an all-to-all concatenates shards, so full tiles matter
+    is_long = x.shape[axis] >= TILE_ROWS**2 * num_devices  # padding to full tiles then adds at most one sixteenth
+    has_all_to_all = partitioner.axis_size("tp") > 1  # an all-to-all concatenates shards, which is faster in full tiles
     return constrain(pad_to(x, axis, TILE_ROWS * num_devices if is_long and has_all_to_all else num_devices), axes)
 
 
@@ -285,7 +284,7 @@ def is_offloadable(axes: Axes) -> bool:
 
 
 def is_in_host_memory(x: Any) -> bool:
-    """Return whether an array or shape is in the host's memory, from which a device copies it when needed."""
+    """Return whether an array or shape is in the host's memory, from which a device copies it before use."""
     return getattr(x.sharding, "memory_kind", None) == HOST_MEMORY_KIND
 
 
@@ -352,14 +351,14 @@ def device_platform() -> str:
 def make_mesh(
     dp: int = 1, sp: int = 1, tp: int = 1, *, devices: Sequence[Any] | None = None, **unknown_axes: Any
 ) -> Mesh:
-    """Make a mesh of devices. Its last axes connect neighbouring chips.
+    """Make a mesh of devices. Devices along its last axes are neighbouring chips, if possible.
 
     Args:
         dp: The size of the axis for batches, and for the two prompts of guidance.
         sp: The size of the axis for the sequence.
         tp: The size of the axis for heads, and for the other sharded axes of weights.
         devices: The devices to use; None uses all devices of JAX.
-        **unknown_axes: Not accepted. The error names the axes that exist.
+        **unknown_axes: Not accepted. The error message lists the valid axes.
 
     Returns:
         The mesh, for `wanjax.load(..., mesh=...)`.
@@ -392,25 +391,25 @@ def make_mesh(
 
 
 def arrange_mesh(devices: Sequence[Any], axes: Mapping[str, int]) -> Mesh:
-    """Make a mesh of the given axis sizes. Its last axes connect neighbouring chips if the topology allows this.
+    """Make a mesh with these axis sizes. If the topology allows it, devices along the last axes are neighbouring chips.
 
-    If the chips' links form a ring, the chips along `sp` are in the order of this ring. Keys, values and weights then
-    take one link to the next chip.
+    If the links between chips form a ring, the chips along `sp` are in the order of this ring. Keys, values and weights
+    then pass over a single link to the next chip.
     """
     sizes = tuple(axes.values())
-    # on 4 × 4 chips an axis of size 8 needs half of a physical axis; JAX must be allowed to split it
+    # JAX must be allowed to split a physical axis: on 4 × 4 chips, an axis of size 8 needs half of one
     device_array = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    # not with `tp`, because the devices along `tp` must stay neighbours
+    # with `tp`, the order does not change, because the devices along `tp` must stay neighbours
     if axes.get("sp", 1) > 2 and axes.get("tp", 1) == 1:
         device_array = np.apply_along_axis(_order_as_ring, list(axes).index("sp"), device_array)
     return Mesh(device_array, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def _order_as_ring(devices: np.ndarray) -> np.ndarray:
-    """Return the devices in an order in which the chips of successive devices are linked, and the last is linked to the
+    """Order the devices as a ring: the chips of successive devices are linked, and the last chip is linked to the
     first.
 
-    If there is no such order, or if the devices have no coordinates, the order does not change.
+    If there is no such order, or if the devices have no coordinates, return the devices unchanged.
     """
     if len(devices) > MAX_RING or not all(hasattr(device, "coords") for device in devices):
         return devices
@@ -418,15 +417,17 @@ def _order_as_ring(devices: np.ndarray) -> np.ndarray:
     def are_linked(a: Any, b: Any) -> bool:
         return sum(abs(i - j) for i, j in zip(a.coords, b.coords, strict=True)) <= 1  # 0 for the two cores of a chip
 
-    def extend(path: list[Any], rest: list[Any]) -> list[Any] | None:
-        if not rest:
+    def extend(path: list[Any], remaining: list[Any]) -> list[Any] | None:
+        if not remaining:
             return path if are_linked(path[-1], path[0]) else None
-        candidates = (device for device in rest if are_linked(path[-1], device))
-        longer = (extend([*path, device], [other for other in rest if other is not device]) for device in candidates)
-        return next((ring for ring in longer if ring is not None), None)
+        candidates = (device for device in remaining if are_linked(path[-1], device))
+        rings = (
+            extend([*path, device], [other for other in remaining if other is not device]) for device in candidates
+        )
+        return next((ring for ring in rings if ring is not None), None)
 
-    first, *rest = devices
-    return np.array(extend([first], rest) or devices, object)
+    first, *remaining = devices
+    return np.array(extend([first], remaining) or devices, object)
 
 
 def one_device_partitioner() -> Partitioner:
@@ -436,7 +437,7 @@ def one_device_partitioner() -> Partitioner:
 
 
 def find_sharding_rules(name: str) -> ShardingRules:
-    """Look up sharding rules by name; raise WanjaxError for an unknown name."""
+    """Return the sharding rules with a name. Raises WanjaxError if the name is unknown."""
     if name not in SHARDING_RULES:
         raise WanjaxError(f"no sharding rules are named {name!r}: choose {', '.join(SHARDING_RULES)}")
     return SHARDING_RULES[name]

@@ -14,7 +14,7 @@ _cleanups: list[Callable[[], Any]] = []
 
 
 def stop(number: int, frame: object) -> None:
-    """Handle a signal by ending the process. The handler is active until the command starts its work."""
+    """Handle a signal by ending the process. This handler is replaced when the command starts its work."""
     with suppress(OSError):  # the pipe may be closed
         os.write(2, b"\nwanjax: stopped\n")
     os._exit(INTERRUPTED)
