@@ -18,7 +18,7 @@ from benchmarks.workloads import WORKLOADS, Workload
 from wanjax.kernels.attention import attention
 from wanjax.kernels.attention.flash_tiles import Q_BLOCKS_PER_STEP
 from wanjax.kernels.attention.radial import Radial, kernel_lists
-from wanjax.kernels.attention.visits import typical_branch_scalars
+from wanjax.kernels.attention.typical_scalars import typical_branch_scalars
 from wanjax.pricing.compile import Compiled
 from wanjax.pricing.exporting import CompilerError
 from wanjax.pricing.pallas_kernels import kernel_calls, kernel_seconds, mean_seconds

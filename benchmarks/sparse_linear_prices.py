@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks.attention_prices import CHIPS, SHARE, compile_forms
 from benchmarks.workloads import WORKLOADS, Workload
 from wanjax.kernels.attention import Projection, SparseLinear, sparse_linear_attention
-from wanjax.kernels.attention.visits import SPARSE_LINEAR_KERNEL
+from wanjax.kernels.attention.typical_scalars import SPARSE_LINEAR_KERNEL
 from wanjax.pricing.compile import Compiled
 from wanjax.pricing.costs import price_compiled
 from wanjax.pricing.exporting import CompilerError

@@ -19,7 +19,7 @@ import wanjax
 from tests.support.plan_programs import layers, on_shapes, product_kernel, product_on_each
 from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention.visits import typical_branch_scalars
+from wanjax.kernels.attention.typical_scalars import typical_branch_scalars
 from wanjax.plan.price import PRICER
 from wanjax.pricing import compile as compiling
 from wanjax.pricing import pricer

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from wanjax.errors import WanjaxError, repr_short
-from wanjax.kernels.attention.visits import typical_branch_scalars
+from wanjax.kernels.attention.typical_scalars import typical_branch_scalars
 from wanjax.kernels.quantized_matmul import MATMUL_SCOPE
 from wanjax.pricing.pricer import Price, Pricer
 from wanjax.stores.results import ResultCache
