@@ -39,7 +39,7 @@ from wanjax.kernels.attention import (
 )
 from wanjax.kernels.attention.flash_tiles import Int8Config
 from wanjax.kernels.attention.radial import Radial
-from wanjax.kernels.attention.ring_weights import ShardsToJoin
+from wanjax.kernels.attention.ring_weights import ShardedMatrix
 from wanjax.kernels.quantized_matmul import (
     GatedSum,
     Modulation,
@@ -109,10 +109,10 @@ def carried(q, k, v, ends, config=SMALL_TILES, num_keys=None) -> tuple[tuple, tu
 def joining(q, k, v) -> tuple[tuple, tuple]:
     """Join the shards of two matrices while attention computes; the first shard is the last part of each matrix."""
     parts = [(1, [normal(10 + i, 16, 128) for i in range(3)]), (0, [normal(20 + i, 8, 32) for i in range(3)])]
-    joins = tuple(ShardsToJoin(tuple(shards), axis, jnp.int32(2)) for axis, shards in parts)
+    sharded = tuple(ShardedMatrix(tuple(shards), axis, jnp.int32(2)) for axis, shards in parts)
     options: Any = {"key_mask": None, "scale": 0.3, "config": SMALL_TILES, "is_last": True}
     attend = partial(flash_tpu.attention_with_carry, carry=None, **options)
-    out, _, *joined = jax.jit(lambda q, k, v, joins: attend(q, k, v, joins=joins))(q, k, v, joins)
+    out, _, *joined = jax.jit(lambda q, k, v, sharded: attend(q, k, v, matrices=sharded))(q, k, v, sharded)
     expected = [np.concatenate([*shards[1:], shards[0]], axis) for axis, shards in parts]
     return (out, *joined), (exact(q, k, v, scale=0.3), *expected)
 

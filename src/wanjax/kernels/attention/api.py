@@ -26,7 +26,7 @@ from wanjax.kernels.attention.joint import VideoTextPair
 from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache
 from wanjax.kernels.attention.masks import Window, length_mask
 from wanjax.kernels.attention.radial import Radial
-from wanjax.kernels.attention.ring_weights import ShardsToJoin
+from wanjax.kernels.attention.ring_weights import ShardedMatrix
 from wanjax.kernels.attention.sparse_linear import Projection, SparseLinear
 from wanjax.kernels.target import target
 from wanjax.sharding import current_partitioner
@@ -293,7 +293,7 @@ def _attend_with_carry_on_one_device(
     key_mask,
     name: str | None,
     kv_length: Array | None = None,
-    joins: tuple[ShardsToJoin, ...] = (),
+    matrices: tuple[ShardedMatrix, ...] = (),
     **options: Any,
 ) -> Any:
     """Add keys to the softmax sums in `carry`, as `sharded.AttentionKernels.attend_with_carry` describes."""
@@ -306,11 +306,11 @@ def _attend_with_carry_on_one_device(
         and implementation.supports_carry(options["config"])
     ):
         return implementation.attention_with_carry(
-            q, k, v, carry, is_last=is_last, key_mask=key_mask, kv_length=kv_length, joins=joins, **options
+            q, k, v, carry, is_last=is_last, key_mask=key_mask, kv_length=kv_length, matrices=matrices, **options
         )
     result = _attend_on_one_device(q, k, v, key_mask=key_mask, name=name, kv_length=kv_length, **all_options)
     result = result if carry is None else sharded.merge_by_log_sum_exp(carry, result)
-    return (result[0].astype(q.dtype), result[1], *(join.concatenate() for join in joins)) if is_last else result
+    return (result[0].astype(q.dtype), result[1], *(matrix.concatenate() for matrix in matrices)) if is_last else result
 
 
 def _gradient_on_one_device(

@@ -88,8 +88,8 @@ def from_rows(x: Float[Array, "_B L _D"], heads: int, size: int) -> Float[Array,
 def _index_if_batched(index: Array, x: Array | None, axis: int | None) -> Array | None:
     if x is None or axis is None:
         return x
-    casts_all_entries = x.dtype == jnp.bfloat16 and jax.__version_info__ < (0, 11)
-    return (_entry_in_float32 if casts_all_entries else _take_index)(x, index, axis)
+    xla_casts_all_entries = x.dtype == jnp.bfloat16 and jax.__version_info__ < (0, 11)
+    return (_entry_in_float32 if xla_casts_all_entries else _take_index)(x, index, axis)
 
 
 def _take_index(x: Array, index: Array, axis: int) -> Array:

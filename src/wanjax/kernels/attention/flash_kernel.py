@@ -36,7 +36,7 @@ from wanjax.kernels.attention.flash_tiles import (
     Config,
 )
 from wanjax.kernels.attention.masks import divide_or_zero, finite_max
-from wanjax.kernels.attention.ring_weights import ShardsToJoin, join_while_computing
+from wanjax.kernels.attention.ring_weights import ShardedMatrix, join_while_computing
 
 # Indices of a head's two flags: whether the head uses the running-max path, and whether its offset is set
 RUNNING_MAX_FLAG, OFFSET_SET_FLAG = 0, 1
@@ -179,13 +179,14 @@ def call(
     kv_heads: int,
     head_dim: int,
     config: Config,
-    joins: tuple[ShardsToJoin, ...] = (),
+    matrices: tuple[ShardedMatrix, ...] = (),
 ) -> Any:
     """Call the kernel on a grid of examples, heads, blocks of queries and blocks of keys.
 
     `operands` are q, k and v: [B L N·D] and [B S K·D], or [B·N L D] and [B·K S D]. `scalars` has the number of valid
-    keys of each example, or the lists of `sparse_kernel`. The new sums overwrite the sums of the carry. With `joins`,
-    the call also joins these shards of weights while it computes. It then returns the joined weights, and no sums.
+    keys of each example, or the lists of `sparse_kernel`. The new sums overwrite the sums of the carry. With
+    `matrices`, the call also joins the shards of these weights while it computes. It then returns the joined weights,
+    and no sums.
     """
     is_sparse, (q, k, v) = len(scalars) > 1, operands
     block_q, num_queries = sizes.block_q, sizes.num_queries
@@ -216,11 +217,11 @@ def call(
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         row_shape(1, jnp.float32),
     ]
-    shards = [shard for join in joins for shard in join.shards]
+    shards = [shard for matrix in matrices for shard in matrix.shards]
     in_memory = pl.BlockSpec(memory_space=pl.ANY)
-    if joins:
-        body = join_while_computing(body, joins, len(scalars), len(inputs), len(out_shape))
-        scalars = (*scalars, joins[0].first[None])
+    if matrices:
+        body = join_while_computing(body, matrices, len(scalars), len(inputs), len(out_shape))
+        scalars = (*scalars, matrices[0].first[None])
     results = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -237,15 +238,16 @@ def call(
                 *(rows_spec(rows) for rows, _ in sum_shapes[1:] if carry),
                 *[in_memory] * len(shards),
             ],
-            out_specs=([rows_spec(rows) for rows, _ in new_sums] or [q_spec, rows_spec(1)]) + [in_memory] * len(joins),
+            out_specs=([rows_spec(rows) for rows, _ in new_sums] or [q_spec, rows_spec(1)])
+            + [in_memory] * len(matrices),
             scratch_shapes=_scratch_shapes(sizes, sum_shapes.q[0], head_dim, q.dtype)
-            + [pltpu.SemaphoreType.DMA((len(shards),))] * bool(joins),
+            + [pltpu.SemaphoreType.DMA((len(shards),))] * bool(matrices),
         ),
-        out_shape=out_shape + [join.joined for join in joins],
+        out_shape=out_shape + [matrix.joined for matrix in matrices],
         input_output_aliases={len(scalars) + 3 + n: n for n in range(len(new_sums))} if carry else {},
         compiler_params=pltpu.CompilerParams(
-            # the core that starts the copies of `joins` also waits for them
-            dimension_semantics=("arbitrary",) * 4 if joins else ("parallel", "parallel", "arbitrary", "arbitrary"),
+            # the core that starts the copies of `matrices` also waits for them
+            dimension_semantics=("arbitrary",) * 4 if matrices else ("parallel", "parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=config.vmem_bytes(head_dim, q.dtype.itemsize) + COMPILER_VMEM_BYTES,
         ),
         cost_estimate=pl.CostEstimate(

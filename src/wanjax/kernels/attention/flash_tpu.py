@@ -41,7 +41,7 @@ from wanjax.kernels.attention.gradient import from_result
 from wanjax.kernels.attention.implementation import INTERPRETER_ADVICE
 from wanjax.kernels.attention.masks import Window, divide_or_zero, length_mask, valid_keys_first
 from wanjax.kernels.attention.radial import Radial, kernel_lists
-from wanjax.kernels.attention.ring_weights import ShardsToJoin
+from wanjax.kernels.attention.ring_weights import ShardedMatrix
 from wanjax.kernels.target import vmem_bytes
 from wanjax.sharding import pad_to
 
@@ -125,7 +125,7 @@ def attention_with_carry(
     scale: float,
     config: Config | None,
     kv_length: Int32[Array, " B"] | None = None,
-    joins: tuple[ShardsToJoin, ...] = (),
+    matrices: tuple[ShardedMatrix, ...] = (),
 ) -> Any:
     """Add keys to the softmax sums of earlier keys.
 
@@ -139,28 +139,28 @@ def attention_with_carry(
         scale: The factor of the logits.
         config: Tiles that `supports_carry` accepts.
         kv_length: The number of valid keys of each example.
-        joins: Shards of weights, which the call for the last keys joins to whole weights.
+        matrices: Sharded weights. The call for the last keys joins their shards.
 
     Returns:
-        The updated sums or, if `is_last`, the attention's output, its log-sum-exp and the joined weights.
+        The updated sums. If `is_last` is True: the result of attention, its log-sum-exps and the joined weights.
     """
     options = {"window": None, "scale": scale, "config": config, "kv_length": None}
-    kernel_joins = joins if _can_kernel_join(joins, config) else ()
+    kernel_matrices = matrices if _can_kernel_join(matrices, config) else ()
     results = _attention(
-        q, k, v, (key_mask, kv_length), **options, carry=carry, return_sums=not is_last, joins=kernel_joins
+        q, k, v, (key_mask, kv_length), **options, carry=carry, return_sums=not is_last, matrices=kernel_matrices
     )
     if not is_last:
         return results
     out, lse, *joined = results
-    return out, lse, *(joined if kernel_joins else [join.concatenate() for join in joins])
+    return out, lse, *(joined if kernel_matrices else [matrix.concatenate() for matrix in matrices])
 
 
-def _can_kernel_join(joins: tuple[ShardsToJoin, ...], config: Config | None) -> bool:
+def _can_kernel_join(matrices: tuple[ShardedMatrix, ...], config: Config | None) -> bool:
     """Return whether the kernel can join the shards. The chip must have one core for each device, and shards must
     consist of whole tiles."""
     if config is not None and config.interpret:
         return True
-    is_possible = not pltpu.get_tpu_info().is_megacore and all(join.is_aligned() for join in joins)
+    is_possible = not pltpu.get_tpu_info().is_megacore and all(matrix.is_aligned() for matrix in matrices)
     return is_possible and is_admitted("flash_tpu_joining")
 
 
@@ -209,7 +209,18 @@ def _gradient(
 
 
 def _attention(
-    q, k, v, masks, *, window, scale, config, kv_length, carry: PartialSums | None = None, return_sums=False, joins=()
+    q,
+    k,
+    v,
+    masks,
+    *,
+    window,
+    scale,
+    config,
+    kv_length,
+    carry: PartialSums | None = None,
+    return_sums=False,
+    matrices=(),
 ) -> Any:
     (key_mask, kv_lengths), (batch, num_queries, heads, head_dim) = masks, q.shape
     kv_heads, per_example = k.shape[2], kv_lengths is not None
@@ -252,7 +263,7 @@ def _attention(
         kv_heads=kv_heads,
         head_dim=head_dim,
         config=config,
-        joins=joins,
+        matrices=matrices,
     )
     if isinstance(results, PartialSums):
         return results

@@ -33,8 +33,8 @@ TILE_BYTES = 32  # bytes of a column of a tile: 8 rows of float32, 16 of bfloat1
 
 @partial(jax.tree_util.register_dataclass, data_fields=["shards", "first"], meta_fields=["axis"])
 @dataclass(frozen=True)
-class ShardsToJoin:
-    """The shards of a matrix, in the order in which they arrive.
+class ShardedMatrix:
+    """A weight as a list of shards, in the order in which they arrive on this device.
 
     Attributes:
         shards: The shards [I _O] or [_I O].
@@ -129,13 +129,13 @@ def send(weights: Sequence[Array], mesh_axis: str, num_devices: int, distance: i
     return tuple(jax.lax.ppermute(weight, mesh_axis, permutation) for weight in weights)
 
 
-def shards_to_join(
+def group_by_matrix(
     arrivals: Sequence[Sequence[Array]], axes: Sequence[int], mesh_axis: str
-) -> tuple[ShardsToJoin, ...]:
+) -> tuple[ShardedMatrix, ...]:
     """Group the shards by weight. The first entry of `arrivals` has this device's shards of all weights. The other
     entries have the shards of the following devices, in the order of the devices."""
     by_weight = zip(zip(*arrivals, strict=True), axes, strict=True)
-    return tuple(ShardsToJoin(shards, axis, jax.lax.axis_index(mesh_axis)) for shards, axis in by_weight)
+    return tuple(ShardedMatrix(shards, axis, jax.lax.axis_index(mesh_axis)) for shards, axis in by_weight)
 
 
 def shard_map_with_weights(
@@ -186,7 +186,7 @@ def gather_while_computing(
     operands, weights = _barrier((operands, tuple(weights)))
     arrivals = [weights, *(send(weights, pending.mesh_axis, size, distance) for distance in range(1, size))]
     out, arrivals = _barrier((attend(*operands), arrivals))
-    return out, [join.concatenate() for join in shards_to_join(arrivals, pending.axes, pending.mesh_axis)]
+    return out, [matrix.concatenate() for matrix in group_by_matrix(arrivals, pending.axes, pending.mesh_axis)]
 
 
 def _barrier(tree: Result) -> Result:
@@ -197,7 +197,7 @@ def _barrier(tree: Result) -> Result:
 
 
 def join_while_computing(
-    kernel: Callable[..., None], joins: Sequence[ShardsToJoin], num_scalars: int, num_inputs: int, num_results: int
+    kernel: Callable[..., None], matrices: Sequence[ShardedMatrix], num_scalars: int, num_inputs: int, num_results: int
 ) -> Callable[..., None]:
     """Return a kernel that joins shards by DMA while it computes. The chip must have one core for each device.
 
@@ -206,13 +206,13 @@ def join_while_computing(
 
     Args:
         kernel: The original kernel. Its references are scalars, inputs, results and scratch memory, in this order.
-        joins: The shards.
+        matrices: The matrices whose shards are joined.
         num_scalars: The number of scalars of the original kernel.
         num_inputs: The number of inputs of the original kernel.
         num_results: The number of results of the original kernel.
     """
-    num_shards = sum(len(join.shards) for join in joins)
-    lengths = [num_scalars, 1, num_inputs, num_shards, num_results, len(joins)]
+    num_shards = sum(len(matrix.shards) for matrix in matrices)
+    lengths = [num_scalars, 1, num_inputs, num_shards, num_results, len(matrices)]
 
     def run(*refs: Any) -> None:
         ends = [0, *accumulate(lengths)]
@@ -222,13 +222,13 @@ def join_while_computing(
 
         def copies() -> Iterator[Any]:
             shard_numbers = count()
-            for join, joined_ref in zip(joins, joined_refs, strict=True):
-                num_positions, size = len(join.shards), join.shards[0].shape[join.axis]
+            for matrix, joined_ref in zip(matrices, joined_refs, strict=True):
+                num_positions, size = len(matrix.shards), matrix.shards[0].shape[matrix.axis]
                 for index in range(num_positions):
                     position = first_ref[0] + index
                     position = jnp.where(position >= num_positions, position - num_positions, position)
                     target_slice = pl.ds(pl.multiple_of(position * size, size), size)
-                    target = joined_ref.at[:, target_slice] if join.axis else joined_ref.at[target_slice]
+                    target = joined_ref.at[:, target_slice] if matrix.axis else joined_ref.at[target_slice]
                     i = next(shard_numbers)
                     yield pltpu.make_async_copy(shard_refs[i], target, semaphores.at[i])
 

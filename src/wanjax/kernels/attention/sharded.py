@@ -29,9 +29,9 @@ from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.attention.ring_weights import (
     RingWeights,
     gather_while_computing,
+    group_by_matrix,
     send,
     shard_map_with_weights,
-    shards_to_join,
 )
 from wanjax.kernels.rotary_heads import join_parts
 from wanjax.sharding import Partitioner, pad_to
@@ -49,8 +49,8 @@ class AttentionKernels(NamedTuple):
         attend: Computes attention to all keys.
         attend_with_carry: `attend_with_carry(q, k, v, carry, is_last=...)` adds a part of the keys to the attention.
             `carry` is the return value of the call for the earlier keys; it is None in the first call. The call for the
-            last keys returns the result and its log-sum-exps. This call also joins the shards of weights in its
-            argument `joins`, and returns the joined weights.
+            last keys returns the result and its log-sum-exps. This call also joins the shards of the weights in its
+            argument `matrices`, and returns the joined weights.
         gradient: The backward function for `gradient.from_result`, for attention of all queries to the same keys.
     """
 
@@ -276,7 +276,7 @@ def _ring_attention(
         carry = attend_shard(carry, shard, is_last=False)
         carry, shard, next_weights = jax.lax.optimization_barrier((carry, next_shard, next_weights))
         arrivals.append(next_weights)
-    return attend_shard(carry, shard, is_last=True, joins=shards_to_join(arrivals, weight_axes, "sp"))
+    return attend_shard(carry, shard, is_last=True, matrices=group_by_matrix(arrivals, weight_axes, "sp"))
 
 
 def _ring_gradient(

@@ -14,7 +14,7 @@ from wanjax.kernels.admission import Kernel, Trial
 from wanjax.kernels.attention import chunked, flash_tpu, reference, sparse_linear, sparse_linear_tpu, splash
 from wanjax.kernels.attention.flash_tiles import Config, Int8Config
 from wanjax.kernels.attention.radial import Radial
-from wanjax.kernels.attention.ring_weights import ShardsToJoin
+from wanjax.kernels.attention.ring_weights import ShardedMatrix
 
 HEAD_DIM = 128
 TOLERANCE = 1e-2  # bfloat16 operands and weights give an error of about 3e-3
@@ -127,10 +127,10 @@ def _joining_trials() -> Iterator[Trial]:
     matrices = [(1, [normal(10 + i, 256, 128) for i in range(4)]), (0, [normal(20 + i, 32, 384) for i in range(4)])]
 
     def run(interpret: bool) -> Any:
-        joins = tuple(ShardsToJoin(tuple(shards), axis, jnp.int32(3)) for axis, shards in matrices)
+        sharded = tuple(ShardedMatrix(tuple(shards), axis, jnp.int32(3)) for axis, shards in matrices)
         options = {"key_mask": None, "scale": _softmax_scale(operands), "config": _trial_tiles(interpret)}
         attend = partial(flash_tpu.attention_with_carry, carry=None, is_last=True, **options)
-        out, _, *joined = jax.jit(lambda q, k, v, joins: attend(q, k, v, joins=joins))(*operands, joins)
+        out, _, *joined = jax.jit(lambda q, k, v, sharded: attend(q, k, v, matrices=sharded))(*operands, sharded)
         return out, joined
 
     def expected() -> Any:

@@ -30,6 +30,6 @@ def typical_branch_scalars(kernel: str, operands: Operands) -> list[int | None] 
     if kernel in KERNELS_WITHOUT_SCALARS:
         return [None]
     if kernel in KEYS_OPERAND:
-        _, (_, keys, _) = operands[KEYS_OPERAND[kernel]]
-        return [keys]
+        _, (_, num_keys, _) = operands[KEYS_OPERAND[kernel]]
+        return [num_keys]
     return None

@@ -15,7 +15,7 @@ MAX_ROWS, MIN_COLUMNS, MAX_COLUMNS = 2304, 512, 1536  # maximum rows of a grid s
 # Maximum rows of one product. The smaller number is for products with GELU or many input channels, whose sums would
 # otherwise be spilled from registers
 MAX_STRIP, MAX_SPILLED_STRIP = 704, 352
-MAX_PREPARED_STRIP, MIN_PREPARED_STRIP = 192, 96  # rows that are rotated and quantized together
+MAX_INPUT_STRIP, MIN_INPUT_STRIP = 192, 96  # rows that are rotated and quantized together
 MAX_QUANTIZED_COLUMNS = 4608  # maximum columns of a column tile whose rows have one scale; more columns are not faster
 # In the kernel that only quantizes: rows of a grid step, and rows that are quantized together
 QUANTIZED_TILE_ROWS, QUANTIZED_STRIP_ROWS = 256, 128
@@ -155,5 +155,5 @@ def _row_sizes(product: Product) -> set[tuple[int, int]]:
 
 
 def _input_strip(rows: int) -> int:
-    """Return the largest strip of at most MAX_PREPARED_STRIP rows that divides a row tile."""
-    return max(size for size in range(ROW_TILE, MAX_PREPARED_STRIP + 1, ROW_TILE) if rows % size == 0)
+    """Return the largest strip of at most MAX_INPUT_STRIP rows that divides a row tile."""
+    return max(size for size in range(ROW_TILE, MAX_INPUT_STRIP + 1, ROW_TILE) if rows % size == 0)

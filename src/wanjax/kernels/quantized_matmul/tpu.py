@@ -20,7 +20,7 @@ from wanjax.kernels.quantized_matmul.tiles import (
     CHUNK,
     COMPILER_VMEM_BYTES,
     MAX_DEPTH,
-    MIN_PREPARED_STRIP,
+    MIN_INPUT_STRIP,
     ROW_TILE,
     Product,
     Tiles,
@@ -258,7 +258,7 @@ def _quantize_rows_separately(
     capacity = _capacity(interpret)
     if tiles is None and product.quantizes:
         tiles = default_tiles(product, capacity) if product.depth <= MAX_DEPTH else None
-        if tiles is None or (tiles.input_strip < MIN_PREPARED_STRIP and tiles.rows < product.rows):
+        if tiles is None or (tiles.input_strip < MIN_INPUT_STRIP and tiles.rows < product.rows):
             inputs = {name: operands[name] for name in INPUTS if name in operands}
             rows = kernel.quantize(inputs, quantization=quantization, dtype=dtype, interpret=interpret)
             quantized = {"values": rows.values, "row_scale": rows.scale}

@@ -191,7 +191,7 @@ class FaceAdapter(nnx.Module):
             bias: The result of `same_frame_bias`.
         """
         q = split_heads(project_heads(self.q, NormedTokens(x, self.norm, self.dtype), self.q_norm), self.heads)
-        k, v = (split_heads(keys, self.heads) for keys in context[:2])  # [B S N D]
+        k, v = (split_heads(x, self.heads) for x in context[:2])  # [B S N D]
         y = attention(q.astype(self.dtype), k, v, bias=bias)
         return project(self.out, join_heads(y), Residual(x))
 

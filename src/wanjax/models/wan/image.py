@@ -68,7 +68,7 @@ class ImageCrossAttention(CrossAttention):
     ) -> Tokens:
         """Return the output, plus the residual if there is one."""
         q = split_heads(project_heads(self.q, inputs, self.q_norm), self.heads)  # [B L N D]
-        image_k, image_v = (split_heads(keys, self.heads) for keys in context.image[:2])  # [B S N D]
+        image_k, image_v = (split_heads(x, self.heads) for x in context.image[:2])  # [B S N D]
         y = self.attend_to_prompt(q, context.text) + self.attend(q, image_k, image_v)
         return project(self.out, y, residual)
 

@@ -157,11 +157,11 @@ class CrossAttention(AttentionLayer):
 
     def attend_to_prompt(self, q: Float[Array, "B L N D"], context: Context) -> Tokens:
         """Compute the attention to the prompt. If there is a negative prompt, apply normalized attention guidance."""
-        k, v = (split_heads(keys, self.heads) for keys in context[:2])  # [B S N D]
+        k, v = (split_heads(x, self.heads) for x in context[:2])  # [B S N D]
         y = self.attend(q, k, v)
         if context.negative is None:
             return y
-        k, v = (split_heads(keys, self.heads) for keys in context.negative[:2])
+        k, v = (split_heads(x, self.heads) for x in context.negative[:2])
         return apply_nag(y, self.attend(q, k, v), context.negative.nag)
 
 
