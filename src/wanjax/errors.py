@@ -186,16 +186,16 @@ def repr_short(value: object) -> str:
     return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
 
 
-def printable(text: str, keep: str = "") -> str:
+def printable(text: str, allowed: str = "") -> str:
     """Replace characters that cannot be printed, such as control characters, by their escapes, such as \\x1b.
 
     Otherwise a text from a file or a server could control the terminal.
 
     Args:
         text: The text.
-        keep: Characters that are not replaced.
+        allowed: Characters that are not replaced.
     """
-    return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
+    return "".join(char if char.isprintable() or char in allowed else repr(char)[1:-1] for char in text)
 
 
 def near_names(name: str, choices: Iterable[str], limit: int = 4) -> list[str]:
@@ -217,9 +217,12 @@ def unknown_model(name: str, names: Iterable[str]) -> str:
     return f"no model is named {name!r}, and no folder or file has this name (a hub id is OWNER/NAME): {advice}"
 
 
-def no_checkpoint(name: object, more: str = "") -> str:
-    """Format the message for a folder that is not a checkpoint. `more` adds details, such as other missing files."""
-    return f"{name} has no model_index.json{more}: give a complete checkpoint in the layout of diffusers or its authors"
+def no_checkpoint(name: object, details: str = "") -> str:
+    """Format the message for a folder that is not a checkpoint. `details` adds more information, such as other missing
+    files."""
+    return (
+        f"{name} has no model_index.json{details}: give a complete checkpoint in the layout of diffusers or its authors"
+    )
 
 
 def comma_list(names: Collection[str]) -> str:
@@ -233,7 +236,7 @@ def suggest_choice(name: object, choices: Collection[str]) -> str:
     """Format advice for a wrong name: the most similar choice, then the other choices. If no choice is similar, list
     all choices."""
     similar = near_names(name, choices, 1) if isinstance(name, str) else []
-    others = [name for name in choices if name not in similar]
-    if not similar or not others:
-        return f"give {comma_list(others or similar)}"
-    return f"did you mean {similar[0]}, or {'one of ' if len(others) > 1 else ''}{comma_list(others)}?"
+    other_choices = [name for name in choices if name not in similar]
+    if not similar or not other_choices:
+        return f"give {comma_list(other_choices or similar)}"
+    return f"did you mean {similar[0]}, or {'one of ' if len(other_choices) > 1 else ''}{comma_list(other_choices)}?"

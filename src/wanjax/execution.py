@@ -328,9 +328,9 @@ class Execute(Strategy):
         """Return the executable of a key. If several threads need it, one thread loads or compiles it, and the others
         wait."""
         with self._lock:
-            existing = self._compiled.get(key)
-            future = existing or self._compiled.setdefault(key, Future())
-        if existing is None:
+            existing_future = self._compiled.get(key)
+            future = existing_future or self._compiled.setdefault(key, Future())
+        if existing_future is None:
             try:
                 future.set_result(self._load_or_compile(key, program, compile_context, trace))
             except BaseException as error:
@@ -485,20 +485,22 @@ class Trace(Strategy):
     """
 
     def __init__(self, resident_bytes: Callable[[Any], int] | None = None) -> None:
-        self._recorded: dict[Any, StageProgram] = {}
+        self._stage_programs: dict[Any, StageProgram] = {}
         self._resident_bytes = resident_bytes
 
     @property
     def programs(self) -> list[StageProgram]:
         """The programs in the order of their first calls."""
-        return list(self._recorded.values())
+        return list(self._stage_programs.values())
 
     def call(self, program: Program, compile_context: CompileContext, static: Any, *arguments: Any) -> Any:
         shapes, shapes_key = _shapes_and_key(arguments, compile_context)
         key = (program, compile_context, static, shapes_key, self._stage)
-        if key not in self._recorded:
-            self._recorded[key] = StageProgram(TracedProgram(program, compile_context, static, shapes), self._stage)
-        entry = self._recorded[key]
+        if key not in self._stage_programs:
+            self._stage_programs[key] = StageProgram(
+                TracedProgram(program, compile_context, static, shapes), self._stage
+            )
+        entry = self._stage_programs[key]
         entry.calls += 1
         if self._resident_bytes is not None:
             entry.resident_bytes = max(entry.resident_bytes, self._resident_bytes(arguments))

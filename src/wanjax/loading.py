@@ -348,11 +348,11 @@ def check_memory(
         quantized: Makes the same network with 8-bit weights, as shapes; None if there is no such network.
     """
     device = local_devices()[0]
-    if device.platform != "cpu" and (on_host := host_bytes(network)) > (machine := memory.machine_memory()):
-        fits_quantized = quantized is not None and host_bytes(quantized()) <= machine
+    if device.platform != "cpu" and (on_host := host_bytes(network)) > (machine_bytes := memory.machine_memory()):
+        fits_quantized = quantized is not None and host_bytes(quantized()) <= machine_bytes
         raise WanjaxError(
             f"the {component} of {model} needs {format_bytes(on_host)} of the host's memory for its offloaded blocks, "
-            f"and this machine has {format_bytes(machine)}: use "
+            f"and this machine has {format_bytes(machine_bytes)}: use "
             f"{f'--precision {WEIGHTS_OF_8_BITS}, or ' if fits_quantized else ''}a machine with more memory"
         )
     needed_bytes, available_bytes = memory.bytes_needed(network), memory.total_memory(device)
@@ -566,8 +566,8 @@ def abstract_pipeline(
             if name not in processors
         }
     shapes |= _decoder(decoder, partitioner, settings.vae_dtype)[1]
-    loaders = {name: (lambda room, processor=processor: processor) for name, processor in processors.items()} | {
-        name: lambda room: None for name in shapes
+    loaders = {name: (lambda make_room, processor=processor: processor) for name, processor in processors.items()} | {
+        name: lambda make_room: None for name in shapes
     }
     components = Components(loaders, offload=offload, shapes=shapes, kinds=family.networks)
     return Pipeline(components, model, settings, partitioner, compiler, description.sizes)

@@ -365,14 +365,14 @@ def describe(model: str) -> dict[str, Any]:
     networks = {
         name: (4 if network.float32 else itemsize) * network.parameters for name, network in network_infos.items()
     }
-    card: dict[str, Any] = {}
+    published_info: dict[str, Any] = {}
     if preset:
         ids = [] if preset.bundled else list(preset.sources)
-        card = {"about": preset.about, "source": preset.source, "ids": ids, "licence": preset.licence}
+        published_info = {"about": preset.about, "source": preset.source, "ids": ids, "licence": preset.licence}
     sizes = named_sizes(video_model, defaults, description.sizes)
     return {
         "name": defaults.model,
-        **card,
+        **published_info,
         "task": video_model.spec.task,
         "tasks": video_model.spec.tasks,
         "takes": list(video_model.spec.input_names),

@@ -156,7 +156,7 @@ class Commands(click.Group):
             else:
                 _print_outcome(ctx)
                 raise
-        print_error(f"wanjax: {printable(message, keep=LINE_END)}\n")
+        print_error(f"wanjax: {printable(message, allowed=LINE_END)}\n")
         if not is_wrong_request:  # the same command with a wrong request would fail again
             _print_outcome(ctx)
         ctx.exit(status)

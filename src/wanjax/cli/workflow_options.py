@@ -482,7 +482,7 @@ def command_text(ctx: click.Context) -> str:
 
 def _quoted(word: str) -> str:
     """Quote a word for a shell. Control characters become escapes."""
-    if printable(word, keep="\n") == word:
+    if printable(word, allowed="\n") == word:
         return shlex.quote(word)
     escapes = {"\\": "\\\\", "'": "\\'"}
     return f"$'{''.join(escapes.get(char) or _escaped(char) for char in word)}'"

@@ -20,7 +20,7 @@ default_kernel_init = nnx.initializers.lecun_normal()
 TOKEN_BLOCK = 1300  # the maximum number of tokens in one product of a narrowing projection
 
 
-class Gathered:
+class GatherableProjection:
     """The base class of projections that gather their weight before use, if the sharding rules require it.
 
     Attributes:
@@ -34,7 +34,7 @@ class Gathered:
         raise NotImplementedError
 
 
-class Linear(Gathered, nnx.Linear):
+class Linear(GatherableProjection, nnx.Linear):
     """A dense projection. `axis` is the logical axis of the result's channels.
 
     If tokens [B L E] are sharded over several devices, the projection gathers its weight and constrains the sharding of
@@ -118,7 +118,7 @@ def gather_kernels(*projections: Projection) -> Sequence[Projection]:
     """
     partitioner, gathered = (
         current_partitioner(),
-        [projection for projection in projections if isinstance(projection, Gathered)],
+        [projection for projection in projections if isinstance(projection, GatherableProjection)],
     )
     if partitioner.is_single_device or not partitioner.rules.gather_weights or len(gathered) < len(projections):
         return projections

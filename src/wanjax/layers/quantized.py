@@ -19,7 +19,7 @@ from wanjax.kernels.quantized_matmul import (
     quantized_heads,
     quantized_matmul,
 )
-from wanjax.layers.linear import Gathered, Linear, are_tokens
+from wanjax.layers.linear import GatherableProjection, Linear, are_tokens
 from wanjax.layers.placement import axes_of
 from wanjax.layers.precision import Precision
 from wanjax.sharding import constrain, gather_weight
@@ -27,7 +27,7 @@ from wanjax.sharding import constrain, gather_weight
 Module = TypeVar("Module", bound=nnx.Module)
 
 
-class QuantizedLinear(Gathered, nnx.Module):
+class QuantizedLinear(GatherableProjection, nnx.Module):
     """A projection with an 8-bit weight, `values · scale`. Devices that gather the weight send one byte for each
     number.
 
@@ -115,8 +115,8 @@ def quantize_layers(abstract: Module, precision: Precision, full_precision: Iter
     quantized = nnx.merge(*nnx.split(abstract))
     for path, parent in list(nnx.iter_modules(quantized)):
         for name, layer in list(vars(parent).items()):
-            dotted = ".".join(map(str, (*path, name)))
-            if isinstance(layer, Linear) and not any(fnmatchcase(dotted, pattern) for pattern in patterns):
+            dotted_path = ".".join(map(str, (*path, name)))
+            if isinstance(layer, Linear) and not any(fnmatchcase(dotted_path, pattern) for pattern in patterns):
                 setattr(parent, name, QuantizedLinear(layer, precision))
     return quantized
 

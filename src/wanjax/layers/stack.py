@@ -16,7 +16,7 @@ from flax import nnx
 
 from wanjax.kernels.attention.ring_weights import RingWeights, gather_during_attention, ring_mesh_axis
 from wanjax.kernels.autodiff import is_forward_only, remat
-from wanjax.layers.linear import Gathered
+from wanjax.layers.linear import GatherableProjection
 from wanjax.layers.offload import DEFAULT_BLOCKS
 from wanjax.layers.placement import axes_of
 from wanjax.sharding import constrain, current_partitioner
@@ -178,7 +178,7 @@ def _sharded_axes(blocks: nnx.Module, projections: Sequence[nnx.Module]) -> dict
         return {}
     sharded_axes = {}
     for path, module in nnx.iter_modules(blocks):
-        if isinstance(module, Gathered) and any(module is projection for projection in projections):
+        if isinstance(module, GatherableProjection) and any(module is projection for projection in projections):
             weight = getattr(module, module.weight_name)
             x, axes = weight[...], axes_of(weight)
             spec = partitioner.weight_sharding(axes or (None,) * x.ndim, x.shape).spec[1:]
@@ -301,8 +301,8 @@ class SkippedBlocks(BlockCache):
         self.skipped_blocks = frozenset(skipped_blocks)
 
     def parts(self, layers: int, *cuts: int) -> Sequence[range]:
-        ends = {end for block in self.skipped_blocks for end in (block, block + 1)}
-        return [part for part in super().parts(layers, *cuts, *ends) if part.start not in self.skipped_blocks]
+        cut_points = {end for block in self.skipped_blocks for end in (block, block + 1)}
+        return [part for part in super().parts(layers, *cuts, *cut_points) if part.start not in self.skipped_blocks]
 
 
 def map_blocks(blocks: Module, apply: Callable[[Module], Result]) -> Result:

@@ -244,18 +244,18 @@ def resolve(scheduler: str | Scheduler, original: Scheduler) -> Scheduler:
     Raises:
         WanjaxError: The two schedulers expect different predictions, or their schedules have different options.
     """
-    new = scheduler if isinstance(scheduler, Scheduler) else parse(scheduler, _usable_with(original))
-    if new.prediction != original.prediction:
-        mismatch = f"the model predicts {original.prediction}, and {name_of(new)} is for models that predict"
-        raise WanjaxError(f"{mismatch} {new.prediction}: give {', '.join(_usable_with(original))}")
-    if new is not scheduler:
-        shared_fields = set(new.checkpoint_fields) & set(original.checkpoint_fields)
-        new = replace(new, **{field: getattr(original, field) for field in shared_fields})
-    options, expected_options = map(_schedule_options, (new, original))
+    replacement = scheduler if isinstance(scheduler, Scheduler) else parse(scheduler, _usable_with(original))
+    if replacement.prediction != original.prediction:
+        mismatch = f"the model predicts {original.prediction}, and {name_of(replacement)} is for models that predict"
+        raise WanjaxError(f"{mismatch} {replacement.prediction}: give {', '.join(_usable_with(original))}")
+    if replacement is not scheduler:
+        shared_fields = set(replacement.checkpoint_fields) & set(original.checkpoint_fields)
+        replacement = replace(replacement, **{field: getattr(original, field) for field in shared_fields})
+    options, expected_options = map(_schedule_options, (replacement, original))
     if options != expected_options:
         difference = ", ".join(sorted(name.replace("sigma_schedule", "sigmas") for name in options ^ expected_options))
         raise WanjaxError(
-            f"the schedule of {name_of(new)} has other options ({difference}) than the model's: "
+            f"the schedule of {name_of(replacement)} has other options ({difference}) than the model's: "
             f"give {', '.join(_usable_with(original))}"
         )
-    return new
+    return replacement

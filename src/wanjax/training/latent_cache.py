@@ -141,8 +141,8 @@ class LatentCache:
         """Encode captions, and return their files. Two captions are encoded together, as a prompt and a negative
         prompt."""
         files = {text: self.folder / f"text-{_digest([text, self._weights])}.safetensors" for text in captions}
-        existing = {path.name for path in self.folder.glob("text-*")}
-        uncached, done = [text for text in captions if files[text].name not in existing], 0
+        existing_files = {path.name for path in self.folder.glob("text-*")}
+        uncached, done = [text for text in captions if files[text].name not in existing_files], 0
         for pair in (uncached[i : i + 2] for i in range(0, len(uncached), 2)):
             conditioning = self.pipe.encode_prompts(pair[0], pair[-1])._asdict()
             for text, prefix in zip(pair, ("", NEGATIVE), strict=False):
@@ -160,7 +160,7 @@ class LatentCache:
             lines = (self.folder / INDEX).read_text(encoding="utf-8").splitlines()
         except OSError:
             return {}, {}
-        existing = {path.name for path in self.folder.glob("clip-*")}
+        existing_files = {path.name for path in self.folder.glob("clip-*")}
         clips: dict[str, list[list[Any]]] = {}
         digests: dict[str, str | None] = {}
         for line in lines:
@@ -168,7 +168,7 @@ class LatentCache:
                 entry = json.loads(line)
                 if "look" in entry:
                     digests[entry["look"]] = entry["digest"]
-                elif all(name in existing for name, *_ in entry["clips"]):
+                elif all(name in existing_files for name, *_ in entry["clips"]):
                     clips[entry["key"]] = entry["clips"]
             except (ValueError, KeyError, TypeError):  # a truncated line
                 continue

@@ -99,13 +99,15 @@ def _comfy_tensors(
             yield f"{COMFY_PREFIX}.{author_name}.alpha", np.asarray(config.scale * config.rank, np.float32)
 
 
-def save_checkpoint(source: Source, trained: Mapping[str, tuple[Any, Network]], target: Path, kinds: Any) -> None:
+def save_checkpoint(
+    source: Source, trained_networks: Mapping[str, tuple[Any, Network]], target: Path, kinds: Any
+) -> None:
     """Write a copy of a checkpoint, with trained networks in place of the original ones. Raises the errors of
     `convert`.
 
     Args:
         source: The checkpoint that was trained.
-        trained: Trained networks by component, each with its description.
+        trained_networks: Trained networks by component, each with its description.
         target: The folder to write.
         kinds: The kinds of networks.
     """
@@ -114,6 +116,6 @@ def save_checkpoint(source: Source, trained: Mapping[str, tuple[Any, Network]], 
         values = {path: np.asarray(x) for path, x in parameters(network).items()}
         return replace(source[name], weights=lambda: TensorReaderView(ExportedTensors(values, info.rules)), changes=())
 
-    components = {name: component(name, *entry) for name, entry in trained.items()}
+    components = {name: component(name, *entry) for name, entry in trained_networks.items()}
     replaced_fields = {"published_name": f"{source.published_name}, trained", "loras": (), "base": None}
     ToWanjax(source.with_components(components, **replaced_fields), target, kinds).run()

@@ -214,20 +214,20 @@ class Training:
 
     def _run_locked(self) -> Path:
         self.encode()
-        trained: dict[str, tuple[Any, Network]] = {}
+        trained_networks: dict[str, tuple[Any, Network]] = {}
         result = self.out
         for name in self.networks:
             self._train(name)
             if self.config.lora is None:
-                trained[name] = (self.trainer.network(), self.network_info)
+                trained_networks[name] = (self.trainer.network(), self.network_info)
             else:
                 result = self.save(self.folder / LORA)
             del self.trainer  # frees the network before the next network is loaded
             if len(self.networks) > 1 and self.config.lora is not None:
                 self.pipe.free(name)
-        if trained:
+        if trained_networks:
             result = self.out / CHECKPOINT
-            save_checkpoint(self.pipe.components.source, trained, result, self.pipe.components.kinds)
+            save_checkpoint(self.pipe.components.source, trained_networks, result, self.pipe.components.kinds)
         elif len(self.networks) > 1:
             result = self.out
         self.pipe.free()

@@ -173,9 +173,9 @@ def _attend_by_frames(
         return jnp.moveaxis(by_frame, 0, 1).reshape(batch, -1, *x.shape[2:])
 
     out, lse = _attend_to_video(kernel, q, k, v, length, frame_tokens, bias)
-    later = slice(frame_tokens, length)
-    clip_out, clip_lse = map(to_tokens, kernel(to_frames(q[:, later]), *_clip_frames(clip, frame_tokens, k)))
-    merged, _ = merge_by_log_sum_exp((out[:, later], lse[:, later]), (clip_out, clip_lse))
+    later_tokens = slice(frame_tokens, length)
+    clip_out, clip_lse = map(to_tokens, kernel(to_frames(q[:, later_tokens]), *_clip_frames(clip, frame_tokens, k)))
+    merged, _ = merge_by_log_sum_exp((out[:, later_tokens], lse[:, later_tokens]), (clip_out, clip_lse))
     return jax.lax.dynamic_update_slice_in_dim(out, merged.astype(out.dtype), frame_tokens, axis=1)
 
 
@@ -198,12 +198,12 @@ def _attend_to_video(
     return merged.astype(q.dtype), lse
 
 
-def _clip_frames(clip: ClipKV, frame_tokens: int, like: Float[Array, "B L N D"]) -> list[Array]:
-    """Return the keys and the values of each frame of a clip, [T S N D], with the heads and the dtype of `like`."""
+def _clip_frames(clip: ClipKV, frame_tokens: int, template: Float[Array, "B L N D"]) -> list[Array]:
+    """Return the keys and the values of each frame of a clip, [T S N D], with the heads and the dtype of `template`."""
 
     def split(x: Array, scale: Array | None) -> Array:
-        x = x.reshape(-1, frame_tokens, *like.shape[2:])
-        return x if scale is None else (x.astype(scale.dtype) * scale.reshape(*x.shape[:3], 1)).astype(like.dtype)
+        x = x.reshape(-1, frame_tokens, *template.shape[2:])
+        return x if scale is None else (x.astype(scale.dtype) * scale.reshape(*x.shape[:3], 1)).astype(template.dtype)
 
     return [split(clip.k, clip.k_scale), split(clip.v, clip.v_scale)]
 

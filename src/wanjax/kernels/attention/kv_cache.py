@@ -54,10 +54,10 @@ def empty_cache(layers: int, batch: int, rows: int, heads: int, head_dim: int, d
 def insert_chunk(cache: KVCache, chunk: KVCache, slot: CacheSlot) -> KVCache:
     """Write the keys and values of a chunk at the slot's row, and return the new cache [... B S E]."""
 
-    def write(x: Array, new: Array) -> Array:
-        start = [0] * x.ndim
+    def write(cached: Array, new_rows: Array) -> Array:
+        start = [0] * cached.ndim
         start[-2] = slot.row
-        return jax.lax.dynamic_update_slice(x, new, [jnp.asarray(n, jnp.int32) for n in start])
+        return jax.lax.dynamic_update_slice(cached, new_rows, [jnp.asarray(n, jnp.int32) for n in start])
 
     return KVCache(*map(write, cache, chunk))
 

@@ -193,7 +193,7 @@ def _barrier(tree: Result) -> Result:
     """Apply an optimization barrier to a tree. For the barrier, arrays [B L N D] are reshaped to [B L E], because a TPU
     would copy arrays with an axis of heads before and after the barrier."""
     joined = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1) if x.ndim == 4 else x, tree)
-    return jax.tree.map(lambda x, like: x.reshape(like.shape), jax.lax.optimization_barrier(joined), tree)
+    return jax.tree.map(lambda x, original: x.reshape(original.shape), jax.lax.optimization_barrier(joined), tree)
 
 
 def join_while_computing(

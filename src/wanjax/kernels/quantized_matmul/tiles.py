@@ -143,8 +143,8 @@ def _column_sizes(product: Product) -> set[int]:
 
 def _row_sizes(product: Product) -> set[tuple[int, int]]:
     """Return the possible sizes of row tiles, with the sizes of their strips."""
-    spills = product.gelu or product.quantizes_result or product.depth > MAX_DEPTH
-    max_strip, min_count = MAX_SPILLED_STRIP if spills else MAX_STRIP, ceil_div(product.rows, MAX_ROWS)
+    spills_sums = product.gelu or product.quantizes_result or product.depth > MAX_DEPTH
+    max_strip, min_count = MAX_SPILLED_STRIP if spills_sums else MAX_STRIP, ceil_div(product.rows, MAX_ROWS)
     sizes = set()
     for count in range(min_count, min(16 * min_count, ceil_div(product.rows, ROW_TILE)) + 1):
         rows = ceil_div(product.rows, count)

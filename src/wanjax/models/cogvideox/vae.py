@@ -50,9 +50,9 @@ def halve(x: Float[Array, "B T H W C"]) -> Chunk:
     return x.reshape(len(x), x.shape[1] // 2, 2, *x.shape[2:]).mean(axis=2)
 
 
-def repeat_to_shape(z: Float[Array, "B T H W C"], like: Float[Array, "B _T _H _W _C"]) -> Chunk:
-    """Repeat positions up to the number of frames, the height and the width of `like`."""
-    num_odd, (frames, height, width) = z.shape[1] % 2, like.shape[1:4]
+def repeat_to_shape(z: Float[Array, "B T H W C"], target: Float[Array, "B _T _H _W _C"]) -> Chunk:
+    """Repeat positions up to the number of frames, the height and the width of `target`."""
+    num_odd, (frames, height, width) = z.shape[1] % 2, target.shape[1:4]
     if z.shape[1] > 1:
         z = map_without_odd_frame(lambda x: x.repeat((frames - num_odd) // x.shape[1], axis=1), z)
     return z.repeat(height // z.shape[2], axis=2).repeat(width // z.shape[3], axis=3)
