@@ -21,7 +21,7 @@ def join_with_and(words: Sequence[str]) -> str:
     return " and ".join([*([", ".join(words[:-1])] if words[1:] else []), *words[-1:]])
 
 
-def progress_of_many(missing: int, existing: int, folder: object) -> str:
+def format_batch_progress(missing: int, existing: int, folder: object) -> str:
     """Format the first line of a batch: how many videos it makes, how many exist already, and the folder."""
     if not existing:
         return f"videos: {missing}, into {folder}"

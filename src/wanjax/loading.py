@@ -29,7 +29,7 @@ from wanjax.kernels.attention import AUTO, AttentionConfig, choose_implementatio
 from wanjax.kernels.compiler_options import SAFE_SET, check_option_set
 from wanjax.layers.offload import AUTO_OFFLOAD, DEFAULT_BLOCKS, Offload
 from wanjax.layers.placement import host_bytes, offloaded_bytes, with_shardings
-from wanjax.layers.precision import FLOATS, Precision
+from wanjax.layers.precision import UNQUANTIZED, Precision
 from wanjax.media.metadata import DIGESTS_KEY
 from wanjax.pipelines import memory
 from wanjax.pipelines.components import DECODER, Components, MakeRoom
@@ -191,7 +191,7 @@ def with_precision(description: SomeDescription, precision: str | Precision | No
     if precision is None:
         return description
     name, stored = Precision.of(precision).name, description.settings.precision
-    if stored not in (FLOATS.name, name):
+    if stored not in (UNQUANTIZED.name, name):
         raise WanjaxError(
             f"precision is given as {name}, and the weights of {description.settings.model} are stored as {stored}: "
             "leave precision out, or convert the original checkpoint again"

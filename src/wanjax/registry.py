@@ -320,7 +320,7 @@ def find_preset(name: str) -> Preset | None:
     return by_name.get(name)
 
 
-def find_preset_of_copy(folder: str) -> Preset | None:
+def find_preset_of_converted(folder: str) -> Preset | None:
     """Return the preset whose checkpoint `wanjax convert` wrote to a folder, or None for other folders."""
     path = parse_path(folder)
     if isinstance(path, RemotePath) or not os.path.isfile(path / MANIFEST):

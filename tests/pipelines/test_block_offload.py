@@ -127,7 +127,7 @@ def test_blocks_leave_to_the_command_when_networks_are_freed():
         assert default.overridden_by(None) == default
         assert default.overridden_by(OFFLOADS["none"]) == OFFLOADS["none"]
         offload = default.overridden_by(Offload.of("blocks:3"))
-        assert (offload.frees_stages, offload.frees_for_room) == (default.frees_stages, default.frees_for_room)
+        assert (offload.frees_stages, offload.frees_on_demand) == (default.frees_stages, default.frees_on_demand)
         assert str(offload) == "blocks:3"
 
 

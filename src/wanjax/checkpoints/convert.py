@@ -57,7 +57,7 @@ from wanjax.checkpoints.stream import stored_specs, stream
 from wanjax.converters import weight_rules
 from wanjax.errors import WanjaxError
 from wanjax.figures import format_bytes
-from wanjax.layers.precision import FLOATS, Precision
+from wanjax.layers.precision import UNQUANTIZED, Precision
 from wanjax.stores.paths import AnyPath, RemotePath, local_copy, parse_path
 from wanjax.stores.user_folders import user_cache
 from wanjax.stores.writing import atomic_write
@@ -372,7 +372,7 @@ class ToWanjax(Conversion):
         published_name: str | None = None,
         licence: str | None = None,
         name_hint: str = "",
-        precision: Precision = FLOATS,
+        precision: Precision = UNQUANTIZED,
     ):
         if source.manifest is not None:
             raise WanjaxError(f"{source.name} is already a wanjax checkpoint: `--to diffusers` converts it back")

@@ -30,7 +30,7 @@ from wanjax.checkpoints.sources import (
 )
 from wanjax.errors import WanjaxError
 from wanjax.figures import format_bytes
-from wanjax.layers.precision import FLOATS, Precision
+from wanjax.layers.precision import UNQUANTIZED, Precision
 from wanjax.stores.paths import MissingObjectError, RemotePath
 from wanjax.stores.user_folders import user_cache
 from wanjax.stores.writing import atomic_write, check_folder
@@ -121,7 +121,7 @@ def _make_source(storage: Storage, manifest: Mapping[str, Any]) -> Source:
         for component in other_components:
             check_small_files(storage.folder(component))
 
-    precision = Precision.of(request.get(PRECISION, FLOATS.name))
+    precision = Precision.of(request.get(PRECISION, UNQUANTIZED.name))
     components = {
         name: replace(
             in_folder(storage, name, kind),

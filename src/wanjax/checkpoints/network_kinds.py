@@ -22,7 +22,7 @@ from wanjax.converters.weight_rules import WeightRule
 from wanjax.errors import WanjaxError, repr_short
 from wanjax.layers.linear import Linear
 from wanjax.layers.placement import as_shapes
-from wanjax.layers.precision import FLOATS, Precision
+from wanjax.layers.precision import UNQUANTIZED, Precision
 from wanjax.layers.quantized import quantize_layers, quantized_layers
 
 QUANTIZERS = ("bitsandbytes", "compressed-tensors", "fp8", "modelopt", "quanto", "torchao")
@@ -78,7 +78,7 @@ class Network(NamedTuple):
         return self.kind.float32
 
     def abstract(
-        self, *, dtype: DTypeLike, param_dtype: DTypeLike, precision: Precision = FLOATS, **options: Any
+        self, *, dtype: DTypeLike, param_dtype: DTypeLike, precision: Precision = UNQUANTIZED, **options: Any
     ) -> Any:
         """Return the abstract module. Do not change the module, because it is cached.
 
@@ -109,7 +109,7 @@ class Network(NamedTuple):
         paths = [".".join(map(str, path)) for path, layer in modules if isinstance(layer, Linear)]
         return [words for pattern, words in table.items() if fnmatch.filter(paths, pattern)]
 
-    def weight_bytes(self, param_dtype: DTypeLike, precision: Precision = FLOATS) -> int:
+    def weight_bytes(self, param_dtype: DTypeLike, precision: Precision = UNQUANTIZED) -> int:
         """Return the bytes of the network's weights. A weight of 8 bits takes one byte, and its scale four bytes."""
         float_bytes = 4 if self.float32 else jnp.dtype(param_dtype).itemsize
         module = self.abstract(dtype=jnp.float32, param_dtype=jnp.float32, precision=precision)

@@ -35,7 +35,7 @@ from wanjax.checkpoints.lora_source import Lora
 from wanjax.checkpoints.quantize import float_kernels
 from wanjax.converters.weight_rules import WeightRule
 from wanjax.errors import WanjaxError, no_checkpoint, reason, repr_short
-from wanjax.layers.precision import FLOATS, Precision
+from wanjax.layers.precision import UNQUANTIZED, Precision
 from wanjax.stores.paths import missing_file
 
 CONFIGS = ("config.json", "scheduler_config.json", "guider_config.json")
@@ -151,7 +151,7 @@ class Component:
     is_config_available: bool = False
     original: ReaderTransform = lambda tensors: tensors
     changes: tuple[ReaderTransform, ...] = ()
-    precision: Precision = FLOATS
+    precision: Precision = UNQUANTIZED
 
     def tensors(self, rules: Iterable[WeightRule]) -> TensorReader:
         """Return the component's tensors after all changes, in floats. The tensors have the names and shapes that
@@ -217,7 +217,7 @@ class Source:
     loras: Sequence[Lora] = ()
     base: "Source | None" = None
     is_extended: bool = False
-    precision: str = FLOATS.name
+    precision: str = UNQUANTIZED.name
 
     @property
     def name(self) -> str:
@@ -251,7 +251,7 @@ class Source:
         Args:
             use: The feature that needs float weights, for the message, such as "a LoRA".
         """
-        if self.precision != FLOATS.name:
+        if self.precision != UNQUANTIZED.name:
             raise WanjaxError(
                 f"{self.name} has weights of 8 bits ({self.precision}), but {use} needs float weights: give the "
                 "checkpoint from which it was converted"

@@ -37,7 +37,7 @@ from wanjax.errors import (
     is_out_of_memory,
     printable,
 )
-from wanjax.layers.precision import STORABLE
+from wanjax.layers.precision import STORABLE_PRECISIONS
 from wanjax.pricing import libtpu
 from wanjax.signals import INTERRUPTED, stop
 
@@ -478,7 +478,7 @@ def calibrate(report: Report, request: "VideoRequest", options: "PipelineOptions
 )
 @click.option(
     "--precision",
-    type=click.Choice(STORABLE),
+    type=click.Choice(STORABLE_PRECISIONS),
     help="Store the transformer's projections with 8 bits, in the format of this precision.",
 )
 @options.lora

@@ -26,7 +26,7 @@ from wanjax.cli.report import Report
 from wanjax.cli.stages import Reporting, VideoCommand, load_pipeline, with_full_paths
 from wanjax.cli.workflow_options import ROWS
 from wanjax.errors import WanjaxError
-from wanjax.figures import pluralize, progress_of_many
+from wanjax.figures import format_batch_progress, pluralize
 from wanjax.jobs import ray_cluster
 from wanjax.jobs.batch import MANIFEST, MAX_RUN_JOBS, Batch, Manifest
 from wanjax.jobs.databases import resolve_database
@@ -211,7 +211,7 @@ def missing(report: Report, tasks: Sequence[Task], folder: AnyPath, force: bool)
         key=lambda task: task.output in manifest.failed
     )  # last, so that a task that made an earlier run fail does not delay the other tasks
     report.videos = len(existing)
-    report.note(progress_of_many(len(missing_tasks), len(existing), folder))
+    report.note(format_batch_progress(len(missing_tasks), len(existing), folder))
     return missing_tasks, manifest
 
 

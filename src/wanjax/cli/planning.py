@@ -32,7 +32,7 @@ from wanjax.figures import format_bytes, format_duration, format_mesh, format_nu
 from wanjax.kernels.attention import AUTO
 from wanjax.kernels.compiler_options import SAFE_SET
 from wanjax.layers.offload import AUTO_OFFLOAD, STAGES
-from wanjax.layers.precision import FLOATS
+from wanjax.layers.precision import UNQUANTIZED
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines import progress
 from wanjax.pipelines.decoder_files import read_decoder
@@ -149,7 +149,7 @@ def _print_sentence(console: Console, sentence: str) -> None:
 
 def _format_precision(estimate: TrainingEstimate) -> str:
     """Return a part of a sentence about the frozen weights of a training run. It is empty for floats."""
-    return "" if estimate.precision == FLOATS.name else f" in {estimate.precision}"
+    return "" if estimate.precision == UNQUANTIZED.name else f" in {estimate.precision}"
 
 
 def print_training(estimate: TrainingEstimate, console: Console) -> None:

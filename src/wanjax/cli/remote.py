@@ -30,7 +30,7 @@ from wanjax.cli.options import SETTINGS, is_given, on_command_line, option_of
 from wanjax.cli.parsed import CommandOptions, PipelineOptions
 from wanjax.cli.report import Report
 from wanjax.errors import NetworkError, WanjaxError, printable, reason, repr_short
-from wanjax.figures import pluralize, progress_of_many
+from wanjax.figures import format_batch_progress, pluralize
 from wanjax.jobs.worker import INVALID_REQUEST
 from wanjax.media.inputs import INPUT_SPECS
 from wanjax.pipelines.request import VideoRequest
@@ -212,7 +212,7 @@ def _generate_several(
         existing = set() if command.force else tasks.keys() & set(file_names_in(folder))
         missing_tasks = [task for name, task in tasks.items() if name not in existing]
         report.videos = len(existing)
-        report.note(progress_of_many(len(missing_tasks), len(existing), folder))
+        report.note(format_batch_progress(len(missing_tasks), len(existing), folder))
         for name in existing:
             manifest.add(tasks[name][0])
         if not missing_tasks:

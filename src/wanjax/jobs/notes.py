@@ -53,7 +53,7 @@ def domain_of(model: str) -> TrainingDomain | None:
     Args:
         model: The name of the model, or the folder of a copy that `wanjax convert` wrote.
     """
-    preset = registry.presets().get(model) or registry.find_preset_of_copy(model)
+    preset = registry.presets().get(model) or registry.find_preset_of_converted(model)
     return preset and preset.domain
 
 

@@ -96,8 +96,8 @@ def offload_options(program_target: Target | None = None) -> dict[str, bool]:
     By default, XLA starts such a copy late on a card, just before the copy's result is needed. On TPUs, XLA starts it
     as early as possible.
     """
-    is_card = (program_target or target()).platform == "gpu"
-    return {"xla_gpu_enable_latency_hiding_scheduler": True} if is_card else {}
+    is_gpu = (program_target or target()).platform == "gpu"
+    return {"xla_gpu_enable_latency_hiding_scheduler": True} if is_gpu else {}
 
 
 def conv_options(program_target: Target | None = None) -> dict[str, int]:

@@ -20,13 +20,13 @@ class Offload:
 
     Attributes:
         frees_stages: Whether each network is freed at the end of its stage.
-        frees_for_room: Whether loaded networks are freed when the next network does not fit in memory.
+        frees_on_demand: Whether loaded networks are freed only when the next network does not fit in memory.
         blocks: The number of a network's transformer blocks that are on the device at a time, while all blocks are in
             the host's memory. 0 means that blocks are not offloaded.
     """
 
     frees_stages: bool = False
-    frees_for_room: bool = False
+    frees_on_demand: bool = False
     blocks: int = 0
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Offload:
             return value
         name, colon, number = value.partition(":") if isinstance(value, str) else ("", "", "")
         if name == "blocks" and colon and re.fullmatch(f"[1-{MAX_BLOCKS}]", number):
-            return cls(frees_for_room=True, blocks=int(number))
+            return cls(frees_on_demand=True, blocks=int(number))
         if colon or name not in OFFLOADS:
             raise WanjaxError(
                 f"offload must be {', '.join(OFFLOADS)} or blocks:N, with N blocks on the device at a time, 1 to "
@@ -75,11 +75,11 @@ class Offload:
             )
 
 
-AUTO_OFFLOAD = Offload(frees_for_room=True)
+AUTO_OFFLOAD = Offload(frees_on_demand=True)
 STAGES = Offload(frees_stages=True)
 OFFLOADS = {
     "none": Offload(),
     "stages": STAGES,
-    "blocks": Offload(frees_for_room=True, blocks=DEFAULT_BLOCKS),
+    "blocks": Offload(frees_on_demand=True, blocks=DEFAULT_BLOCKS),
 }
 """The offloads with a name. The default is `AUTO_OFFLOAD`."""

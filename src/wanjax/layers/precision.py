@@ -59,16 +59,16 @@ class Precision:
         return precision
 
 
-FLOATS = Precision("none")
+UNQUANTIZED = Precision("none")
 PRECISIONS = {
     precision.name: precision
     for precision in (
-        FLOATS,
+        UNQUANTIZED,
         Precision("int8", "int8", "int8"),
         Precision("int8-weights", "int8"),
         Precision("fp8", "fp8", "fp8"),
         Precision("fp8-weights", "fp8"),
     )
 }
-STORABLE = tuple(name for name, precision in PRECISIONS.items() if precision.weights == "int8")
+STORABLE_PRECISIONS = tuple(name for name, precision in PRECISIONS.items() if precision.weights == "int8")
 """The precisions in which a converted checkpoint can store its weights."""

@@ -145,7 +145,7 @@ class Components:
     def make_room(self, network: nnx.Module) -> None:
         """Free networks until another network fits in memory, in the order in which they were loaded. `network` is the
         other network, with shapes in place of weights."""
-        freeable = self._reloadable() if self.offload.frees_for_room else []
+        freeable = self._reloadable() if self.offload.frees_on_demand else []
         while freeable and not self._fits(network):
             self.free(freeable.pop(0))
 

@@ -14,7 +14,7 @@ from wanjax.checkpoints.sources import Source, read_json
 from wanjax.checkpoints.unsupported import UnsupportedModels
 from wanjax.errors import SettingError, WanjaxError
 from wanjax.figures import pluralize
-from wanjax.layers.precision import FLOATS
+from wanjax.layers.precision import UNQUANTIZED
 from wanjax.media.metadata import CONFIG
 from wanjax.pipelines.distillation import Distillation, find_distillation, model_name_in
 from wanjax.pipelines.model import VideoModel
@@ -204,7 +204,7 @@ class Family:
             model: A model of the family.
             settings: Its settings.
         """
-        if settings.precision != FLOATS.name and self.unquantized_projections(model) is None:
+        if settings.precision != UNQUANTIZED.name and self.unquantized_projections(model) is None:
             raise SettingError(
                 f"precision is given as {settings.precision}, which {settings.model} does not offer: leave it out",
                 "precision",

@@ -96,7 +96,7 @@ def step_cost(
 
     forward = model.cost(settings)
     largest = max(map(bytes_of, model.spec.denoisers))
-    frees_networks = offload.frees_stages or offload.frees_for_room
+    frees_networks = offload.frees_stages or offload.frees_on_demand
     resident = largest if frees_networks else sum(map(bytes_of, model.spec.networks))
     ring = forward.ring and model.spec.resolve_attention(attention).supports_ring
     return StepCost(forward, settings.split, largest, resident, ring, rules)

@@ -32,7 +32,7 @@ from wanjax.execution import EXECUTE, ArrayOrShape, Program, Strategy
 from wanjax.figures import pluralize
 from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.kernels.compiler_options import SAFE_SET
-from wanjax.layers.precision import FLOATS
+from wanjax.layers.precision import UNQUANTIZED
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import INPUT_SPECS, REFERENCES, check_inputs
 from wanjax.media.margins import add_margins
@@ -989,7 +989,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         mesh = (
             "" if self.partitioner.is_single_device else f" ({self.partitioner}, rules {self.partitioner.rules_name})"
         )
-        precision = "" if self.defaults.precision == FLOATS.name else f", {self.defaults.precision}"
+        precision = "" if self.defaults.precision == UNQUANTIZED.name else f", {self.defaults.precision}"
         summary = f"{self.model_name}, {self.model.spec.task}, {self.defaults.dtype}{precision}"
         lines = [f"{type(self).__name__}: {summary}, on {devices_of(self.partitioner)}{mesh}"]
         lines += [f"  {name}: {self._component_state(name)}" for name in self.components.names]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
 from wanjax.errors import SettingError, WanjaxError, near_names, repr_short
 from wanjax.figures import pluralize
-from wanjax.layers.precision import FLOATS, PRECISIONS
+from wanjax.layers.precision import PRECISIONS, UNQUANTIZED
 
 if TYPE_CHECKING:
     from wanjax.pipelines.caching.rules import CacheRule
@@ -374,7 +374,7 @@ class Settings:
     precision: str = setting(
         "Quantize the transformer's weights to 8 bits. int8 and fp8 also quantize the inputs of matrix products; "
         "int8-weights and fp8-weights do not.  [default: none, or as the checkpoint is stored]",
-        default=FLOATS.name, group="compute", choices=tuple(PRECISIONS), metavar="NAME",
+        default=UNQUANTIZED.name, group="compute", choices=tuple(PRECISIONS), metavar="NAME",
     )  # fmt: skip
     resize: str = setting(
         "How to fit pictures to the video's size if their proportions differ.", group="pictures", choices=RESIZE_MODES

@@ -13,11 +13,11 @@ from wanjax.errors import install_extra
 from wanjax.execution import on_mesh
 from wanjax.figures import format_bytes, pluralize
 from wanjax.kernels.attention import AUTO, AttentionConfig, choose_implementation
-from wanjax.kernels.attention.flash_int8 import ERROR as INT8_ERROR
+from wanjax.kernels.attention.flash_int8 import ERROR_TEXT as INT8_ERROR
 from wanjax.kernels.compiler_options import SAFE_SET, check_option_set
 from wanjax.layers.offload import DEFAULT_BLOCKS, STAGES, Offload
 from wanjax.layers.placement import host_bytes
-from wanjax.layers.precision import FLOATS, STORABLE, Precision
+from wanjax.layers.precision import STORABLE_PRECISIONS, UNQUANTIZED, Precision
 from wanjax.layers.tiling import Tiling
 from wanjax.loading import WEIGHTS_OF_8_BITS, abstract_pipeline
 from wanjax.media.pictures import Pictures
@@ -285,7 +285,7 @@ def estimate_video(
     if finds_options or memory["fits"] is False:
         peaks = {"": _estimated_peak(prices, programs, hardware)}
         can_offload = hardware.devices == 1 and not offload.blocks
-        can_quantize = settings.precision == FLOATS.name and family.unquantized_projections(model) is not None
+        can_quantize = settings.precision == UNQUANTIZED.name and family.unquantized_projections(model) is not None
         for option, quantizes, offloads in OPTIONS_TO_FIT:
             if (can_quantize or not quantizes) and (can_offload or not offloads):
                 precision = WEIGHTS_OF_8_BITS if quantizes else settings.precision
@@ -349,7 +349,7 @@ def estimate_video(
         compile_seconds=sum(stage.compile_seconds for stage in stages.values()),
         download_bytes_at_most=4 * sum(network.parameters for network in networks),
         disk_bytes=sum(
-            network.weight_bytes("bfloat16", precision if precision.name in STORABLE else FLOATS)
+            network.weight_bytes("bfloat16", precision if precision.name in STORABLE_PRECISIONS else UNQUANTIZED)
             for network in networks
         ),  # the bytes of the weights in the form in which `wanjax convert` stores them
         doubts=[*dict.fromkeys(doubt for price in program_prices for doubt in price.doubts), *doubts],

@@ -213,7 +213,7 @@ def adapt(
             parent = parent[int(key)] if key.isdigit() else getattr(parent, key)
         base = getattr(parent, name)
         setattr(parent, name, DeltaLinear(base) if path in full_rank else LoraLinear(base, config, rngs))
-    _place(network, partitioner)
+    _move_factors_to_mesh(network, partitioner)
     return network, adapted_names | full_rank
 
 
@@ -227,7 +227,7 @@ def remove_adapters(network: Network) -> Network:
     return network
 
 
-def _place(network: nnx.Module, partitioner: Partitioner | None) -> None:
+def _move_factors_to_mesh(network: nnx.Module, partitioner: Partitioner | None) -> None:
     """Move the factors to the mesh. Abstract factors stay unchanged."""
     if partitioner is None:
         return

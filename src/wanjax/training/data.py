@@ -32,7 +32,7 @@ FILE_COLUMNS = ("file_name", "video", "video_path", "image", "image_path", "file
 CAPTION_COLUMNS = ("text", "prompt", "caption")
 REPEATS_COLUMN, PRESERVE_COLUMN = "repeats", "preserve"
 YES, NO = ("true", "yes", "1"), ("false", "no", "0", "")
-FILM_SUFFIXES = (
+VIDEO_FILE_SUFFIXES = (
     *(*CLIP_SUFFIXES, ".avi", ".mpg", ".mpeg", ".wmv", ".flv", ".ts", ".mts", ".m2ts", ".ogv", ".3gp", ".mxf"),
 )
 EXAMPLE = '{"file_name": "a.mp4", "text": "a red circle"}'
@@ -127,7 +127,7 @@ def _list_folder(folder: Path) -> DataListing:
     is_hidden = lambda path: any(part.startswith(".") for part in path.relative_to(folder).parts)  # noqa: E731
     paths = [path for path in folder.rglob("*") if path.relative_to(folder).parts[0] != CACHE_FOLDER and path.is_file()]
     files = [path for path in natural_sort(paths) if not is_hidden(path)]
-    media = [path for path in files if path.suffix.lower() in FILM_SUFFIXES or is_picture_name(path)]
+    media = [path for path in files if path.suffix.lower() in VIDEO_FILE_SUFFIXES or is_picture_name(path)]
     captions = {path.with_suffix(""): path for path in files if path.suffix.lower() == ".txt"}
     listing.num_ignored = len(paths) - len(media) - len(captions)
     stems = {path.with_suffix("") for path in media}

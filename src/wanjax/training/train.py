@@ -21,7 +21,7 @@ from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.execution import program
 from wanjax.figures import format_number, pluralize
 from wanjax.kernels.compiler_options import matmul_options
-from wanjax.layers.precision import FLOATS, Precision
+from wanjax.layers.precision import UNQUANTIZED, Precision
 from wanjax.media.metadata import DIGESTS_KEY
 from wanjax.media.video import write_trial_video, write_video
 from wanjax.pipelines import progress
@@ -453,7 +453,7 @@ def _attention_entry(pipe: Pipeline) -> dict[str, str]:
 def _precision_entry(pipe: Pipeline) -> dict[str, str]:
     """Return a metadata entry for the precision of frozen weights, or no entry for floats."""
     precision = pipe.defaults.precision
-    return {} if precision == FLOATS.name else {"precision": precision}
+    return {} if precision == UNQUANTIZED.name else {"precision": precision}
 
 
 def _select_networks(pipe: Pipeline, config: TrainConfig) -> tuple[str, ...]:

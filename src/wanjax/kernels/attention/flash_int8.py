@@ -24,7 +24,7 @@ from wanjax.kernels.target import has_fast_int8, vmem_bytes
 
 TRIAL_KERNEL = "flash_tpu_int8"  # the name of the kernel in `admitted.is_admitted`
 ADVICE = "use --attention flash_tpu"
-ERROR = "relative errors of 0.015 and 0.032 where logits have a standard deviation of 1 and 3"
+ERROR_TEXT = "relative errors of 0.015 and 0.032 where logits have a standard deviation of 1 and 3"
 RUNNING_MAX_STEPS = range(RUNNING_MAX_STEP_KV, 0, -INT8_REGISTER_ROWS)  # keys of a step of the running-max path
 HEAD_DIM = 128  # half of the matrix unit's depth; the digits of the offset fill the other half
 

@@ -409,7 +409,7 @@ def _copy_refs(sources: Sequence[Any], targets: Sequence[Any]) -> None:
 def sparse_kernel(
     list_start_ref,
     list_length_ref,
-    sees_tail_ref,
+    visits_tail_ref,
     block_start_ref,
     kv_lengths_ref,
     q_ref,
@@ -424,7 +424,7 @@ def sparse_kernel(
 
     In grid step (i, j), each group of queries visits at most `list_length` blocks of `step_kv` keys. All these blocks
     are in the block of keys of the grid step. `block_start_ref` has the positions of their first keys, from index
-    `list_start` on. `list_length` may differ between examples. If `sees_tail_ref` is 1 for a group of queries, the
+    `list_start` on. `list_length` may differ between examples. If `visits_tail_ref` is 1 for a group of queries, the
     group also visits the tail: the keys after the last full block, up to `kv_length`.
     """
     state, groups = SoftmaxRefs(*scratch), range(sizes.block_q // sizes.q_per_list)
@@ -461,7 +461,7 @@ def sparse_kernel(
     @pl.when((tail_block >= 0) & (tail_block < blocks_per_step) & (kv_length % sizes.step_kv > 0))
     def _():
         tail_end = tail_start + sizes.step_kv
-        starts = tuple((jnp.where(sees_tail_ref[i * len(groups) + g] == 1, tail_start, tail_end),) for g in groups)
+        starts = tuple((jnp.where(visits_tail_ref[i * len(groups) + g] == 1, tail_start, tail_end),) for g in groups)
         tail = BlockList(sizes.step_kv, sizes.q_per_list, starts, tail_end)
         _raise_offset_and_add(k_ref, v_ref, state, tail, sizes.step_kv, StepMask(kv_length % sizes.step_kv))
 

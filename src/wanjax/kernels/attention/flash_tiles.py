@@ -73,7 +73,7 @@ class Config:
             raise WanjaxError(f"block_kv={self.block_kv}: give a multiple of block_kv_compute={self.block_kv_compute}")
 
     @property
-    def safe_step_kv(self) -> int:
+    def running_max_step_kv(self) -> int:
         """Keys of one step of the running-max path."""
         return self._even_step(RUNNING_MAX_STEP_KV)
 
@@ -90,7 +90,9 @@ class Config:
         """Return the bytes of VMEM that the kernel needs: buffers of input and output blocks, and scratch memory."""
         padded_head_dim = max(head_dim, LANES)  # rows of 64 occupy rows of 128
         streamed_bytes = 2 * itemsize * padded_head_dim * (2 * self.block_q + self.buffers * self.block_kv)
-        scratch = self.block_q * (2 * padded_head_dim * itemsize + 2 * 4 * head_dim + 4 * self.safe_step_kv + 4 * 40)
+        scratch = self.block_q * (
+            2 * padded_head_dim * itemsize + 2 * 4 * head_dim + 4 * self.running_max_step_kv + 4 * 40
+        )
         return streamed_bytes + scratch
 
 

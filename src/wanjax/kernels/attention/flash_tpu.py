@@ -247,7 +247,7 @@ def _attention(
         block_q=config.block_q,
         block_kv=config.block_kv,
         block_kv_compute=config.block_kv_compute,
-        step_kv=radial.block_kv if radial else config.masked_step_kv if ragged else config.safe_step_kv,
+        step_kv=radial.block_kv if radial else config.masked_step_kv if ragged else config.running_max_step_kv,
         q_per_list=radial.block_q if radial else config.block_q,
         ragged=ragged,
         window=_window_sides(window),
@@ -303,7 +303,7 @@ def _list_scalars(
     padding, which no query sees.
     """
     block_kv = config.block_kv
-    list_start, list_length, sees_tail, block_start = kernel_lists(
+    list_start, list_length, visits_tail, block_start = kernel_lists(
         mask, num_queries, num_keys, block_kv, config.block_q // mask.block_q
     )
     first_block = np.arange(0, num_keys, block_kv) // mask.block_kv
@@ -311,7 +311,7 @@ def _list_scalars(
     end_of_full_blocks = kv_lengths[:, None] // mask.block_kv
     num_past_end = jnp.maximum(end_block[None] - jnp.maximum(end_of_full_blocks, first_block[None]), 0)  # [B, steps]
     num_visited = jnp.maximum(list_length.reshape(1, -1, len(first_block)) - num_past_end[:, None], 0)
-    return tuple(map(jnp.asarray, (list_start, num_visited.reshape(-1), sees_tail, block_start, kv_lengths)))
+    return tuple(map(jnp.asarray, (list_start, num_visited.reshape(-1), visits_tail, block_start, kv_lengths)))
 
 
 def _center_keys(
