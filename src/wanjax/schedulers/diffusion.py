@@ -66,7 +66,7 @@ class Diffusion(Scheduler):
         after the last step.
         """
         check_steps(steps, skip)
-        check_choice("way", follow, Reference)
+        check_choice("follow", follow, Reference)
         if steps > TRAIN_STEPS:
             raise WanjaxError(f"the model has {TRAIN_STEPS} timesteps, got {steps} steps: use fewer steps")
         alpha_bars = noise_levels(self.snr_shift)

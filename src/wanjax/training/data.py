@@ -105,7 +105,7 @@ def list_data(data: str | Path) -> DataListing:
     if not listing.examples:
         first_reason = f": {summarize_first(listing.skipped)}" if listing.skipped else ""
         raise WanjaxError(
-            f"{data} holds no clip or picture with a caption{first_reason or ', each with a .txt of the same name'}"
+            f"{data} has no clip or picture with a caption{first_reason or ', each with a .txt of the same name'}"
         )
     return listing
 

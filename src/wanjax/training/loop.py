@@ -38,7 +38,7 @@ AfterStep = Callable[[int, Mapping[str, jax.Array]], Any]
 
 
 class OtherTrainingError(WanjaxError):
-    """A folder holds a training run with other settings.
+    """A folder has a training run with other settings.
 
     Attributes:
         names: The settings that differ, such as "lora.rank".
@@ -169,7 +169,7 @@ class Trainer:
                 "while steps remain, the learning rate may differ"
             )
             raise OtherTrainingError(
-                f"{self.folder} holds another training, whose {', '.join(changes)}: {advice}",
+                f"{self.folder} has another training run, whose {', '.join(changes)}: {advice}",
                 differing,
             )
         if allowed or not file.is_file():

@@ -45,7 +45,7 @@ def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -
     if isinstance(window, Radial) and bias is not None:
         return "chunked takes a bias or a radial mask, not both"
     if config is not None and not isinstance(config, Config):
-        return f"chunked is configured by a chunked.Config, which {type(config).__name__} is not"
+        return f"chunked must be configured by a chunked.Config, not by {type(config).__name__}"
     return None
 
 

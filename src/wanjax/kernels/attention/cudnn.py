@@ -26,13 +26,13 @@ def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -
     """Return the reason why this call is not supported, or None."""
     device = target(q)
     if device.platform == "gpu" and BEFORE_AMPERE.search(device.device_kind):
-        return f"cudnn's attention needs an Ampere card or a later one, and this is for {device.device_kind}"
+        return f"cudnn's attention needs an Ampere card or a later card, and the card is {device.device_kind}"
     if device.platform != "gpu" or "NVIDIA" not in device.device_kind:
-        return f"cudnn runs on NVIDIA's cards, and this is for {device.device_kind}"
+        return f"cudnn runs on NVIDIA's cards, and the device is {device.device_kind}"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cudnn takes bfloat16 and float16, not {q.dtype}"
     if q.shape[3] % 8 or q.shape[3] > MAX_HEAD_DIM:
-        return f"cudnn takes heads of a multiple of 8 up to {MAX_HEAD_DIM}, not {q.shape[3]}"
+        return f"cudnn supports head sizes that are a multiple of 8 up to {MAX_HEAD_DIM}, not {q.shape[3]}"
     if window is not None:
         return f"cudnn cannot compute a two-sided window such as {window}"
     if bias is not None:

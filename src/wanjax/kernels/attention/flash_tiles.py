@@ -67,7 +67,7 @@ class Config:
             raise WanjaxError(f"block_q={self.block_q}: give a multiple of {LANES}, preferably of {STRIP_Q}")
         if self.block_kv_compute < PROBE_KV or self.block_kv_compute % REGISTER_ROWS:
             raise WanjaxError(
-                f"block_kv_compute={self.block_kv_compute}: give a multiple of {REGISTER_ROWS} from {PROBE_KV} on"
+                f"block_kv_compute={self.block_kv_compute}: give a multiple of {REGISTER_ROWS}, at least {PROBE_KV}"
             )
         if self.block_kv < 1 or self.block_kv % self.block_kv_compute:
             raise WanjaxError(f"block_kv={self.block_kv}: give a multiple of block_kv_compute={self.block_kv_compute}")

@@ -53,15 +53,13 @@ def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -
     """Return the reason why this call is not supported, or None."""
     head_dim, vmem_capacity = q.shape[3], vmem_bytes()
     if config is not None and not isinstance(config, Config | Int8Config):
-        return f"flash_tpu is configured by a flash_tpu.Config, which {type(config).__name__} is not"
+        return f"flash_tpu must be configured by a flash_tpu.Config, not by {type(config).__name__}"
     if vmem_capacity is None and not (config and config.interpret):
         return INTERPRETER_ADVICE.format("flash_tpu", "flash_tpu")
     if head_dim not in HEAD_DIMS:
-        return (
-            f"flash_tpu does not support a head size of {head_dim}: {' and '.join(map(str, HEAD_DIMS))} are supported"
-        )
+        return f"flash_tpu does not support a head size of {head_dim}: it supports {' and '.join(map(str, HEAD_DIMS))}"
     if q.dtype.name not in DTYPES:
-        return f"flash_tpu does not run in {q.dtype.name}: {' and '.join(DTYPES)} are supported"
+        return f"flash_tpu does not support {q.dtype.name}: it supports {' and '.join(DTYPES)}"
     if bias is not None:
         return "flash_tpu takes no bias: it supports a key mask or a window"
     if key_mask is not None and window is not None:
@@ -76,9 +74,9 @@ def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -
     tiles = _resolve_config(config, window, (head_dim, q.shape[1], k.shape[1], q.dtype.name), ragged)
     needed = tiles.vmem_bytes(head_dim, q.dtype.itemsize) + COMPILER_VMEM_BYTES
     if needed > vmem_capacity:
-        advice = "a chip with more" if vmem_capacity < COMPILER_VMEM_BYTES else "smaller ones"
+        advice = "a chip with more VMEM" if vmem_capacity < COMPILER_VMEM_BYTES else "smaller tiles"
         return (
-            f"flash_tpu's tiles need {needed >> 20} MiB of VMEM, and the chip has {vmem_capacity >> 20}: take {advice}"
+            f"flash_tpu's tiles need {needed >> 20} MiB of VMEM, and the chip has {vmem_capacity >> 20}: use {advice}"
         )
     return None
 

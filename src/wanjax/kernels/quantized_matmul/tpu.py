@@ -46,7 +46,7 @@ def unsupported(x: Any, weight: QuantizedWeight, hadamard_size: int, dtype: jnp.
     if capacity is None:
         return "the kernels of quantized products run on TPUs"
     if len(shape) != 3 or shape[1] < ROW_TILE:
-        return f"the kernels of quantized products take [B L I] with L from {ROW_TILE} on, not {list(shape)}"
+        return f"the kernels of quantized products take [B L I] with L of at least {ROW_TILE}, not {list(shape)}"
     if depth % CHUNK or columns % LANES or (hadamard_size and CHUNK % hadamard_size):
         channels = f"{depth} to {columns} channels, rotated by {hadamard_size}"
         return f"the kernels of quantized products do not support {channels}"
@@ -59,7 +59,7 @@ def unsupported(x: Any, weight: QuantizedWeight, hadamard_size: int, dtype: jnp.
         return "this TPU multiplies 8-bit floats no faster than bfloat16"
     smallest = Product(ROW_TILE, depth, columns, dtype.itemsize)
     if default_tiles(smallest, capacity) is None or row_quantizer_vmem_bytes(depth, 4) + COMPILER_VMEM_BYTES > capacity:
-        return f"the kernels of quantized products do not hold {depth} channels in {capacity >> 20} MiB of VMEM"
+        return f"the kernels of quantized products need more than {capacity >> 20} MiB of VMEM for {depth} channels"
     return None
 
 
