@@ -68,7 +68,7 @@ class FrameConv(nnx.Module):
 
 
 class CausalConv(nnx.Module):
-    """A causal 3-D convolution. `kernel_size` is a pair: the frames, and the pixels along both height and width."""
+    """A causal 3-D convolution. `kernel_size` is (frames, pixels). The kernel is square in height and width."""
 
     def __init__(
         self,

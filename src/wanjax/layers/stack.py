@@ -91,8 +91,8 @@ def scan_blocks(
         per_block: Trees of arrays with a leading axis, which has an entry for each block.
         part: The range of blocks to run; None runs all blocks. The weights of the range are not copied.
         projections: Returns the projections of a block whose weights can be gathered ahead. While several devices
-            compute the self-attention of a block, they gather the weights of these projections of the next block. This
-            is not done if there is a backward pass.
+            compute the self-attention of a block, they gather the weights of the next block's projections. This is not
+            done if there is a backward pass.
     """
     graphdef, weights = nnx.split(blocks)
     stacked = weights, per_block

@@ -70,7 +70,7 @@ class Exchange(NamedTuple):
         return cls(PartitionSpec(*placement), heads, placement.tokens, partitioner.axis_size(placement.tokens))
 
     def tokens_to_heads(self, x: Float[Array, "B L N D"]) -> Float[Array, "B _L _N D"]:
-        """Exchange some tokens of all heads for all tokens of some heads, which are padded."""
+        """Exchange tokens for heads. Each device then has all tokens of some heads. The number of heads is padded."""
         return tokens_to_heads(x, self.num_devices, self.axes)
 
     def heads_to_tokens(self, x: Float[Array, "B L N D"], heads: int) -> Float[Array, "B _L _N D"]:

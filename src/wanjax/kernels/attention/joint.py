@@ -40,8 +40,8 @@ def attention(
     text_lengths: Int32[Array, " B"],
     window: Any,
 ) -> VideoTextPair:
-    """Return the attention of video and text to the first `length` video tokens and the first `text_lengths` text
-    tokens.
+    """Return the attention of all tokens to the valid tokens: the first `length` tokens of the video, and the first
+    `text_lengths` tokens of the text.
 
     On one device, `kernel(q, k, v, kv_length=..., window=...)` computes the attention to the first `kv_length` keys of
     each example.

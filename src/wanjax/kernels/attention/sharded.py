@@ -203,7 +203,7 @@ def attention_by_heads(
 
 
 def tokens_to_heads(x: Float[Array, "B L N D"], num_devices: int, axes: Axes = "tp") -> Float[Array, "B _L _N D"]:
-    """Exchange some tokens of all heads for all tokens of some heads, by an all-to-all.
+    """Exchange tokens for heads by an all-to-all. Each device then has all tokens of some heads.
 
     The number of heads is padded to a multiple of the number of devices. The data for one device, or from one device,
     is contiguous in memory.

@@ -93,13 +93,14 @@ def matmul(
 
     Args:
         operands: The operands by their names:
-            - the input: `x` [B L I] and, for T modulations, `shift` and `factor` [B T I]; or quantized `values` [B L I]
-              with `row_scale` [B L G], where each of the G equal parts of a row has a scale
-            - the weight: `weight` [I O], `scale` [1 O] and `bias` [1 O]
-            - for a gated sum: `gate` [B T O] and `residual` [B L O]
-            - for two modulations `second_mask` [L 1], and for two gates `second_gate` [L 1]: 1 for the tokens that use
-              the second modulation or gate, else 0
-            - for a norm of the result: `norm_scale` [1 O], and for the rotation of its heads `cos` and `sin` [L P].
+            - The input: `x` [B L I] and, for T modulations, `shift` and `factor` [B T I].
+            - A quantized input instead: `values` [B L I], and `row_scale` [B L G] of G equal parts of a row.
+            - The weight: `weight` [I O], `scale` [1 O] and `bias` [1 O].
+            - For a gated sum: `gate` [B T O] and `residual` [B L O].
+            - For two modulations: `second_mask` [L 1], which is 1 for tokens with the second modulation, else 0.
+            - For two gates: `second_gate` [L 1], which is 1 for tokens with the second gate, else 0.
+            - For a norm of the result: `norm_scale` [1 O].
+            - For the rotation of the heads of the result: `cos` and `sin` [L P].
         quantization: How x is quantized; None if the input is already quantized.
         epilogue: The operations after the product.
         tiles: Tile sizes.

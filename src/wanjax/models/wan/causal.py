@@ -3,9 +3,9 @@
 
 A chunk of latent frames is denoised like a whole video, except that its tokens also attend to the keys and values of
 earlier chunks, in a KV cache. When a chunk is finished, one more forward pass at timestep 0 computes its keys and
-values for the cache. Positions in time continue from chunk to chunk, so cached keys do not change. The reference is
-wan/modules/causal_model.py of guandeh17/Self-Forcing. It shifts the cache, but here a new chunk overwrites the oldest
-chunk.
+values for the cache. Positions in time continue from chunk to chunk, so cached keys do not change. If the cache is
+full, a new chunk overwrites the oldest chunk. The reference is wan/modules/causal_model.py of guandeh17/Self-Forcing,
+which shifts the cache instead.
 """
 
 from math import prod
