@@ -80,8 +80,8 @@ def scan_blocks(
 ) -> Carry:
     """Run `x = apply(block, x, *entries)` for each of the stacked blocks, and return x.
 
-    The backward pass computes each block again from its input. It does not compute attention and MLPs again, because
-    their results are saved. This takes less memory than saving all activations, and on CPUs less time. Blocks in the
+    The backward pass computes each block again from its input, except attention and MLPs, whose results are saved. This
+    rematerialization takes less memory than saving all activations, and on CPUs it takes less time. Blocks in the
     host's memory have no backward pass.
 
     Args:

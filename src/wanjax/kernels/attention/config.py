@@ -122,7 +122,7 @@ class AttentionConfig:
         return implementation.supports_carry(self.config) and self.is_dense
 
     def dense_only(self) -> "AttentionConfig":
-        """Return the config for cross-attention, without a window and without a sparse mask."""
+        """Return the config without a window and a sparse mask, for attention other than the video's self-attention."""
         return AttentionConfig(self.implementation)
 
     def mask(self, grid: tuple[int, int, int], *, decay: float = DEFAULT_DECAY, sink: bool = True) -> Radial | None:
