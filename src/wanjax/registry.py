@@ -161,13 +161,13 @@ def open_for_loading(model: str | Path, revision: str | None, note: Note | None)
         and (sentence := describe_distillation(str(model), checkpoint))
         and (note or checkpoint.distillation is None)
     ):
-        _notify(sentence, note, 5)
+        _notify(sentence, note, stack_level=5)
     for sentence in checkpoint.source.notes:
-        _notify(sentence, note, 5)
+        _notify(sentence, note, stack_level=5)
     return checkpoint
 
 
-def _notify(sentence: str, note: Note | None, stack_level: int) -> None:
+def _notify(sentence: str, note: Note | None, *, stack_level: int) -> None:
     """Pass a sentence to `note`. Without a `note`, warn with the sentence.
 
     The warning points to the caller of `load`, which is `stack_level` frames up.
@@ -204,13 +204,13 @@ def _denoiser_config(model: VideoModel) -> tuple[Any, ...]:
 def _notify_of_licence(preset: Preset | None, note: Note | None) -> None:
     if preset and preset.licence == UNSTATED_LICENCE:
         repositories = ", ".join("/".join(Lora.parse(lora).file.split("/")[:2]) for lora in preset.loras)
-        _notify(f"the LoRA of {preset.name} has no licence in its repository, {repositories}", note, 6)
+        _notify(f"the LoRA of {preset.name} has no licence in its repository, {repositories}", note, stack_level=6)
     elif preset and preset.licence != FREE_LICENCE:
         repository = "/".join(preset.source.split("/")[:2])
         sentence = (
             f"the weights of {preset.name} have the licence {preset.licence}: its text is in {repository} on the hub"
         )
-        _notify(sentence, note, 6)
+        _notify(sentence, note, stack_level=6)
 
 
 def inspect_checkpoint(
@@ -483,7 +483,7 @@ def apply_distilled_loras(description: SomeDescription, loras: Sequence[Lora], n
             sentence += (
                 f"; {' and '.join(lora.label for lora in repeated)} are merged together, which may be too strong"
             )
-    _notify(sentence, note, 6)
+    _notify(sentence, note, stack_level=6)
     return description
 
 

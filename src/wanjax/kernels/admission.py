@@ -147,11 +147,11 @@ def _try_in_child(kernels: str, names: list[str]) -> Iterator[tuple[str, str]]:
     while names:
         child = _TrialProcess(kernels, names)
         try:
-            if child.line(START_SECONDS) != READY_LINE:
+            if child.read_line(START_SECONDS) != READY_LINE:
                 yield from _try_in_this_process(kernels, names)
                 return
             while names:
-                line = child.line(KERNEL_SECONDS)
+                line = child.read_line(KERNEL_SECONDS)
                 name, *names = names
                 yield name, _failure_reason(line)
                 if not line:
@@ -189,7 +189,7 @@ class _TrialProcess:
                 self._lines.put(line.strip())
         self._lines.put("")
 
-    def line(self, seconds: float) -> str | None:
+    def read_line(self, seconds: float) -> str | None:
         """Return the next line of the process, "" at the end of its output, or None after a timeout."""
         try:
             return self._lines.get(timeout=seconds)

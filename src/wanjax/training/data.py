@@ -237,16 +237,16 @@ def _read_jsonl(lines: Sequence[str], table: Path) -> Iterator[Mapping[str, Any]
             row = json.loads(line) if line.strip() else None
         except ValueError:
             if is_text(line):
-                raise _not_object(number, table) from None
+                raise _not_json_object_error(number, table) from None
             yield "is not UTF-8 text"  # in some encodings, a byte of a letter may look like JSON syntax
             continue
         if row is not None:
             if not isinstance(row, Mapping):
-                raise _not_object(number, table)
+                raise _not_json_object_error(number, table)
             yield row
 
 
-def _not_object(number: int, table: Path) -> WanjaxError:
+def _not_json_object_error(number: int, table: Path) -> WanjaxError:
     return WanjaxError(f"line {number} of {table} is not a JSON object: write each row on a line, as {EXAMPLE}")
 
 

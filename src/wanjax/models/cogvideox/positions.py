@@ -35,7 +35,7 @@ class NoPositionEmbedding(nnx.Module):
     def __init__(self, config: TransformerConfig, **kw: Any):
         pass
 
-    def __call__(self, grid: Grid, text: int) -> None:
+    def __call__(self, grid: Grid, num_text_tokens: int) -> None:
         return None
 
 
@@ -46,9 +46,11 @@ class Sinusoids(nnx.Module):
         self.width = config.width
         self.scales = config.position_scales
 
-    def __call__(self, grid: Grid, text: int) -> Float[Array, "1 L E"]:
-        """Compute embeddings of a grid of patches and of `text` tokens."""
-        return _join_sequence(sinusoids(grid, self.width, self.scales), jnp.zeros((text, self.width), jnp.float32))
+    def __call__(self, grid: Grid, num_text_tokens: int) -> Float[Array, "1 L E"]:
+        """Compute embeddings of a grid of patches and of `num_text_tokens` text tokens."""
+        return _join_sequence(
+            sinusoids(grid, self.width, self.scales), jnp.zeros((num_text_tokens, self.width), jnp.float32)
+        )
 
 
 class LearnedTable(Sinusoids):
@@ -62,7 +64,7 @@ class LearnedTable(Sinusoids):
         self.table = param(zeros, shape, (None, "embed"), dtype=kw["param_dtype"], rngs=kw["rngs"])
         self.trained_grid = config.trained_grid
 
-    def __call__(self, grid: Grid, text: int) -> Float[Array, "1 L E"]:
+    def __call__(self, grid: Grid, num_text_tokens: int) -> Float[Array, "1 L E"]:
         """Return the learned embeddings, for a grid with the height and width of the training videos.
 
         If the number of frames differs, return the embeddings of `Sinusoids`, as in the reference. Raises WanjaxError
@@ -75,20 +77,20 @@ class LearnedTable(Sinusoids):
                 f"{size[1]}: use the size of the training videos"
             )
         if grid[0] != self.trained_grid[0]:
-            return super().__call__(grid, text)
+            return super().__call__(grid, num_text_tokens)
         table = self.table[...]
         split = len(table) - prod(grid)
-        return _join_sequence(table[split:], table[:split][:text])
+        return _join_sequence(table[split:], table[:split][:num_text_tokens])
 
 
 POSITION_EMBEDDINGS = {None: NoPositionEmbedding, "sinusoids": Sinusoids, "learned": LearnedTable}
 
 
-def rope_tables(config: TransformerConfig, grid: Grid, text: int) -> Rope:
-    """Compute RoPE's tables for a grid of patches, and for `text` tokens that are not rotated."""
+def rope_tables(config: TransformerConfig, grid: Grid, num_text_tokens: int) -> Rope:
+    """Compute RoPE's tables for a grid of patches, and for `num_text_tokens` text tokens that are not rotated."""
     make_positions = {"counted": counted_positions, "resized": resized_positions, None: zero_positions}[config.rotary]
     positions = make_positions(grid, config.trained_grid)
-    return rope_3d(grid, config.rope_channels, positions=positions, unrotated=text)
+    return rope_3d(grid, config.rope_channels, positions=positions, unrotated=num_text_tokens)
 
 
 def counted_positions(grid: Grid, trained_grid: Grid | None) -> list[Float[np.ndarray, " _L"]]:

@@ -180,12 +180,12 @@ class CogVideoXTransformer(nnx.Module):
         """The number of patches along frames, height and width."""
         return patch_grid(latents, self.config.patch)
 
-    def positions(self, grid: Grid, text: int) -> Positions:
-        """The positions of a grid of patches and of `text` tokens.
+    def positions(self, grid: Grid, num_text_tokens: int) -> Positions:
+        """Return the positions of a grid of patches and of `num_text_tokens` text tokens.
 
         Raises WanjaxError if the height or width differs from that of a learned table.
         """
-        return Positions(rope_tables(self.config, grid, text), self.added_positions(grid, text))
+        return Positions(rope_tables(self.config, grid, num_text_tokens), self.added_positions(grid, num_text_tokens))
 
     @on_weights_mesh
     def __call__(
