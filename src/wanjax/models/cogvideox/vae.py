@@ -135,12 +135,12 @@ class Encoder(nnx.Module):
     def __init__(self, config: VAEConfig, **kw):
         first, *_, last = sizes = config.channels
         norm = partial(GroupNorm, groups=config.groups, eps=EPS, **kw)
-        downs = [Downsample(size, i < config.temporal_levels, **kw) for i, size in enumerate(sizes[:-1])]
+        downsamplers = [Downsample(size, i < config.temporal_levels, **kw) for i, size in enumerate(sizes[:-1])]
         self.conv_in = RepeatingConv(3, first, **kw)
         self.levels = nnx.List(
             [
                 Level([a, *[b] * config.res_blocks], norm, down, **kw)
-                for a, b, down in zip((first, *sizes[:-1]), sizes, [*downs, None], strict=True)
+                for a, b, down in zip((first, *sizes[:-1]), sizes, [*downsamplers, None], strict=True)
             ]
         )
         self.mid = Level([last] * 3, norm, None, **kw)
@@ -162,13 +162,13 @@ class Decoder(nnx.Module):
     def __init__(self, config: VAEConfig, **kw):
         first, *_, last = sizes = config.channels[::-1]
         norm = partial(SpatialNorm, config=config, **kw)
-        ups = [Upsample(size, i < config.temporal_levels, **kw) for i, size in enumerate(sizes[:-1])]
+        upsamplers = [Upsample(size, i < config.temporal_levels, **kw) for i, size in enumerate(sizes[:-1])]
         self.conv_in = RepeatingConv(config.latent_channels, first, **kw)
         self.mid = Level([first] * 3, norm, None, **kw)
         self.levels = nnx.List(
             [
                 Level([a, *[b] * (config.res_blocks + 1)], norm, up, **kw)
-                for a, b, up in zip((first, *sizes[:-1]), sizes, [*ups, None], strict=True)
+                for a, b, up in zip((first, *sizes[:-1]), sizes, [*upsamplers, None], strict=True)
             ]
         )
         self.norm_out = norm(last)

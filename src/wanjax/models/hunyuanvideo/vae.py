@@ -253,13 +253,16 @@ class Encoder(nnx.Module):
     def __init__(self, config: VAEConfig, **kw):
         first, *_, last = config.channels
         spatial_levels, temporal = config.num_halving_levels
-        downs = [
+        downsamplers = [
             Downsample(a, b, level >= spatial_levels - temporal, **kw) if level < spatial_levels else None
             for level, (a, b) in enumerate(pairwise((*config.channels, 0)))
         ]
         self.conv_in = EdgeConv(3, first, **kw)
         self.levels = nnx.List(
-            [Level(size, config.res_blocks, down, **kw) for size, down in zip(config.channels, downs, strict=True)]
+            [
+                Level(size, config.res_blocks, down, **kw)
+                for size, down in zip(config.channels, downsamplers, strict=True)
+            ]
         )
         self.mid = MidBlock(last, config.max_latent_frames, **kw)
         self.norm_out = ChannelNorm(last, **kw)
@@ -280,14 +283,14 @@ class Decoder(nnx.Module):
     def __init__(self, config: VAEConfig, **kw):
         first, *_, last = sizes = config.channels[::-1]
         spatial_levels, temporal = config.num_halving_levels
-        ups = [
+        upsamplers = [
             Upsample(a, b, level < temporal, **kw) if level < spatial_levels else None
             for level, (a, b) in enumerate(pairwise((*sizes, 0)))
         ]
         self.conv_in = EdgeConv(config.latent_channels, first, **kw)
         self.mid = MidBlock(first, config.max_latent_frames, **kw)
         self.levels = nnx.List(
-            [Level(size, config.res_blocks + 1, up, **kw) for size, up in zip(sizes, ups, strict=True)]
+            [Level(size, config.res_blocks + 1, up, **kw) for size, up in zip(sizes, upsamplers, strict=True)]
         )
         self.norm_out = ChannelNorm(last, **kw)
         kw |= {"dtype": jnp.float32}  # avoid rounding frames before they become 8-bit

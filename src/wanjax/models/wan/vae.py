@@ -200,10 +200,12 @@ class WanVAE(Autoencoder):
     @staticmethod
     def encoder_levels(config: VAEConfig, **kw) -> list[nnx.Module]:
         sizes = config.encoder_sizes
-        downs = [Downsample(size, t, **kw) for size, t in zip(sizes[1:], config.temporal_downsample, strict=False)]
+        downsamplers = [
+            Downsample(size, t, **kw) for size, t in zip(sizes[1:], config.temporal_downsample, strict=False)
+        ]
         return [
             Level(a, b, config.res_blocks, down, **kw)
-            for a, b, down in zip(sizes[:-1], sizes[1:], [*downs, None], strict=True)
+            for a, b, down in zip(sizes[:-1], sizes[1:], [*downsamplers, None], strict=True)
         ]
 
     @staticmethod
@@ -211,9 +213,10 @@ class WanVAE(Autoencoder):
         first, *sizes = config.decoder_sizes
         inputs = [first] + [size // 2 for size in sizes[:-1]]  # upsampling halves the channels
         temporal = reversed(config.temporal_downsample)
-        ups = [Upsample(size, size // 2, t, **kw) for size, t in zip(sizes[:-1], temporal, strict=True)]
+        upsamplers = [Upsample(size, size // 2, t, **kw) for size, t in zip(sizes[:-1], temporal, strict=True)]
         return [
-            Level(a, b, config.res_blocks + 1, up, **kw) for a, b, up in zip(inputs, sizes, [*ups, None], strict=True)
+            Level(a, b, config.res_blocks + 1, up, **kw)
+            for a, b, up in zip(inputs, sizes, [*upsamplers, None], strict=True)
         ]
 
     def posterior(self, x: Chunk, cache: Cache) -> tuple[Chunk, Chunk, Cache]:
