@@ -126,7 +126,7 @@ def load(
         scheduler: "unipc", "euler" or another value of `wanjax.schedulers`; None is the checkpoint's own.
         offload: Which weights are moved out of the device's memory. "stages" frees each network after its stage, and
             "none" frees no network. "blocks" stores the blocks of all networks in the host's memory, with two blocks on
-            the device: while one computes, the next is copied. "blocks:N" has N blocks on the device. None frees
+            the device. While one block computes, the next is copied. "blocks:N" has N blocks on the device. None frees
             networks only if the next network would not fit.
         verify: Whether to compare a wanjax checkpoint with its checksums first, as `wanjax convert --verify` does.
         progress: Called with (component, bytes read, total bytes). With None, the progress bar of the stage shows them.
