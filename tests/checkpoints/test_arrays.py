@@ -22,7 +22,7 @@ from tests.support.devices import most_held, nbytes_on_each, on_eight_devices
 from tests.support.words import has_line_with
 from wanjax.checkpoints import arrays as store
 from wanjax.checkpoints import modules
-from wanjax.checkpoints.arrays import Arrays, StoredArray, Writer, chunk_shape
+from wanjax.checkpoints.arrays import OrbaxCheckpoint, StoredArray, Writer, chunk_shape
 from wanjax.checkpoints.files import Spec
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import axes_of
@@ -43,7 +43,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "MAX_CHUNK_BYTES", 1 << 10)
     specs = {name: Spec(x.shape, x.dtype) for name, x in TENSORS.items()}
     chunks = {name: chunk_shape(spec, name in STACKED) for name, spec in specs.items()}
-    arrays = Arrays.create(tmp_path / "w", specs, chunks)
+    arrays = OrbaxCheckpoint.create(tmp_path / "w", specs, chunks)
     with Writer() as writer:
         for name, x in TENSORS.items():
             for piece in arrays[name].chunk_slices():
@@ -82,7 +82,7 @@ def test_a_chunk_of_a_stack_is_complete_blocks_or_a_part_of_one():
 
 
 def test_arrays_are_read_as_written(folder):
-    arrays = Arrays(folder)
+    arrays = OrbaxCheckpoint(folder)
     assert arrays.specs.keys() == TENSORS.keys()
     for name, x in TENSORS.items():
         assert arrays.specs[name] == Spec(x.shape, x.dtype)
@@ -115,7 +115,9 @@ def test_on_one_cpu_an_array_takes_no_extra_memory(folder, monkeypatch):
     buffers = []
     aligned = store.aligned_empty
     monkeypatch.setattr(store, "aligned_empty", lambda *args: buffers.append(aligned(*args)) or buffers[-1])
-    [weights] = Arrays(folder).restore({"blocks.q.kernel": jax.ShapeDtypeStruct((6, 16, 24), jnp.bfloat16)}).values()
+    [weights] = (
+        OrbaxCheckpoint(folder).restore({"blocks.q.kernel": jax.ShapeDtypeStruct((6, 16, 24), jnp.bfloat16)}).values()
+    )
     assert len(buffers) == 1
     assert weights.unsafe_buffer_pointer() == buffers[0].ctypes.data
 
@@ -144,8 +146,8 @@ def test_a_truncated_or_missing_chunk_is_detected(folder, size):
 
 
 def test_a_digest_depends_on_values_shape_and_dtype(folder):
-    digests = {name: Arrays(folder)[name].digest() for name in TENSORS}
-    assert digests == {name: Arrays(folder)[name].digest() for name in TENSORS}
+    digests = {name: OrbaxCheckpoint(folder)[name].digest() for name in TENSORS}
+    assert digests == {name: OrbaxCheckpoint(folder)[name].digest() for name in TENSORS}
     assert len(set(digests.values())) == len(TENSORS)
 
 
@@ -154,14 +156,14 @@ def test_a_digest_depends_on_values_shape_and_dtype(folder):
 )
 def test_a_broken_tree_is_named(folder, text):
     (folder / "_METADATA").unlink() if text is None else (folder / "_METADATA").write_text(text)
-    assert has_line_with(fault(Arrays, folder), f"{folder / '_METADATA'}")
+    assert has_line_with(fault(OrbaxCheckpoint, folder), f"{folder / '_METADATA'}")
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc", "a/b", "", "a..b", "\x1b"])
 def test_a_tree_cannot_name_an_array_outside_its_folder(folder, name):
     tree = {"tree_metadata": {"x": {"key_metadata": [{"key": name, "key_type": 2}]}}}
     (folder / "_METADATA").write_text(json.dumps(tree))
-    assert repr(name) in fault(Arrays, folder)
+    assert repr(name) in fault(OrbaxCheckpoint, folder)
 
 
 LARGE = {"name": "regular", "configuration": {"chunk_shape": [1 << 40] * 3}}
@@ -191,7 +193,7 @@ def test_written_on_one_device_read_on_eight_and_back(tmp_path):
     model = encoder()
     save(model, tmp_path / "one")
     on_eight_devices("from tests.checkpoints.test_arrays import there_and_back; there_and_back()", tmp_path)
-    again = modules.restore(nnx.eval_shape(encoder), Arrays(tmp_path / "eight"))
+    again = modules.restore(nnx.eval_shape(encoder), OrbaxCheckpoint(tmp_path / "eight"))
     for name, x in modules.parameters(model).items():
         assert np.asarray(modules.parameters(again)[name]).tobytes() == np.asarray(x).tobytes()
 
@@ -224,12 +226,12 @@ def there_and_back():
     largest = max(x.size * x.dtype.itemsize for x in targets.values())
     assert shards < 0.6 * sum(x.size * x.dtype.itemsize for x in targets.values())
     most = []
-    model = modules.restore(abstract, Arrays(folder / "one"), progress=lambda *_: most.append(most_held()))
+    model = modules.restore(abstract, OrbaxCheckpoint(folder / "one"), progress=lambda *_: most.append(most_held()))
     assert max(most) <= shards + largest
     for name, x in modules.parameters(model).items():
         assert x.sharding == targets[name].sharding
-        assert np.asarray(x).tobytes() == Arrays(folder / "one").read(name).tobytes()
+        assert np.asarray(x).tobytes() == OrbaxCheckpoint(folder / "one").read(name).tobytes()
     save(model, folder / "eight")
-    restored = modules.restore(meshed((4, 2), ROWS), Arrays(folder / "eight"))
+    restored = modules.restore(meshed((4, 2), ROWS), OrbaxCheckpoint(folder / "eight"))
     for name, x in modules.parameters(restored).items():
         assert np.asarray(x).tobytes() == np.asarray(modules.parameters(model)[name]).tobytes()

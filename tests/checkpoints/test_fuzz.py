@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from wanjax.checkpoints.arrays import Arrays, Writer
+from wanjax.checkpoints.arrays import OrbaxCheckpoint, Writer
 from wanjax.checkpoints.files import DTYPES, SafetensorsFile, SafetensorsFolder, Spec, save_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.registry import open_source
@@ -149,7 +149,7 @@ def test_an_index_is_followed_within_its_folder_or_refused(tmp_path, cases):
 
 def write_arrays(folder: Path) -> None:
     specs = {key: Spec(x.shape, x.dtype) for key, x in TENSORS.items()}
-    arrays = Arrays.create(folder, specs, {key: x.shape for key, x in TENSORS.items()})
+    arrays = OrbaxCheckpoint.create(folder, specs, {key: x.shape for key, x in TENSORS.items()})
     with Writer() as writer:
         for key, x in TENSORS.items():
             writer.write(arrays[key], tuple(slice(0, n) for n in x.shape), x)
@@ -165,7 +165,7 @@ def test_stored_arrays_are_read_or_refused(tmp_path, file, cases):
         (tmp_path / file).write_bytes(text)
 
         def read() -> None:
-            arrays = Arrays(tmp_path)
+            arrays = OrbaxCheckpoint(tmp_path)
             for key, spec in arrays.specs.items():
                 if spec.nbytes < 1000:  # a model's arrays have known shapes
                     arrays.read(key)

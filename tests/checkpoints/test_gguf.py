@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.support.ggufs import write_gguf
 from tests.support.words import has_line_with
 from wanjax.checkpoints import gguf_file
-from wanjax.checkpoints.gguf_blocks import FAST
+from wanjax.checkpoints.gguf_blocks import FAST_DEQUANTIZERS
 from wanjax.checkpoints.gguf_file import GgufFile, dequantise
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.errors import WanjaxError
@@ -45,7 +45,7 @@ def test_every_type_is_read_as_its_package_reads_it(kind, tmp_path):
         np.testing.assert_array_equal(file.read("x.weight"), quants.dequantize(raw, kind))
 
 
-@pytest.mark.parametrize("kind", sorted(FAST))
+@pytest.mark.parametrize("kind", sorted(FAST_DEQUANTIZERS))
 def test_types_with_special_rules_take_any_bytes(kind):
     """Also scales that are infinite or NaN, and more rows than a piece has."""
     size, nbytes = gguf.GGML_QUANT_SIZES[Kind[kind]]

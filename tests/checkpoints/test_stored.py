@@ -12,7 +12,7 @@ import wanjax
 from tests.support.conversion import tensors
 from tests.support.stores import failing, forget, objects
 from tests.support.words import has_line_with
-from wanjax.checkpoints.arrays import Arrays
+from wanjax.checkpoints.arrays import OrbaxCheckpoint
 from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
 from wanjax.checkpoints.manifest import verify
 from wanjax.checkpoints.sources import Source
@@ -95,11 +95,11 @@ def test_a_process_downloads_what_it_reads(stored, tmp_path):
     assert not list(cached(tmp_path).rglob("c"))
     assert not (cached(tmp_path) / "tokenizer").exists()
     arrays = source["transformer"].weights()
-    assert isinstance(arrays, Arrays)
+    assert isinstance(arrays, OrbaxCheckpoint)
     name = "proj_out.kernel"
     values = arrays[name].read()
     assert [path.parent.name for path in cached(tmp_path).rglob("c")] == [name]
-    again = Arrays(cached(tmp_path) / "transformer/weights", lambda files: None)
+    again = OrbaxCheckpoint(cached(tmp_path) / "transformer/weights", lambda files: None)
     np.testing.assert_array_equal(again[name].read(), values)
 
 
@@ -115,7 +115,7 @@ def test_a_replaced_checkpoint_is_another_one(stored, tmp_path):
 
 def bias_of(source: Source) -> np.ndarray:
     arrays = source["transformer"].weights()
-    assert isinstance(arrays, Arrays)
+    assert isinstance(arrays, OrbaxCheckpoint)
     return arrays["proj_out.bias"].read()
 
 
@@ -137,12 +137,12 @@ def of_diffusers() -> None:
     put("model_index.json", json.dumps({"_class_name": "WanPipeline"}).encode())
 
 
-TREE = b'{"tree_metadata": {"a": {"key_metadata": [{"key": "../x"}]}}}'
+TREE_FILE = b'{"tree_metadata": {"a": {"key_metadata": [{"key": "../x"}]}}}'
 HARM = {  # what is done to a checkpoint in a store, what the sentence names, and the call that is refused
     "manifest": (lambda: put("wanjax.json", b"{"), "wanjax.json", wanjax.load),
     "config": (lambda: put("transformer/config.json", b'{"num_layers": 9}'), "transformer/config.json", wanjax.load),
     "index": (lambda: put("model_index.json", b'{"_class_name": "Other"}'), "model_index.json", wanjax.load),
-    "tree": (lambda: put("transformer/weights/_METADATA", TREE), "../x", wanjax.load),
+    "tree": (lambda: put("transformer/weights/_METADATA", TREE_FILE), "../x", wanjax.load),
     "a flipped bit": (
         *(lambda: flip("transformer/weights/proj_out.bias/c"), "proj_out.bias"),
         lambda model: verify(open_source(model)),

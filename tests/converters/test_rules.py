@@ -319,7 +319,9 @@ def test_weights_on_one_cpu_share_the_host_s_buffer():
 def test_only_a_large_stack_for_accelerators_does_not_fit_the_host():
     def fits(platform, size):
         sharding = SimpleNamespace(device_set=[SimpleNamespace(platform=platform)])
-        return to_devices._fits_host(SimpleNamespace(sharding=sharding, size=size, dtype=np.dtype(ml_dtypes.bfloat16)))
+        return to_devices._fits_in_host_memory(
+            SimpleNamespace(sharding=sharding, size=size, dtype=np.dtype(ml_dtypes.bfloat16))
+        )
 
     most = to_devices.SMALL_STACK // 2
     assert fits("tpu", most)
@@ -357,7 +359,7 @@ def load_onto_a_mesh(way):
         patch.setattr(
             to_devices, "aligned_empty", lambda shape, dtype: host_shapes.append(shape) or aligned_empty(shape, dtype)
         )
-        patch.setattr(to_devices, "_fits_host", lambda target: way == "assembled")
+        patch.setattr(to_devices, "_fits_in_host_memory", lambda target: way == "assembled")
         model = modules.load(meshed, RULES, source, progress=lambda *_: held.append(most_held()))
         with compilations() as compiled:
             modules.load(meshed, RULES, source)

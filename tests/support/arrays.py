@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from wanjax.checkpoints.arrays import Arrays, Writer, chunk_shape
+from wanjax.checkpoints.arrays import OrbaxCheckpoint, Writer, chunk_shape
 from wanjax.checkpoints.files import Spec
 from wanjax.checkpoints.modules import parameters
 
@@ -14,7 +14,7 @@ def save(module, folder: Path) -> None:
     """Write the module's weights to a new folder."""
     weights = {name: np.asarray(x) for name, x in parameters(module).items()}
     specs = {name: Spec(x.shape, x.dtype) for name, x in weights.items()}
-    arrays = Arrays.create(folder, specs, {name: chunk_shape(spec, False) for name, spec in specs.items()})
+    arrays = OrbaxCheckpoint.create(folder, specs, {name: chunk_shape(spec, False) for name, spec in specs.items()})
     for name, x in weights.items():
         with Writer() as writer:
             writer.write(arrays[name], tuple(slice(0, size) for size in x.shape), x)

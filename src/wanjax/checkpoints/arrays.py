@@ -32,12 +32,12 @@ from wanjax.errors import WanjaxError
 MAX_CHUNK_BYTES = 16 << 20  # the largest chunk to write
 MAX_READ_CHUNK_BYTES = 1 << 30  # the largest chunk to read
 CHECKSUM_BYTES = 4  # the checksum at the end of a chunk's file
-TREE, COMMITTED = "_METADATA", "_CHECKPOINT_METADATA"  # Orbax's file names for the tree and the checkpoint
-ARRAY = "zarr.json"  # zarr's file with an array's metadata
+TREE_FILE, CHECKPOINT_FILE = "_METADATA", "_CHECKPOINT_METADATA"  # Orbax's file names for the tree and the checkpoint
+ARRAY_FILE = "zarr.json"  # zarr's file with an array's metadata
 CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 # Write chunks of zeros too, so that a missing chunk is an error.
-STRICT = {"store_data_equal_to_fill_value": True, "fill_missing_data_reads": False}
-NAME = re.compile(r"\w+(\.\w+)*", re.ASCII)
+STRICT_CHUNKS = {"store_data_equal_to_fill_value": True, "fill_missing_data_reads": False}
+ARRAY_NAME = re.compile(r"\w+(\.\w+)*", re.ASCII)
 MAX_PENDING = 4  # the number of chunks that are in memory to be read or written
 
 ChunkSlice = tuple[slice, ...]
@@ -58,7 +58,7 @@ class StoredArray:
         self.path, self._fetch = path, fetch
         # Files are not flushed one by one: `fsync_files` flushes all of them at the end.
         files = {"driver": "file", "path": f"{path}/", "file_io_sync": False}
-        spec = {"driver": "zarr3", "kvstore": files, "open": True} | STRICT
+        spec = {"driver": "zarr3", "kvstore": files, "open": True} | STRICT_CHUNKS
         if metadata is not None:
             spec |= {"create": True, "metadata": metadata}
         with _tensorstore_errors(f"{path} is not a readable array", writes=metadata is not None):
@@ -154,7 +154,7 @@ class StoredArray:
 
     def files(self) -> set[Path]:
         """Return the files of the folder when everything is written."""
-        return {self.path / ARRAY, *map(self.chunk_file, self.chunk_slices())}
+        return {self.path / ARRAY_FILE, *map(self.chunk_file, self.chunk_slices())}
 
 
 class Writer:
@@ -185,25 +185,25 @@ class Writer:
                 raise (_system_error(error) or OSError(reason(error))) from error
 
 
-class Arrays:
-    """The arrays of an Orbax checkpoint by dotted names. Raises WanjaxError if the checkpoint cannot be read."""
+class OrbaxCheckpoint:
+    """An Orbax checkpoint: its arrays by dotted names. Raises WanjaxError if the checkpoint cannot be read."""
 
     def __init__(self, path: Path, fetch: Fetch = lambda files: None):
         self.path = path
-        fetch([path / TREE, path / COMMITTED])
+        fetch([path / TREE_FILE, path / CHECKPOINT_FILE])
         try:
-            leaves = json.loads((path / TREE).read_bytes())["tree_metadata"].values()
+            leaves = json.loads((path / TREE_FILE).read_bytes())["tree_metadata"].values()
             names = [".".join(str(key["key"]) for key in leaf["key_metadata"]) for leaf in leaves]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise WanjaxError(f"{path / TREE} cannot be read: run `wanjax convert` again") from error
-        if invalid := [name for name in names if not NAME.fullmatch(name)]:
-            raise WanjaxError(f"{path / TREE} names {invalid[0]!r}, which is not the name of an array")
-        fetch(path / name / ARRAY for name in names)
+            raise WanjaxError(f"{path / TREE_FILE} cannot be read: run `wanjax convert` again") from error
+        if invalid := [name for name in names if not ARRAY_NAME.fullmatch(name)]:
+            raise WanjaxError(f"{path / TREE_FILE} names {invalid[0]!r}, which is not the name of an array")
+        fetch(path / name / ARRAY_FILE for name in names)
         self._arrays = {name: StoredArray(path / name, fetch=fetch) for name in names}
         self.specs = {name: array.spec for name, array in self._arrays.items()}
 
     @classmethod
-    def create(cls, path: Path, specs: Mapping[str, Spec], chunks: Mapping[str, Sequence[int]]) -> "Arrays":
+    def create(cls, path: Path, specs: Mapping[str, Spec], chunks: Mapping[str, Sequence[int]]) -> "OrbaxCheckpoint":
         """Create arrays with chunks of these shapes. Keep chunks that are already written."""
         path.mkdir(parents=True, exist_ok=True)
         for name, spec in specs.items():
@@ -217,8 +217,10 @@ class Arrays:
         leaves = {str(tuple(name.split("."))): _leaf(name, spec) for name, spec in specs.items()}
         tree = {"tree_metadata": leaves, "use_ocdbt": False, "use_zarr3": True, "custom_metadata": None}
         handler = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
-        (path / TREE).write_text(json.dumps(tree | {"store_array_data_equal_to_fill_value": True}))
-        (path / COMMITTED).write_text(json.dumps({"item_handlers": handler, "metrics": {}, "custom_metadata": {}}))
+        (path / TREE_FILE).write_text(json.dumps(tree | {"store_array_data_equal_to_fill_value": True}))
+        (path / CHECKPOINT_FILE).write_text(
+            json.dumps({"item_handlers": handler, "metrics": {}, "custom_metadata": {}})
+        )
         return cls(path)
 
     def __getitem__(self, name: str) -> StoredArray:
@@ -257,7 +259,9 @@ class Arrays:
 
     def files(self) -> set[Path]:
         """Return the files of the folder when everything is written."""
-        return {self.path / TREE, self.path / COMMITTED}.union(*(array.files() for array in self._arrays.values()))
+        return {self.path / TREE_FILE, self.path / CHECKPOINT_FILE}.union(
+            *(array.files() for array in self._arrays.values())
+        )
 
 
 def make_array(read: Callable[[ChunkSlice, np.dtype], np.ndarray], target: Any) -> jax.Array:
@@ -346,5 +350,5 @@ def reason(error: Exception) -> str:
         return str(failure.strerror)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    # The message stands between the kind of the error and the trace.
+    # The message is between the kind of the error and the trace.
     return text.partition("\n")[0].partition(" [")[0].partition(": ")[2]

@@ -2,9 +2,9 @@
 """Convert a checkpoint to wanjax's format, which loads directly onto any mesh, and back to the layout of diffusers.
 
 A wanjax checkpoint has the layout of diffusers, but the weights of each network are an Orbax checkpoint in its folder
-`weights`. `wanjax.json` names the origin of the weights and has the digests of all files. A conversion writes tensor by
-tensor to a hidden folder beside the target, verifies this folder, and renames it at the end. A conversion that was
-stopped resumes from the last chunk.
+`weights`. `wanjax.json` names the origin of the weights and has the digests of all files. A conversion writes one
+tensor after another to a hidden folder beside the target, verifies this folder, and renames it at the end. A conversion
+that was stopped resumes from the last chunk.
 """
 
 import errno
@@ -25,8 +25,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from wanjax.checkpoints import modules
-from wanjax.checkpoints.arrays import Arrays, chunk_shape, fsync_files
-from wanjax.checkpoints.converted import DIGEST_LENGTH, FORMAT, KNOWN_AS, MANIFEST, PRECISION, UNUSED, WEIGHTS
+from wanjax.checkpoints.arrays import OrbaxCheckpoint, chunk_shape, fsync_files
+from wanjax.checkpoints.converted import (
+    DIGEST_LENGTH,
+    FORMAT_VERSION,
+    MANIFEST,
+    NAME_HINT_ENTRY,
+    PRECISION_ENTRY,
+    UNUSED_FILE,
+    WEIGHTS_FOLDER,
+)
 from wanjax.checkpoints.files import (
     SafetensorsFile,
     Spec,
@@ -39,8 +47,8 @@ from wanjax.checkpoints.files import (
 )
 from wanjax.checkpoints.hub import INDEX, cached_checksum, is_damaged
 from wanjax.checkpoints.manifest import (
-    OWN_DIGEST,
-    REQUEST,
+    DIGEST_ENTRY,
+    REQUEST_FILE,
     Progress,
     array_digests,
     digest,
@@ -163,7 +171,7 @@ class Conversion(ABC):
         if self.target.exists():
             if self._is_complete():
                 return False
-            if isinstance(self.target, Path) or not self._has_same_request(self.target / REQUEST):
+            if isinstance(self.target, Path) or not self._has_same_request(self.target / REQUEST_FILE):
                 raise WanjaxError(f"{self.target} already exists with other contents: name a new folder")
         if isinstance(self.target, RemotePath):
             self.target.check_writable()
@@ -180,7 +188,7 @@ class Conversion(ABC):
             if isinstance(self.target, RemotePath):
                 self._publish(self.target, progress)
             else:
-                (self.partial / REQUEST).unlink()
+                (self.partial / REQUEST_FILE).unlink()
                 self.partial.rename(self.target)
         return True
 
@@ -194,12 +202,12 @@ class Conversion(ABC):
         sizes, remote_sizes = {name: path.stat().st_size for name, path in files.items()}, target.files()
         last = MANIFEST if MANIFEST in files else INDEX
         report = report_stage(progress, "uploading", sum(sizes.values()))
-        target.upload_all({REQUEST: files.pop(REQUEST)})
+        target.upload_all({REQUEST_FILE: files.pop(REQUEST_FILE)})
         final_files = {name: files.pop(name) for name in (last,)}
         uploaded_before = {
-            name for name in files if WEIGHTS in Path(name).parts and remote_sizes.get(name) == sizes[name]
+            name for name in files if WEIGHTS_FOLDER in Path(name).parts and remote_sizes.get(name) == sizes[name]
         }
-        report(sum(sizes[name] for name in (REQUEST, *uploaded_before)))
+        report(sum(sizes[name] for name in (REQUEST_FILE, *uploaded_before)))
         target.upload_all(
             {name: path for name, path in files.items() if name not in uploaded_before},
             lambda names: report(sum(sizes[name] for name in names)),
@@ -208,7 +216,7 @@ class Conversion(ABC):
         if mismatched := [name for name in files if uploaded.get(name) != sizes[name]]:
             raise WanjaxError(f"{target / mismatched[0]} was changed after it was written: run the conversion again")
         target.upload_all(final_files, lambda names: report(sizes[last]))
-        (target / REQUEST).remove()
+        (target / REQUEST_FILE).remove()
         shutil.rmtree(self.partial)
 
     def _is_network(self, name: str) -> bool:
@@ -298,11 +306,11 @@ class Conversion(ABC):
         report = report_stage(progress, "checking", sum(path.stat().st_size for path in checksummed))
         for path in checksummed:
             if is_damaged(path):
-                raise WanjaxError(f"{path.resolve()} is damaged: delete it to download it again")
+                raise WanjaxError(f"{path.resolve()} is damaged: delete it, and run the command again to download it")
             report(path.stat().st_size)
 
     def _resumes(self) -> bool:
-        return self._has_same_request(self.partial / REQUEST)
+        return self._has_same_request(self.partial / REQUEST_FILE)
 
     def _has_same_request(self, file: AnyPath) -> bool:
         """Return whether a file holds the same request."""
@@ -324,7 +332,7 @@ class Conversion(ABC):
                     errno.ENOSPC, f"{format_bytes(missing)} are needed, and {format_bytes(free_bytes)} are free"
                 )
             if not resumes:
-                _save_json(self.partial / REQUEST, self._request())
+                _save_json(self.partial / REQUEST_FILE, self._request())
         except (OSError, WanjaxError):
             if not resumes:  # this run created the folder, so the folder has no earlier work to keep
                 shutil.rmtree(self.partial, ignore_errors=True)
@@ -375,13 +383,13 @@ class ToWanjax(Conversion):
         precision: Precision = UNQUANTIZED,
     ):
         if source.manifest is not None:
-            raise WanjaxError(f"{source.name} is already a wanjax checkpoint: `--to diffusers` converts it back")
+            raise WanjaxError(f"{source.name} is already a wanjax checkpoint: give --to diffusers to convert it back")
         (source.base or source).check_floats("another conversion")
         self.dtypes, self.published_name, self.licence = dtypes or {}, published_name or source.published_name, licence
         self.name_hint, self.precision = name_hint, precision
         if unknown := self.dtypes.keys() - source.components.keys():
             names = ", ".join(source.components)
-            raise WanjaxError(f"{source.name} has no component {sorted(unknown)[0]} for a dtype: it has {names}")
+            raise WanjaxError(f"{source.name} has no component {sorted(unknown)[0]}: give a dtype for one of {names}")
         self._assignments: dict[str, list[weight_rules.Assignment]] = {}
         self._kernels: dict[str, dict[str, QuantizedKernel]] = {}
         super().__init__(source, target, kinds)
@@ -407,8 +415,8 @@ class ToWanjax(Conversion):
             "revision": self.source.revision,
             "dtypes": dict(self.dtypes),
             "fingerprint": self._fingerprint(),
-            **({KNOWN_AS: self.name_hint} if self.name_hint else {}),
-            **({PRECISION: self.precision.name} if self.precision.quantizes else {}),
+            **({NAME_HINT_ENTRY: self.name_hint} if self.name_hint else {}),
+            **({PRECISION_ENTRY: self.precision.name} if self.precision.quantizes else {}),
             **self._lora_entry(),
         }
 
@@ -427,24 +435,24 @@ class ToWanjax(Conversion):
             chunks = {name: chunk_shape(spec, name in stacks) for name, spec in entry.written.items()}
             for kernel in kernels.values():  # a chunk of scales has the same blocks as a chunk of values
                 chunks[kernel.scale] = (*chunks[kernel.values][:-2], entry.written[kernel.scale].shape[-1])
-            arrays = Arrays.create(self.partial / entry.name / WEIGHTS, entry.written, chunks)
+            arrays = OrbaxCheckpoint.create(self.partial / entry.name / WEIGHTS_FOLDER, entry.written, chunks)
             stream(assignments, self._readers[entry.name], arrays, kernels, progress)
             if entry.unused:
-                self._write_file(entry.name, UNUSED, entry.unused, self._readers[entry.name], progress)
+                self._write_file(entry.name, UNUSED_FILE, entry.unused, self._readers[entry.name], progress)
 
     def _finish(self, progress: Callable[[int], object]) -> None:
         checksums = {}
         for entry in self.networks:
-            arrays = Arrays(self.partial / entry.name / WEIGHTS)
+            arrays = OrbaxCheckpoint(self.partial / entry.name / WEIGHTS_FOLDER)
             assert arrays.specs == entry.written
             for leftover in set(files_in(arrays.path)) - arrays.files():  # an interrupted write left these files
                 leftover.unlink()
             fsync_files(arrays.files())
             checksums[entry.name] = self._verified_digests(arrays, progress)
             if entry.unused:
-                self._compare(entry.name, UNUSED, entry.unused, self._readers[entry.name], progress)
+                self._compare(entry.name, UNUSED_FILE, entry.unused, self._readers[entry.name], progress)
         manifest = {
-            "format": FORMAT,
+            "format": FORMAT_VERSION,
             "licence": self._licence(),
             "request": self._request(),
             "networks": checksums,
@@ -453,9 +461,9 @@ class ToWanjax(Conversion):
             },
             "files": {str(path.relative_to(self.partial)): digest(path) for path in files_beside(self.partial)},
         }
-        _save_json(self.partial / MANIFEST, manifest | {OWN_DIGEST: own_digest(manifest)})
+        _save_json(self.partial / MANIFEST, manifest | {DIGEST_ENTRY: own_digest(manifest)})
 
-    def _verified_digests(self, arrays: Arrays, progress: Callable[[int], object]) -> dict[str, str]:
+    def _verified_digests(self, arrays: OrbaxCheckpoint, progress: Callable[[int], object]) -> dict[str, str]:
         """Verify a network's arrays and return their digests.
 
         Delete damaged weights, so that a later run writes them again.
@@ -478,9 +486,9 @@ class ToDiffusers(Conversion):
 
     def __init__(self, source: Source, target: str | AnyPath, kinds: Kinds):
         if (source.base or source).manifest is None:
-            layout = "is already in that layout" if (source.root / INDEX).is_file() else "is not one"
-            advice = "`convert` without the option writes a wanjax checkpoint"
-            raise WanjaxError(f"--to diffusers converts a wanjax checkpoint, and {source.name} {layout}: {advice}")
+            problem = "already has the layout of diffusers" if (source.root / INDEX).is_file() else "is none"
+            advice = "leave the option out to write a wanjax checkpoint"
+            raise WanjaxError(f"--to diffusers converts a wanjax checkpoint, but {source.name} {problem}: {advice}")
         (source.base or source).check_floats("a checkpoint in the layout of diffusers")
         super().__init__(source, target, kinds)
 

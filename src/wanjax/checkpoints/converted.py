@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from wanjax.checkpoints.arrays import Arrays
+from wanjax.checkpoints.arrays import OrbaxCheckpoint
 from wanjax.checkpoints.files import HEADER_LIMIT, SafetensorsFile, TensorReader, progress_counter
 from wanjax.checkpoints.hub import COMPONENT_FILES, HubFile
 from wanjax.checkpoints.readers import CombinedReader, RenamedReader
@@ -36,13 +36,13 @@ from wanjax.stores.user_folders import user_cache
 from wanjax.stores.writing import atomic_write, check_folder
 
 MANIFEST = "wanjax.json"
-FORMAT = 1
-WEIGHTS = "weights"  # the folder of the Orbax checkpoint, in a component's folder
+FORMAT_VERSION = 1
+WEIGHTS_FOLDER = "weights"  # the folder of the Orbax checkpoint, in a component's folder
 DIGEST_LENGTH = 16  # the number of hexadecimal digits of a shortened SHA-256
 # the entry of the manifest's request with a name that identifies the weights better than their origin
-KNOWN_AS = "known_as"
-PRECISION = "precision"  # the entry of the manifest's request with the precision; missing for weights in floats
-UNUSED = "unused.safetensors"  # tensors of the original checkpoint that the network does not use
+NAME_HINT_ENTRY = "known_as"
+PRECISION_ENTRY = "precision"  # the entry of the manifest's request with the precision; missing for weights in floats
+UNUSED_FILE = "unused.safetensors"  # tensors of the original checkpoint that the network does not use
 
 
 def open_converted(name: str | Path, folder: Path) -> Source:
@@ -59,12 +59,12 @@ def open_stored(remote: RemotePath, revision: str | None = None) -> Source:
     try:
         manifest = (remote / MANIFEST).read_object(HEADER_LIMIT)
     except MissingObjectError as error:
-        message = f"{remote} is not a complete checkpoint of `wanjax convert`, the only kind that is read from a store"
-        raise WanjaxError(f"{message} ({error})") from error
+        message = f"{remote} is not a complete checkpoint of `wanjax convert` ({error})"
+        raise WanjaxError(f"{message}: convert the checkpoint to this store first") from error
     digest = hashlib.sha256(manifest).hexdigest()
     if revision not in (None, digest[:DIGEST_LENGTH]):
         raise WanjaxError(
-            f"{remote} has the revision {digest[:DIGEST_LENGTH]}, not {revision}: give that revision, or none"
+            f"{remote} has the revision {digest[:DIGEST_LENGTH]}, not {revision}: give that revision, or leave it out"
         )
     root = user_cache() / "checkpoints" / hashlib.sha256(f"{remote} {digest}".encode()).hexdigest()[:DIGEST_LENGTH]
     check_folder(root)
@@ -84,16 +84,19 @@ def open_stored(remote: RemotePath, revision: str | None = None) -> Source:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     """Read `wanjax.json`; raise WanjaxError unless `wanjax convert` wrote it."""
     manifest = read_json(folder / MANIFEST)
-    if (version := manifest.get("format")) != FORMAT:
+    if (version := manifest.get("format")) != FORMAT_VERSION:
         raise WanjaxError(
-            f"{folder / MANIFEST} has the format {version!r}, but this wanjax reads {FORMAT}: convert it again"
+            f"{folder / MANIFEST} has the format {version!r}, but this wanjax reads {FORMAT_VERSION}: "
+            "convert the checkpoint again"
         )
     networks, names = manifest.get("networks"), manifest.get("names", {})
     tables = [manifest.get("files")]
     for parts in (networks, names):
         tables += parts.values() if isinstance(parts, dict) else [None]
     if not all(map(_is_string_table, tables)) or not isinstance(manifest.get("request"), dict):
-        raise WanjaxError(f"{folder / MANIFEST} was changed after `wanjax convert` wrote it: convert it again")
+        raise WanjaxError(
+            f"{folder / MANIFEST} was changed after `wanjax convert` wrote it: convert the checkpoint again"
+        )
     return manifest
 
 
@@ -105,23 +108,23 @@ def _make_source(storage: Storage, manifest: Mapping[str, Any]) -> Source:
     index, request = read_index(storage.name, storage.root), manifest["request"]
     published_name = str(request.get("source", storage.name))
 
-    def arrays(component: str) -> Arrays:
-        return Arrays(storage.folder(component) / WEIGHTS, storage.fetch_files)
+    def arrays(component: str) -> OrbaxCheckpoint:
+        return OrbaxCheckpoint(storage.folder(component) / WEIGHTS_FOLDER, storage.fetch_files)
 
     def original(component: str, tensors: TensorReader) -> TensorReader:
-        names, unused = manifest.get("names", {}).get(component, {}), storage.folder(component) / UNUSED
+        names, unused = manifest.get("names", {}).get(component, {}), storage.folder(component) / UNUSED_FILE
         storage.fetch_files([unused])
         renamed_tensors = RenamedReader(tensors, lambda key: names.get(key, key))
         return CombinedReader(renamed_tensors, SafetensorsFile(unused)) if unused.exists() else renamed_tensors
 
     def check(networks: Iterable[str], other_components: Iterable[str]) -> None:
-        present = {path.parent.name for path in storage.root.glob(f"*/{WEIGHTS}")}
+        present = {path.parent.name for path in storage.root.glob(f"*/{WEIGHTS_FOLDER}")}
         for component in sorted(present | manifest["networks"].keys()):
             arrays(component).check_sizes(storage.size_of)
         for component in other_components:
             check_small_files(storage.folder(component))
 
-    precision = Precision.of(request.get(PRECISION, UNQUANTIZED.name))
+    precision = Precision.of(request.get(PRECISION_ENTRY, UNQUANTIZED.name))
     components = {
         name: replace(
             in_folder(storage, name, kind),
@@ -131,7 +134,7 @@ def _make_source(storage: Storage, manifest: Mapping[str, Any]) -> Source:
         )
         for name, kind in classes_in(index).items()
     }
-    name_hint = str(request.get(KNOWN_AS) or storage.name_hint)
+    name_hint = str(request.get(NAME_HINT_ENTRY) or storage.name_hint)
     return Source(
         storage,
         index,
@@ -166,8 +169,8 @@ class _RemoteStorage(Storage):
 
     def folder(self, component: str, files: Sequence[str] = COMPONENT_FILES) -> Path:
         names = {name for name in self.sizes if name.startswith(f"{component}/")}
-        small_files = {name for name in names if not name.startswith(f"{component}/{WEIGHTS}/")} - {
-            f"{component}/{UNUSED}"
+        small_files = {name for name in names if not name.startswith(f"{component}/{WEIGHTS_FOLDER}/")} - {
+            f"{component}/{UNUSED_FILE}"
         }
         self.fetch_files(self.root / name for name in small_files)
         self.check(small_files)
@@ -185,7 +188,9 @@ class _RemoteStorage(Storage):
         for name in sorted(self.digests.keys() & names):
             if hashlib.sha256((self.root / name).read_bytes()).hexdigest()[:DIGEST_LENGTH] != self.digests[name]:
                 (self.root / name).unlink()
-                raise WanjaxError(f"{self.remote / name} was changed after it was written: convert it again")
+                raise WanjaxError(
+                    f"{self.remote / name} was changed after it was written: convert the checkpoint again"
+                )
 
     def is_available(self, file: str) -> bool:
         return file in self.sizes

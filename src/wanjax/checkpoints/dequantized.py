@@ -3,7 +3,7 @@
 
 A quantised weight is stored as numbers and as a scale, in separate tensors of the same module. The shape of the scale
 shows which numbers each value of the scale applies to. Some weights also have a zero point: the integer that stands for
-0. The names of these tensors depend on the program that wrote the file (`SPELLINGS`):
+0. The names of these tensors depend on the program that wrote the file (`TENSOR_NAMES`):
 
 - `scale_weight`: ComfyUI's older files, musubi-tuner, and LightX2V's files for ComfyUI.
 - `weight_scale`: ComfyUI's newer files (QUANTIZATION.md in ComfyUI), LightX2V (tools/convert/converter.py) and
@@ -66,28 +66,28 @@ TENSOR_NAMES = (
     TensorNames("weight_qdata", "weight_scale", "weight_zero_point", is_integer=None),
     TensorNames("weight:qdata", "weight:scale", "weight:zero_point", is_integer=None),
 )
-UNREAD_PARTS = {  # unsupported formats, and patterns for the names of their tensors in a module
-    "quanto's, of 4 bits or 2": r"weight\._data\._data|weight\._shift",
-    "bitsandbytes', of 4 bits": r"weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)",
-    "torchao's, of fewer bits or another format": r"_?weight[_:](packed_weights?|scale_and_zero|per_tensor_scale|"
+UNSUPPORTED_FORMATS = {  # unsupported formats, and patterns for the names of their tensors in a module
+    "quanto with 4 or 2 bits": r"weight\._data\._data|weight\._shift",
+    "bitsandbytes with 4 bits": r"weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)",
+    "torchao with fewer than 8 bits or another format": r"_?weight[_:](packed_weights?|scale_and_zero|per_tensor_scale|"
     r"sparse_metadata|qdata_and_metadata|act_pre_scale)",
-    "one of 4 bits": r"qweight|qzeros|weight_packed",
-    "ModelOpt's with smoothed inputs or SVDQuant": r"pre_quant_scale|svdquant_lora_[ab]",
+    "4 bits": r"qweight|qzeros|weight_packed",
+    "ModelOpt with smoothed inputs or SVDQuant": r"pre_quant_scale|svdquant_lora_[ab]",
 }
-INPUTS = re.compile(
+INPUT_SCALES = re.compile(
     r"scale_input|input_scale(_ub)?|output_scale|_?weight[_:]act_quant_\w+"
 )  # scales of a layer's inputs, which wanjax does not quantize
-SCALED_FP8_MARK = "scaled_fp8"  # a tensor that marks ComfyUI's older files
-ORDER = "weight_format"  # the tensor with the order of bitsandbytes' integers; 0 means row by row
-QUANTISED = "comfy_quant"  # the tensor with a layer's format as JSON, in ComfyUI's newer files
+FP8_MARKER_TENSOR = "scaled_fp8"  # a tensor that marks ComfyUI's older files
+ORDER_TENSOR = "weight_format"  # the tensor with the order of bitsandbytes' integers; 0 means row by row
+FORMAT_TENSOR = "comfy_quant"  # the tensor with a layer's format as JSON, in ComfyUI's newer files
 TENSOR_SCALE = "weight_scale_2"  # NVFP4's scale for the whole tensor, in addition to its scales for blocks
-BLOCK = 128  # the rows and columns of a block in DeepSeek's files; the last blocks may be smaller
-JSON_BYTES = 4096
-EIGHT_BITS = "save the weights as floats, as 8-bit floats, or as 8-bit integers with their scale"
+DEEPSEEK_BLOCK = 128  # the rows and columns of a block in DeepSeek's files; the last blocks may be smaller
+MAX_JSON_BYTES = 4096
+QUANTIZATION_ADVICE = "save the weights as floats, as 8-bit floats, or as 8-bit integers with their scale"
 
 
 class _Parts(NamedTuple):
-    """The names of a quantised weight's tensors in the files, and the spelling that these names follow."""
+    """The names of a quantised weight's tensors in the files, and the entry of `TENSOR_NAMES` that they match."""
 
     numbers: str
     scale: str
@@ -96,10 +96,10 @@ class _Parts(NamedTuple):
 
 
 class DequantizedReader(TensorReaderView):
-    """A reader that multiplies 8-bit weights by their scales, and leaves out the scales.
+    """A reader that multiplies 8-bit weights by their scales, and omits the scales.
 
-    Weights become float32, or bfloat16 if their spelling says that they were rounded from bfloat16. Raises WanjaxError
-    if the headers show a scale of an unknown shape, or a weight of an unknown format.
+    Weights become float32, or the dtype of their entry in `TENSOR_NAMES`. Raises WanjaxError if the headers show a
+    scale of an unknown shape, or a weight of an unknown format.
     """
 
     def __init__(self, reader: TensorReader):
@@ -107,7 +107,7 @@ class DequantizedReader(TensorReaderView):
         keys = set(reader.specs)
         for key in reader.specs:
             _reject_unsupported_format(key)
-        self._parts = _found(keys)
+        self._parts = _group_tensors(keys)
         self._formats: dict[str, LayerFormat] = {}  # the formats of weights, by weight, that ComfyUI's files name
         unread_keys, weights = set[str](), keys | self._parts.keys()
         for layer, value in formats_in_metadata(getattr(reader, "metadata", {})).items():
@@ -117,14 +117,14 @@ class DequantizedReader(TensorReaderView):
             module, last = _split(key)
             weight = f"{module}weight"
             if weight not in weights:
-                unread_keys |= {key} if last == SCALED_FP8_MARK else set()
+                unread_keys |= {key} if last == FP8_MARKER_TENSOR else set()
                 continue
-            if last == QUANTISED:
-                text = reader.read(key).tobytes() if reader.specs[key].nbytes <= JSON_BYTES else b""
+            if last == FORMAT_TENSOR:
+                text = reader.read(key).tobytes() if reader.specs[key].nbytes <= MAX_JSON_BYTES else b""
                 self._formats[weight] = parse_format(text, key, self._stored_dtype(weight))
-            if last == ORDER and not (reader.specs[key].nbytes == 1 and reader.read(key).tobytes() == bytes(1)):
-                raise WanjaxError(f"{key} is not 0, so {weight} was not quantized row by row: {EIGHT_BITS}")
-            if last in (SCALED_FP8_MARK, ORDER, QUANTISED) or INPUTS.fullmatch(last):
+            if last == ORDER_TENSOR and not (reader.specs[key].nbytes == 1 and reader.read(key).tobytes() == bytes(1)):
+                raise WanjaxError(f"{key} is not 0, so {weight} was not quantized row by row: {QUANTIZATION_ADVICE}")
+            if last in (FP8_MARKER_TENSOR, ORDER_TENSOR, FORMAT_TENSOR) or INPUT_SCALES.fullmatch(last):
                 unread_keys.add(key)
         for weight, parts in self._parts.items():
             if weight not in self._formats and self._is_modelopt_nvfp4(parts):
@@ -137,16 +137,16 @@ class DequantizedReader(TensorReaderView):
             zero_point = reader.specs[parts.zero_point] if parts.zero_point else None
             layer_format = self._formats.get(weight)
             if layer_format is None or not layer_format.scale_block:
-                _check(parts, self._stored(weight), reader.specs[parts.scale], zero_point)
+                _check_parts(parts, self._stored(weight), reader.specs[parts.scale], zero_point)
                 _check_rotation(weight, self._stored(weight), layer_format)
             else:
                 unread_keys |= self._check_blocks(weight, layer_format)
-        of_numbers = {parts.numbers: weight for weight, parts in self._parts.items()}
-        names = [of_numbers.get(key, key) for key in reader.specs if key not in unread_keys]
+        weight_by_numbers = {parts.numbers: weight for weight, parts in self._parts.items()}
+        names = [weight_by_numbers.get(key, key) for key in reader.specs if key not in unread_keys]
         self.specs = {key: self._spec(key) for key in names}
         for key, (_, dtype) in self.specs.items():
             if _split(key)[1] == "weight" and np.issubdtype(dtype, np.integer):
-                raise WanjaxError(f"{key} is {dtype} and has no known scale: {EIGHT_BITS}")
+                raise WanjaxError(f"{key} is {dtype} and has no known scale: {QUANTIZATION_ADVICE}")
 
     @property
     def is_quantized(self) -> bool:
@@ -201,8 +201,8 @@ class DequantizedReader(TensorReaderView):
         scales = self._reader.read(parts.scale)
         if not layer_format.row_by_row:
             scales = untile(scales, rows, columns // block)
-        kind = ml_dtypes.float8_e4m3fn if layer_format.packed else ml_dtypes.float8_e8m0fnu
-        scales = scales.view(kind).astype(np.float32)
+        scale_dtype = ml_dtypes.float8_e4m3fn if layer_format.packed else ml_dtypes.float8_e8m0fnu
+        scales = scales.view(scale_dtype).astype(np.float32)
         if layer_format.packed:
             scales = scales * self._reader.read(_tensor_scale(parts)).astype(np.float32).reshape(())
         if not np.isfinite(scales).all():
@@ -261,8 +261,8 @@ def _rows(x: np.ndarray, piece: slice) -> np.ndarray:
 
 def _split(key: str) -> tuple[str, str]:
     """Split a tensor's name into its module, with the dot, and the name within the module."""
-    module, dot, last = key.rpartition(".")
-    return module + dot, last
+    module, dot, tensor_name = key.rpartition(".")
+    return module + dot, tensor_name
 
 
 def _tensor_scale(parts: _Parts) -> str:
@@ -282,14 +282,12 @@ def _check_rotation(weight: str, spec: Spec, layer_format: LayerFormat | None) -
 
 def _reject_unsupported_format(key: str) -> None:
     """Raise WanjaxError if a tensor belongs to an unsupported format."""
-    for part_name, pattern in UNREAD_PARTS.items():
+    for format_name, pattern in UNSUPPORTED_FORMATS.items():
         if re.fullmatch(rf"(.+\.)?({pattern})", key):
-            raise WanjaxError(
-                f"{key} is a part of a quantised weight, {part_name}, which is not supported: {EIGHT_BITS}"
-            )
+            raise WanjaxError(f"{key} belongs to an unsupported quantised format, {format_name}: {QUANTIZATION_ADVICE}")
 
 
-def _found(keys: set[str]) -> dict[str, _Parts]:
+def _group_tensors(keys: set[str]) -> dict[str, _Parts]:
     """Find the tensors of each weight with a scale; raise WanjaxError if a scale is missing or a weight has two."""
     parts: dict[str, _Parts] = {}
     for tensor_names in TENSOR_NAMES:
@@ -301,11 +299,9 @@ def _found(keys: set[str]) -> dict[str, _Parts]:
                 f"{module}{part}" for part in ("weight", tensor_names.scale, tensor_names.zero_point)
             )
             if scale in keys and weight in parts:
-                raise WanjaxError(f"{weight} has both {parts[weight].scale} and {scale}: keep only one of them")
+                raise WanjaxError(f"{weight} has both {parts[weight].scale} and {scale}: remove one of them")
             if tensor_names.numbers != "weight" and (weight in keys or scale not in keys):
-                problem = (
-                    f"contradicts {weight}: keep only one of them" if weight in keys else f"has no {scale}: add it"
-                )
+                problem = f"contradicts {weight}: remove one of them" if weight in keys else f"has no {scale}: add it"
                 raise WanjaxError(f"{key} {problem}")
             if scale in keys:
                 parts[weight] = _Parts(
@@ -332,16 +328,16 @@ def _scale_grid(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[tuple[
     (rows, columns), (scale_rows, scale_columns) = shape, scales
     if scale_rows == rows and columns % scale_columns == 0:
         return scales, (1, columns // scale_columns)
-    if scales == (math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)):
-        return scales, (BLOCK, BLOCK)
+    if scales == (math.ceil(rows / DEEPSEEK_BLOCK), math.ceil(columns / DEEPSEEK_BLOCK)):
+        return scales, (DEEPSEEK_BLOCK, DEEPSEEK_BLOCK)
     is_square = (
         rows % scale_rows == 0 and columns % scale_columns == 0 and rows // scale_rows == columns // scale_columns
     )
     return (scales, (rows // scale_rows, columns // scale_columns)) if is_square else None
 
 
-def _check(parts: _Parts, spec: Spec, scale: Spec, zero_point: Spec | None) -> None:
-    """Raise WanjaxError unless scale and zero point fit the numbers, and all dtypes fit the spelling."""
+def _check_parts(parts: _Parts, spec: Spec, scale: Spec, zero_point: Spec | None) -> None:
+    """Raise WanjaxError unless scale and zero point fit the numbers, and all dtypes fit `parts.tensor_names`."""
     is_integer = parts.tensor_names.is_integer
     is_float = jnp.issubdtype(spec.dtype, jnp.floating)
     supported = (is_float and not is_integer) or (spec.dtype == np.int8 and is_integer is not False)
@@ -359,4 +355,6 @@ def _check(parts: _Parts, spec: Spec, scale: Spec, zero_point: Spec | None) -> N
     if 0 in scale.shape or _scale_grid(spec.shape, scale.shape) is None:
         expected_text = "one scale, or one for each row, each equal part of a row or each square block"
         numbers = f"{parts.numbers}, {list(spec.shape)},"
-        raise WanjaxError(f"{parts.scale} has the shape {list(scale.shape)}, but {numbers} needs {expected_text}")
+        raise WanjaxError(
+            f"{parts.scale} has the shape {list(scale.shape)}, but {numbers} needs {expected_text}: get the file again"
+        )

@@ -231,15 +231,10 @@ def check_names(folder: str, names: Collection[str]) -> None:
     """
     for stem in WEIGHT_NAMES:
         if (index := f"{stem}.safetensors.index.json") in names:
-            split_into_shards = [
-                match for name in names if (match := SHARD_NAME.fullmatch(name)) and match["stem"] == stem
-            ]
-            present_numbers, count = (
-                {int(shard["number"]) for shard in split_into_shards},
-                int(split_into_shards[0]["count"]) if split_into_shards else 0,
-            )
-            if not split_into_shards:
+            shards = [match for name in names if (match := SHARD_NAME.fullmatch(name)) and match["stem"] == stem]
+            if not shards:
                 raise WanjaxError(f"{folder} lacks the shards that {index} lists")
+            present_numbers, count = {int(shard["number"]) for shard in shards}, int(shards[0]["count"])
             if missing := sorted(set(range(1, count + 1)) - present_numbers):
                 name = f"{stem}-{missing[0]:05}-of-{count:05}.safetensors"
                 raise WanjaxError(f"{folder} lacks {name}, which {index} lists")
@@ -260,11 +255,11 @@ class SafetensorsFolder:
         if not self.path.is_dir():
             raise WanjaxError(f"there is no folder {self.path}")
         indexes = [self.path / f"{name}.safetensors.index.json" for name in WEIGHT_NAMES]
-        singles = [self.path / f"{name}.safetensors" for name in WEIGHT_NAMES]
+        single_files = [self.path / f"{name}.safetensors" for name in WEIGHT_NAMES]
         if index := next(filter(os.path.lexists, indexes), None):  # a broken link is reported as missing
             self._files = _open_shards(index)
-        elif single := next(filter(os.path.lexists, singles), None):
-            file = SafetensorsFile(single)
+        elif single_file := next(filter(os.path.lexists, single_files), None):
+            file = SafetensorsFile(single_file)
             self._files = dict.fromkeys(file.specs, file)
         else:
             raise _no_weights(self.path, [file.name for file in self.path.iterdir()])
@@ -358,7 +353,7 @@ def check_finite(values: np.ndarray, name: str, path: Path) -> None:
             values_slice.astype(np.float32) if is_narrow else values_slice
         ).all():  # for narrow floats this is four times as fast as NumPy's isfinite
             raise WanjaxError(
-                f"{path} is not written, since {name!r} is not finite: give valid weights, or a wider dtype"
+                f"{path} is not written, because {name!r} is not finite: give valid weights, or a wider dtype"
             )
 
 
@@ -447,7 +442,7 @@ def _checked_weight_map(weight_map: object) -> dict[str, str]:
     if not isinstance(weight_map, dict):
         raise CorruptError("it has no weight_map")
     for name in weight_map.values():
-        is_plain = isinstance(name, str) and name.isprintable() and not set(name) & set("/\\:")
-        if not is_plain or not name.endswith(".safetensors"):
+        is_plain_name = isinstance(name, str) and name.isprintable() and not set(name) & set("/\\:")
+        if not is_plain_name or not name.endswith(".safetensors"):
             raise CorruptError(f"it names {name!r}, which is not a safetensors file in the same folder")
     return weight_map

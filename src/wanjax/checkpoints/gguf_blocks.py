@@ -83,4 +83,4 @@ def _scale_groups(numbers: np.ndarray, blocks: np.ndarray, out: np.ndarray) -> N
     groups -= (minima.astype(np.float32) * factors[:, 1:])[..., None]
 
 
-FAST: Mapping[str, Dequantise] = {"Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
+FAST_DEQUANTIZERS: Mapping[str, Dequantise] = {"Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}

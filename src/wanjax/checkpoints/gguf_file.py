@@ -21,19 +21,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wanjax.checkpoints.files import DTYPES, MAX_RANK, CorruptError, MappedFile, Spec, TensorLocation, row_by_row
-from wanjax.checkpoints.gguf_blocks import FAST
+from wanjax.checkpoints.gguf_blocks import FAST_DEQUANTIZERS
 from wanjax.checkpoints.pieces import row_pieces
 from wanjax.errors import WanjaxError, install_extra
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT, ALIGNMENT_FIELD = 32, "general.alignment"
 SHAPE_FIELD = "comfy.gguf.orig_shape."
-STRING, ARRAY = 8, 9
+STRING_TYPE, ARRAY_TYPE = 8, 9
 STRUCT_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """The letters of `struct` for the types of fields."""
 MAX_NAME = 1 << 16  # bytes
 MAX_NESTING = 4  # the depth of arrays within arrays
-PLAIN = {name: DTYPES[name] for name in ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")}
+UNQUANTIZED_TYPES = {name: DTYPES[name] for name in ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")}
 """The types without quantisation. GGUF and safetensors have the same names for them."""
 
 
@@ -57,7 +57,9 @@ class GgufFile(MappedFile):
 
     def __init__(self, path: Any):
         super().__init__(path)
-        quantised = sorted({tensor_type for tensor_type in self._types.values() if tensor_type not in PLAIN})
+        quantised = sorted(
+            {tensor_type for tensor_type in self._types.values() if tensor_type not in UNQUANTIZED_TYPES}
+        )
         for tensor_type in quantised:
             if not _is_dequantised(tensor_type):
                 raise WanjaxError(
@@ -65,7 +67,7 @@ class GgufFile(MappedFile):
                     "get the file in another type"
                 )
         self.specs: Mapping[str, Spec] = {
-            name: Spec(shape, PLAIN.get(self._types[name], np.dtype(np.float32)))
+            name: Spec(shape, UNQUANTIZED_TYPES.get(self._types[name], np.dtype(np.float32)))
             for name, shape in self._shapes.items()
         }
 
@@ -86,7 +88,7 @@ class GgufFile(MappedFile):
         alignment = self.value(ALIGNMENT_FIELD, ALIGNMENT)
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
             raise CorruptError(f"{ALIGNMENT_FIELD} is {alignment!r}")
-        data = -(-header.position // alignment) * alignment
+        data_start = -(-header.position // alignment) * alignment
         self._types: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         locations = {}
@@ -95,15 +97,15 @@ class GgufFile(MappedFile):
                 raise CorruptError(f"it has two tensors named {name!r}")
             self._types[name], locations[name] = (
                 tensor_type,
-                _location(name, shape, tensor_type, data + offset, header.size),
+                _location(name, shape, tensor_type, data_start + offset, header.size),
             )
             self._shapes[name] = self._published_shape(name, shape)
         return locations
 
     def read(self, key: str) -> np.ndarray:
-        """Return a tensor: a view of the mapped file if its type is in `PLAIN`, otherwise dequantised float32."""
+        """Return a tensor: a view of the mapped file, or dequantised float32 if its type is quantised."""
         raw = super().read(key)
-        if (tensor_type := self._types[key]) not in PLAIN:
+        if (tensor_type := self._types[key]) not in UNQUANTIZED_TYPES:
             raw = dequantise(raw, tensor_type)
         return raw.reshape(self._shapes[key])
 
@@ -149,11 +151,11 @@ class _Header:
 
     def value(self, value_type: int, nesting: int = 0) -> Any:
         """Read a value of this type at the position."""
-        if value_type == STRING:
+        if value_type == STRING_TYPE:
             return self.text(self.size)
-        if value_type != ARRAY:
+        if value_type != ARRAY_TYPE:
             return self.number(_struct_code(value_type))
-        item_type, count = self._array(nesting)
+        item_type, count = self._read_array_header(nesting)
         if item_type in STRUCT_CODES:
             return list(
                 struct.unpack(
@@ -165,19 +167,19 @@ class _Header:
 
     def skip(self, value_type: int, nesting: int = 0) -> None:
         """Skip a value of this type at the position."""
-        if value_type == STRING:
-            self._move(self.number("Q"))
-        elif value_type != ARRAY:
-            self._move(struct.calcsize(f"<{_struct_code(value_type)}"))
+        if value_type == STRING_TYPE:
+            self._advance(self.number("Q"))
+        elif value_type != ARRAY_TYPE:
+            self._advance(struct.calcsize(f"<{_struct_code(value_type)}"))
         else:
-            item_type, count = self._array(nesting)
+            item_type, count = self._read_array_header(nesting)
             if item_type in STRUCT_CODES:
-                self._move(count * struct.calcsize(f"<{STRUCT_CODES[item_type]}"))
+                self._advance(count * struct.calcsize(f"<{STRUCT_CODES[item_type]}"))
             else:
                 for _ in range(count):
                     self.skip(item_type, nesting + 1)
 
-    def _array(self, nesting: int) -> tuple[int, int]:
+    def _read_array_header(self, nesting: int) -> tuple[int, int]:
         if nesting == MAX_NESTING:
             raise CorruptError(f"it has arrays nested {MAX_NESTING} deep or more")
         item_type, count = self.number("I"), self.number("Q")
@@ -185,7 +187,7 @@ class _Header:
             raise CorruptError("it ends within its header")
         return item_type, count
 
-    def _move(self, count: int) -> None:
+    def _advance(self, count: int) -> None:
         if count > self.size - self.position:
             raise CorruptError("it ends within its header")
         self.position += count
@@ -209,8 +211,8 @@ def _tensor_entry(header: _Header) -> tuple[str, tuple[int, ...], str, int]:
 def _location(name: str, shape: tuple[int, ...], tensor_type: str, start: int, size: int) -> TensorLocation:
     """Return the location of a tensor's numbers. The location of a quantised tensor has bytes [rows, bytes of a
     row]."""
-    if tensor_type in PLAIN:
-        spec = Spec(shape, PLAIN[tensor_type])
+    if tensor_type in UNQUANTIZED_TYPES:
+        spec = Spec(shape, UNQUANTIZED_TYPES[tensor_type])
     else:
         block, nbytes = _block_size(tensor_type)
         if not shape or shape[-1] % block:
@@ -263,10 +265,12 @@ def dequantise(raw: np.ndarray, tensor_type: str) -> np.ndarray:
     """
     gguf = _library()
     with np.errstate(all="ignore"):  # a damaged block may hold any number
-        if tensor_type not in FAST:
+        if tensor_type not in FAST_DEQUANTIZERS:
             return np.asarray(gguf.dequantize(raw, gguf.GGMLQuantizationType[tensor_type]), np.float32)
         block, nbytes = _block_size(tensor_type)
         out = np.empty((len(raw), raw.shape[1] // nbytes * block), np.float32)
         for piece in row_pieces(out.shape):
-            FAST[tensor_type](np.ascontiguousarray(raw[piece]).reshape(-1, nbytes), out[piece].reshape(-1, block))
+            FAST_DEQUANTIZERS[tensor_type](
+                np.ascontiguousarray(raw[piece]).reshape(-1, nbytes), out[piece].reshape(-1, block)
+            )
         return out

@@ -143,7 +143,7 @@ def hub_files(repository: str, patterns: Iterable[str], *, revision: str | None 
     return []
 
 
-def names_in(folder: str, files: Iterable[HubFile]) -> list[str]:
+def file_names_in_folder(folder: str, files: Iterable[HubFile]) -> list[str]:
     """Return the names of the files in a folder of the repository."""
     paths = [PurePosixPath(file.name) for file in files]
     return [path.name for path in paths if path.parent == PurePosixPath(folder)]
@@ -297,7 +297,7 @@ def _explain(error: Exception, repository: str, revision: str | None) -> str:
             f"{constants.ENDPOINT} cannot be reached ({problem}) and {cache} lacks files of {repository}: try again "
             "later with a network, or check the spelling if a folder is meant"
         )
-    return f"{page} could not be downloaded ({problem or type(error).__name__}): run again, complete files are kept"
+    return f"{page} could not be downloaded ({problem or type(error).__name__}): run again, which keeps complete files"
 
 
 def _is_permanent(error: Exception) -> bool:
@@ -306,8 +306,8 @@ def _is_permanent(error: Exception) -> bool:
 
     if (status := _http_status(error)) is not None:
         return 400 <= status < 500 and status not in RETRYABLE_STATUSES
-    unknown = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError)
-    return isinstance(error, unknown) or any(
+    permanent_errors = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError)
+    return isinstance(error, permanent_errors) or any(
         cause.errno in FILE_NAME_ERRNOS for cause in causes(error) if isinstance(cause, OSError)
     )
 

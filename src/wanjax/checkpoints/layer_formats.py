@@ -32,7 +32,7 @@ import numpy as np
 from wanjax.errors import WanjaxError, repr_short
 from wanjax.kernels.hadamard import regular_hadamard
 
-# The suffix is redundant: the shape of the scales shows which numbers each scale applies to.
+# The end of the name, such as `_row`, is redundant: the shape of the scales shows what each scale applies to.
 FLOAT8 = re.compile(r"(float8_e4m3fn|float8_e5m2)(?:_(?:tensor|row|block)\w*)?")
 INT8, MXFP8, NVFP4 = "int8_tensorwise", "mxfp8", "nvfp4"
 IGNORED_ENTRIES = {"format", "full_precision_matrix_mult", "group_size", "block_size", "per_row", "orig_dtype"}
@@ -80,11 +80,11 @@ class LayerFormat(NamedTuple):
 MODELOPT_NVFP4 = LayerFormat(NVFP4, np.dtype(np.uint8), scale_block=16, packed=True, row_by_row=True)
 
 
-def parse_format(layer: Any, key: str, dtype: np.dtype) -> LayerFormat:
+def parse_format(description: Any, key: str, dtype: np.dtype) -> LayerFormat:
     """Parse the JSON that describes a layer's format.
 
     Args:
-        layer: The JSON as bytes, or its parsed value.
+        description: The JSON as bytes, or its parsed value.
         key: The name of the JSON for errors.
         dtype: The dtype of the stored weight.
 
@@ -92,9 +92,9 @@ def parse_format(layer: Any, key: str, dtype: np.dtype) -> LayerFormat:
         WanjaxError: The JSON is not an object with a format, the format is not supported, or it has another dtype.
     """
     try:
-        layer = json.loads(layer) if isinstance(layer, bytes) else layer
-        name = str(layer["format"])
-        entries = {entry: layer[entry] for entry in sorted(layer) if layer[entry] and entry not in IGNORED_ENTRIES}
+        parsed = json.loads(description) if isinstance(description, bytes) else description
+        name = str(parsed["format"])
+        entries = {entry: parsed[entry] for entry in sorted(parsed) if parsed[entry] and entry not in IGNORED_ENTRIES}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WanjaxError(f"{key} is not a JSON object with the weight's format: get the file again") from error
     layer_format = _named_format(name, entries)

@@ -33,7 +33,7 @@ from wanjax.kernels.attention import AttentionConfig
 
 QKV_NAME = re.compile(r"((?:.*_)?)[qkv]((?:_.*)?)")  # the name of a query, key or value projection
 WANJAX_METADATA = "wanjax"  # the metadata entry that wanjax's training writes, as JSON
-MIN_MATCHED = 0.5  # if a smaller share of a file's changes fits the network, the file is for another model
+MIN_MATCHED = 0.5  # if a smaller share of the changes in a file fits the network, the file is for another model
 
 
 class LoraMatches(NamedTuple):
@@ -87,9 +87,7 @@ class LoraTarget(NamedTuple):
 
     def select(self, x: np.ndarray) -> np.ndarray:
         """Return the rows of the file's tensor that belong to the network's tensor."""
-        return (
-            np.concatenate([np.split(x, self.num_parts)[select] for select in self.parts]) if self.num_parts > 1 else x
-        )
+        return np.concatenate([np.split(x, self.num_parts)[part] for part in self.parts]) if self.num_parts > 1 else x
 
 
 def trained_attention(path: Path) -> AttentionConfig | None:
@@ -151,37 +149,37 @@ class LoraFile:
         if matched < max(1, MIN_MATCHED * (matched + len(unmatched))):
             raise WanjaxError(f"{self.matches}: give a LoRA for this model")
 
-    def __contains__(self, target: str) -> bool:
-        return target in self._changes
+    def __contains__(self, key: str) -> bool:
+        return key in self._changes
 
-    def change(self, target: str, strength: float, base: np.ndarray) -> np.ndarray:
-        """Return the float32 array to add to a tensor with values `base`.
+    def change(self, key: str, strength: float, base: np.ndarray) -> np.ndarray:
+        """Return the float32 array to add to the network's tensor `key`, whose values are `base`.
 
         Raises WanjaxError if the array is not finite.
         """
-        change, target_slice = self._changes[target]
+        change, target = self._changes[key]
         needs_base = change.magnitude_key is not None or change.replaces
         factors = {role: self._read_finite(key) for role, key in change.factors.items()}
         with np.errstate(over="ignore", invalid="ignore"):
             next(iter(factors.values()))[...] *= np.float32(change.scale * (1.0 if needs_base else strength))
-            delta = target_slice.select(change.formula.product(factors).reshape(target_slice.file_shape(base.shape)))
+            delta = target.select(change.formula.product(factors).reshape(target.file_shape(base.shape)))
             if change.magnitude_key is not None:
                 delta += base
-                self._set_norms(delta, change, target_slice)
+                self._set_norms(delta, change, target)
             if needs_base:
                 delta -= base
                 delta *= np.float32(strength)
             if not np.isfinite(delta.sum()) and not np.isfinite(delta).all():
                 keys = ", ".join(change.factors.values())
                 problem = f"{self._reader.path}: the product of {keys} is not finite at the scale {change.scale:g}"
-                raise WanjaxError(f"{problem}: give a smaller strength or another file")
+                raise WanjaxError(f"{problem}: give a smaller strength, or another file")
         return delta
 
-    def _set_norms(self, x: np.ndarray, change: LoraChange, target_slice: LoraTarget) -> None:
+    def _set_norms(self, x: np.ndarray, change: LoraChange, target: LoraTarget) -> None:
         """Scale the changed weight in place to DoRA's norms."""
-        norms, shape = self._read_finite(str(change.magnitude_key)).ravel(), target_slice.file_shape(x.shape)
+        norms, shape = self._read_finite(str(change.magnitude_key)).ravel(), target.file_shape(x.shape)
         if self._norms_axis(change, shape) == 0:
-            set_norms(x, target_slice.select(norms), 0)
+            set_norms(x, target.select(norms), 0)
         else:
             set_norms(x, norms, 1)
 
@@ -189,7 +187,7 @@ class LoraFile:
         magnitude_shape = self._reader.specs[str(change.magnitude_key)].shape
         return magnitude_axis(magnitude_shape, shape, is_row_norm=change.is_row_norm)
 
-    def _check_norms(self, name: str, change: LoraChange, shape: Shape, target_slice: LoraTarget) -> None:
+    def _check_norms(self, name: str, change: LoraChange, shape: Shape, target: LoraTarget) -> None:
         """Raise WanjaxError if DoRA's norms do not fit a weight, or are norms of the columns of fused weights."""
         axis = self._norms_axis(change, shape)
         problem = f"{self._reader.path} holds {change.magnitude_key}"
@@ -197,7 +195,7 @@ class LoraFile:
             problem += f" of shape {list(self._reader.specs[str(change.magnitude_key)].shape)}"
             problem += f", not a norm for each row of {name}, {list(shape)}"
             raise WanjaxError(f"{problem}: give a LoRA for this model")
-        if axis == 1 and target_slice.num_parts > len(target_slice.parts):
+        if axis == 1 and target.num_parts > len(target.parts):
             raise WanjaxError(
                 f"{problem}, which are norms of the columns of fused q, k and v: give a file with separate q, k and v"
             )
@@ -260,8 +258,9 @@ def _targets(specs: Mapping[str, Spec], names: NameMap) -> dict[str, list[LoraTa
     targets: dict[str, list[LoraTarget]] = {}
     for key in specs:
         named_targets = [(key, LoraTarget(key))]
-        if file_shape := _fused_name(key, specs):
-            named_targets.append((file_shape[0], LoraTarget(key, (file_shape[1],), 3)))
+        if fused := _fused_name(key, specs):
+            fused_name, part = fused
+            named_targets.append((fused_name, LoraTarget(key, (part,), 3)))
         for diffusers_name, target in named_targets:
             author_target = LoraTarget(key, (1, 0), 2) if names.swaps_halves(diffusers_name) else target
             for name, named_target in (
@@ -286,5 +285,5 @@ def _fused_name(key: str, specs: Mapping[str, Spec]) -> tuple[str, int] | None:
     parent, dot, module_name = module.rpartition(".")
     if not (match := QKV_NAME.fullmatch(module_name)):
         return None
-    file_shape, *parts = (f"{parent}{dot}{match[1]}{x}{match[2]}.{suffix}" for x in ("qkv", *"qkv"))
-    return (file_shape, parts.index(key)) if all(name in specs for name in parts) else None
+    fused_name, *parts = (f"{parent}{dot}{match[1]}{x}{match[2]}.{suffix}" for x in ("qkv", *"qkv"))
+    return (fused_name, parts.index(key)) if all(name in specs for name in parts) else None

@@ -23,7 +23,7 @@ class Matrix(NamedTuple):
     """A matrix, or a convolution's kernel. A file stores it as one tensor or as factors.
 
     The product is left [rows, rank] · right [rank, columns, ...]. If there is a core, the file stores left transposed,
-    as [rank, rows], unless `is_upright` is set.
+    as [rank, rows], unless `is_left_untransposed` is set.
 
     Args:
         left: The role of the left factor.
@@ -31,7 +31,7 @@ class Matrix(NamedTuple):
         core: The role of the core [rank, rank, ...], or "".
         unfactored: The role of the tensor with the whole matrix, or "".
         diagonal: The role of a vector [rank] that scales the rows of right, or "".
-        is_upright: Whether the file stores left as [rows, rank] even if there is a core.
+        is_left_untransposed: Whether the file stores left as [rows, rank] even if there is a core.
     """
 
     left: str
@@ -39,7 +39,7 @@ class Matrix(NamedTuple):
     core: str = ""
     unfactored: str = ""
     diagonal: str = ""
-    is_upright: bool = False
+    is_left_untransposed: bool = False
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -47,8 +47,12 @@ class Matrix(NamedTuple):
 
     def is_complete(self, roles: Collection[str]) -> bool:
         """Return whether tensors with these roles form the matrix: the whole matrix, or both factors."""
-        own_roles = set(roles) & set(self.roles)
-        return own_roles == {self.unfactored} if self.unfactored in own_roles else {self.left, self.right} <= own_roles
+        present_roles = set(roles) & set(self.roles)
+        return (
+            present_roles == {self.unfactored}
+            if self.unfactored in present_roles
+            else {self.left, self.right} <= present_roles
+        )
 
     def rank(self, shapes: Shapes) -> int | None:
         """Return the rank of the product; None for a matrix without factors."""
@@ -63,7 +67,7 @@ class Matrix(NamedTuple):
             return ()
         if core is None:
             return (left[0], *right[1:]) if math.prod(left[1:]) == right[0] else ()
-        rank, rows = left[:2][:: -1 if self.is_upright else 1]
+        rank, rows = left[:2][:: -1 if self.is_left_untransposed else 1]
         is_flat = math.prod(left[2:]) == 1 and math.prod(right[2:]) == 1
         return (rows, right[1], *core[2:]) if is_flat and core[:2] == (rank, right[0]) else ()
 
@@ -77,18 +81,18 @@ class Matrix(NamedTuple):
             right_matrix = right_matrix * arrays[self.diagonal].reshape(-1, 1)
         if core is None:
             return (left @ right_matrix).reshape(len(left), *right.shape[1:])
-        rows = np.tensordot(left.T if self.is_upright else left, core, (0, 0))  # [rows, rank, ...]
+        rows = np.tensordot(left.T if self.is_left_untransposed else left, core, (0, 0))  # [rows, rank, ...]
         return np.moveaxis(np.tensordot(right_matrix, rows, (0, 1)), 0, 1)
 
 
 class Formula(NamedTuple):
-    """A formula that computes a change from one or two matrices. `shapes` combines their shapes, and `values` combines
-    their values."""
+    """A formula that computes a change from one or two matrices. `combine_shapes` takes their shapes, and
+    `combine_values` takes their values."""
 
     name: str
     matrices: tuple[Matrix, ...]
-    shapes: Callable[..., Shape]
-    values: Callable[..., np.ndarray]
+    combine_shapes: Callable[..., Shape]
+    combine_values: Callable[..., np.ndarray]
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -106,11 +110,11 @@ class Formula(NamedTuple):
     def shape(self, shapes: Shapes) -> Shape:
         """Return the shape of the change; empty if the shapes of the tensors do not match."""
         matrix_shapes = [matrix.shape(shapes) for matrix in self.matrices]
-        return self.shapes(*matrix_shapes) if all(matrix_shapes) else ()
+        return self.combine_shapes(*matrix_shapes) if all(matrix_shapes) else ()
 
     def product(self, arrays: Arrays) -> np.ndarray:
         """Compute the change from tensors whose shapes match."""
-        return self.values(*(matrix.value(arrays) for matrix in self.matrices))
+        return self.combine_values(*(matrix.value(arrays) for matrix in self.matrices))
 
 
 def _equal_shape(first: Shape, second: Shape) -> Shape:
@@ -134,7 +138,9 @@ def _identity(value):
     return value
 
 
-LORA = Formula("LoRA", (Matrix("up", "down", "mid", diagonal="diagonal", is_upright=True),), _identity, _identity)
+LORA = Formula(
+    "LoRA", (Matrix("up", "down", "mid", diagonal="diagonal", is_left_untransposed=True),), _identity, _identity
+)
 LOHA = Formula(
     "LoHa",
     (Matrix("hada_w1_a", "hada_w1_b", "hada_t1"), Matrix("hada_w2_a", "hada_w2_b", "hada_t2")),

@@ -5,7 +5,7 @@ A module's tensor `alpha` takes precedence over PEFT's config, and PEFT's config
 metadata. PEFT's config is an entry of the file's metadata, or a JSON file in the same folder. This config has an alpha
 and a rank for all modules, and patterns with values for some modules. A pattern is a regular expression for the end of
 a module's name (`get_pattern_key` in peft/utils/other.py). Patterns come from untrusted files, so patterns that could
-take exponential time are refused.
+take exponential time are rejected.
 """
 
 import json
@@ -111,7 +111,8 @@ class LoraScales:
             return 1.0
         if rank is not None and configured_rank is not None and configured_rank != rank:
             raise WanjaxError(
-                f"{self._config_name} gives {module} the rank {configured_rank}, but its factors have {rank}"
+                f"{self._config_name} gives {module} the rank {configured_rank}, but its factors have {rank}: "
+                "get both files again"
             )
         divisor = float(configured_rank or 0) if rank is None else rank
         return number / (math.sqrt(divisor) if self._config.get("use_rslora") else divisor)
@@ -134,7 +135,9 @@ class LoraScales:
         """Read a tensor that holds one number."""
         shape, dtype = self._reader.specs[key]
         if math.prod(shape) != 1 or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
-            raise WanjaxError(f"{self._reader.path} holds {key} as {dtype} {list(shape)}, expected one number")
+            raise WanjaxError(
+                f"{self._reader.path} holds {key} as {dtype} {list(shape)}, expected one number: get the file again"
+            )
         number = float(self._reader.read(key).astype(np.float32).item())
         if not math.isfinite(number):
             raise WanjaxError(f"{self._reader.path} holds {key} with {number}, which is not finite: get the file again")
@@ -150,7 +153,7 @@ class LoraScales:
             self._matched_patterns.add((table, pattern))
         value = default if pattern is None else self._config[table][pattern]
         if value is None and table == "alpha_pattern":
-            raise WanjaxError(f"{self._config_name} has no number lora_alpha for {module}")
+            raise WanjaxError(f"{self._config_name} has no lora_alpha for {module}: add it, as a number")
         return None if value is None else self._number(value, module)
 
     def _number(self, value: Any, name: str) -> float:
@@ -218,10 +221,10 @@ def _read_scale_config(reader: MappedFile) -> tuple[str, dict[str, Any]]:
     return str(path), {}
 
 
-def _parse_config(text: str, where: str) -> dict[str, Any]:
+def _parse_config(text: str, config_name: str) -> dict[str, Any]:
     config = _parse_value(text)
     if not isinstance(config, dict):
-        raise WanjaxError(f"{where} is not a JSON object: get it again")
+        raise WanjaxError(f"{config_name} is not a JSON object: get it again")
     return config
 
 

@@ -8,60 +8,64 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wanjax.checkpoints.arrays import Arrays
-from wanjax.checkpoints.converted import DIGEST_LENGTH, MANIFEST, WEIGHTS
+from wanjax.checkpoints.arrays import OrbaxCheckpoint
+from wanjax.checkpoints.converted import DIGEST_LENGTH, MANIFEST, WEIGHTS_FOLDER
 from wanjax.checkpoints.files import Spec, progress_counter
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
 
-REQUEST = "request.json"  # the file with the request of a conversion, while the folder is incomplete
-OWN_DIGEST = "digest"  # the entry in which a manifest stores its own digest
+REQUEST_FILE = "request.json"  # the file with the request of a conversion, while the folder is incomplete
+DIGEST_ENTRY = "digest"  # the entry in which a manifest stores its own digest
 Progress = Callable[[str, int, int], object]
 
 
 def verify(source: Source, progress: Progress = lambda at, done, total: None) -> dict[str, Any]:
     """Compare a wanjax checkpoint with its manifest `wanjax.json`, and return the parsed manifest.
 
-    Raises WanjaxError for the first file or array that is missing, damaged, changed or not in the manifest. A
-    checkpoint without arrays also raises it.
+    Raises WanjaxError for the first file or array that is missing, damaged, changed or not in the manifest, and for a
+    checkpoint without arrays.
     """
     if (manifest := source.manifest) is None:
         raise WanjaxError(
-            f"{source.name} is not a wanjax checkpoint and has no checksums: `wanjax convert` writes a copy with them"
+            f"{source.name} is not a wanjax checkpoint and has no checksums: convert it with `wanjax convert`"
         )
     source.storage.fetch_all(progress, force=True)
     root, networks, files = source.root, manifest["networks"], manifest["files"]
-    if manifest.get(OWN_DIGEST) != own_digest(manifest):
-        raise WanjaxError(f"{root / MANIFEST} was changed after it was written: convert it again")
-    if unmatched := sorted({path.parent.name for path in root.glob(f"*/{WEIGHTS}")} ^ networks.keys()):
-        raise WanjaxError(f"{root / MANIFEST} and the folders of weights differ in {unmatched[0]}: convert it again")
-    weights = {name: Arrays(source.storage.folder(name) / WEIGHTS) for name in networks}
+    if manifest.get(DIGEST_ENTRY) != own_digest(manifest):
+        raise WanjaxError(f"{root / MANIFEST} was changed after it was written: convert the checkpoint again")
+    if unmatched := sorted({path.parent.name for path in root.glob(f"*/{WEIGHTS_FOLDER}")} ^ networks.keys()):
+        raise WanjaxError(
+            f"{root / MANIFEST} and the folders of weights differ in {unmatched[0]}: convert the checkpoint again"
+        )
+    weights = {name: OrbaxCheckpoint(source.storage.folder(name) / WEIGHTS_FOLDER) for name in networks}
     if not any(arrays.specs for arrays in weights.values()):
-        raise WanjaxError(f"{root} has no arrays: convert it again")
-    count = report_stage(progress, "verifying", sum(arrays.nbytes for arrays in weights.values()))
+        raise WanjaxError(f"{root} has no arrays: convert the checkpoint again")
+    report = report_stage(progress, "verifying", sum(arrays.nbytes for arrays in weights.values()))
     for name, arrays in weights.items():
         if unexpected := sorted(set(files_in(arrays.path)) - arrays.files()):
-            raise WanjaxError(f"{unexpected[0]} does not belong to an array: convert it again")
-        expected_specs = {key: words.rpartition(" ")[0] for key, words in networks[name].items()}
+            raise WanjaxError(f"{unexpected[0]} does not belong to an array: convert the checkpoint again")
+        expected_specs = {key: description.rpartition(" ")[0] for key, description in networks[name].items()}
         actual = {key: _describe_spec(spec) for key, spec in arrays.specs.items()}
         differences = _differing_keys(actual, expected_specs) or _differing_keys(
-            array_digests(arrays, count), networks[name]
+            array_digests(arrays, report), networks[name]
         )
         if differences:
-            raise WanjaxError(f"{differences[0]} in {arrays.path} was changed after it was written: convert it again")
+            raise WanjaxError(
+                f"{differences[0]} in {arrays.path} was changed after it was written: convert the checkpoint again"
+            )
     actual = {str(path.relative_to(root)): digest(path) for path in files_beside(root)}
     if differences := _differing_keys(actual, files):
-        raise WanjaxError(f"{root / differences[0]} was changed after it was written: convert it again")
+        raise WanjaxError(f"{root / differences[0]} was changed after it was written: convert the checkpoint again")
     return dict(manifest)
 
 
 def own_digest(manifest: Mapping[str, Any]) -> str:
     """Return the digest of all entries of a manifest except the entry that stores the digest."""
-    text = json.dumps({name: entry for name, entry in manifest.items() if name != OWN_DIGEST}, sort_keys=True)
+    text = json.dumps({name: entry for name, entry in manifest.items() if name != DIGEST_ENTRY}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def array_digests(arrays: Arrays, progress: Callable[[int], object]) -> dict[str, str]:
+def array_digests(arrays: OrbaxCheckpoint, progress: Callable[[int], object]) -> dict[str, str]:
     """Read each array, and return a text with its dtype, shape and checksum, in the form that the manifest stores."""
     return {name: f"{_describe_spec(spec)} {arrays[name].digest(progress)}" for name, spec in arrays.specs.items()}
 
@@ -81,7 +85,7 @@ def files_in(folder: Path) -> Iterator[Path]:
 def files_beside(root: Path) -> Iterator[Path]:
     """Yield the files of a wanjax checkpoint other than weights, the manifest and the request of the conversion."""
     for path in sorted(files_in(root)):
-        if WEIGHTS not in path.relative_to(root).parts and path.name not in (MANIFEST, REQUEST):
+        if WEIGHTS_FOLDER not in path.relative_to(root).parts and path.name not in (MANIFEST, REQUEST_FILE):
             yield path
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from wanjax.checkpoints.arrays import Arrays
+from wanjax.checkpoints.arrays import OrbaxCheckpoint
 from wanjax.checkpoints.files import Spec, TensorReader, progress_counter, write_safetensors
 from wanjax.checkpoints.quantize import as_floats, quantized_kernels, to_device_quantized
 from wanjax.checkpoints.to_devices import to_device
@@ -41,8 +41,8 @@ def load(
         rules: The rules that say which tensors fill which parameters of the module.
         reader: The checkpoint's tensors.
         ignore: Patterns with `*` for the names of unused tensors.
-        progress: Called after each tensor with the number of bytes that were read until now and the total number.
-        was_quantized: Whether kernels that LoRAs changed were quantized to 8 bits before.
+        progress: Called after each tensor with the number of bytes read so far and the total number.
+        was_quantized: Whether kernels were quantized to 8 bits before LoRAs changed them.
 
     Raises:
         WanjaxError: The checkpoint does not fit the module; `assign` lists the cases.
@@ -56,7 +56,7 @@ def load(
     )
 
     @contextmanager
-    def reading(key: str, transform: Transform) -> Iterator[np.ndarray]:
+    def open_tensor(key: str, transform: Transform) -> Iterator[np.ndarray]:
         """Yield the rearranged tensor, and report its bytes when the caller has used the tensor."""
         yield transform.forward(reader.read(key))
         count(specs[key].nbytes)
@@ -64,16 +64,18 @@ def load(
     weights: dict[str, jax.Array] = {}
     for assignment in assignments:
         # A tensor is read when its context is entered
-        tensors = [reading(key, assignment.transform) for key in assignment.sources]
+        tensors = [open_tensor(key, assignment.transform) for key in assignment.sources]
         if (kernel := kernels.get(assignment.target)) is None:
             weights[assignment.target] = to_device(tensors, targets[assignment.target], stacked=assignment.stacked)
         else:
             requantizes = [was_quantized and changes(key) for key in assignment.sources]
-            weights |= to_device_quantized(tensors, kernel, stacked=assignment.stacked, again=requantizes)
+            weights |= to_device_quantized(tensors, kernel, stacked=assignment.stacked, was_quantized=requantizes)
     return _with_weights(abstract, weights)
 
 
-def restore(abstract: Module, arrays: Arrays, *, progress: Callable[[int, int], object] | None = None) -> Module:
+def restore(
+    abstract: Module, arrays: OrbaxCheckpoint, *, progress: Callable[[int, int], object] | None = None
+) -> Module:
     """Fill a module with the arrays that `wanjax convert` stored; the counterpart of `load` for a wanjax checkpoint."""
     targets = parameters(abstract)
     assign([WeightRule(name, name) for name in targets], arrays.specs, targets)
@@ -97,11 +99,10 @@ def _dotted(path: Iterable) -> str:
 
 
 class ExportedTensors:
-    """A reader that presents a module's weights as the tensors from which rules would fill it: exactly undoes `load`.
+    """A reader of a module's weights, as the tensors from which rules would fill the module: the inverse of `load`.
 
     Args:
-        weights: Arrays by parameter name. Other objects with a shape, a dtype and indexing, such as `StoredArray`, also
-            work.
+        weights: Arrays by parameter name, or other objects with a shape, a dtype and indexing, such as `StoredArray`.
         rules: The rules.
     """
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from wanjax.checkpoints.dequantized import EIGHT_BITS
+from wanjax.checkpoints.dequantized import QUANTIZATION_ADVICE
 from wanjax.checkpoints.files import Spec
 from wanjax.checkpoints.modules import ExportedTensors, parameters
 from wanjax.checkpoints.sources import Source
@@ -107,7 +107,7 @@ class Network(NamedTuple):
             return None
         modules = nnx.iter_modules(self.abstract(dtype=jnp.float32, param_dtype=jnp.float32))
         paths = [".".join(map(str, path)) for path, layer in modules if isinstance(layer, Linear)]
-        return [words for pattern, words in table.items() if fnmatch.filter(paths, pattern)]
+        return [description for pattern, description in table.items() if fnmatch.filter(paths, pattern)]
 
     def weight_bytes(self, param_dtype: DTypeLike, precision: Precision = UNQUANTIZED) -> int:
         """Return the bytes of the network's weights. A weight of 8 bits takes one byte, and its scale four bytes."""
@@ -152,7 +152,9 @@ def network(source: Source, component: str, kinds: Kinds) -> Network:
     quantization_config = json.get("quantization_config")
     method = quantization_config.get("quant_method") if isinstance(quantization_config, Mapping) else None
     if method not in (None, *QUANTIZERS):
-        raise WanjaxError(f"{file} has weights quantized by {repr_short(method)}, which is not supported: {EIGHT_BITS}")
+        raise WanjaxError(
+            f"{file} has weights quantized by {repr_short(method)}, which is not supported: {QUANTIZATION_ADVICE}"
+        )
     return read_network(entry.kind, json, kinds, file)
 
 

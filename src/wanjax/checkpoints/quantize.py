@@ -21,11 +21,11 @@ from wanjax.kernels.quantized_matmul.formats import FORMATS, LARGEST, SMALLEST_A
 from wanjax.layers.quantized import QuantizedLinear, quantized_layers
 
 PIECE_ROWS = 128
-SECOND_QUANTIZATION = np.float32(1.04)
-"""The factor of the scale of int8 weights that are quantized for the second time, after a LoRA changed them.
+REQUANTIZATION_FACTOR = np.float32(1.04)
+"""The factor of the scale of int8 weights that are quantized a second time, after a LoRA changed them.
 
-With the same steps as before, every change of less than half a step would be lost. With steps of another size, the old
-numbers lie at all distances from the new steps. Quantization then keeps the sum of many small changes.
+If the scale did not change, rounding would undo every change of less than half a quantization step. With another scale,
+the old numbers lie between the new steps, at all distances. Rounding then preserves the sum of many small changes.
 """
 
 
@@ -84,7 +84,7 @@ def to_device_quantized(
     kernel: QuantizedKernel,
     *,
     stacked: bool,
-    again: Sequence[bool] = (),
+    was_quantized: Sequence[bool] = (),
 ) -> dict[str, jax.Array]:
     """Read and quantize a kernel. Return the numbers and the scale, with the shardings of the abstract projection.
 
@@ -94,34 +94,36 @@ def to_device_quantized(
         tensors: The tensors of the blocks of a stack, or a single tensor. A tensor is read when its context is entered.
         kernel: The kernel to fill.
         stacked: Whether the tensors are blocks of a stack.
-        again: For each tensor, whether it was quantized before and then changed. By default no tensor was.
+        was_quantized: For each tensor, whether it was quantized before and then changed. By default, none was.
     """
     scales: list[np.ndarray] = []
 
     @contextmanager
-    def quantized(tensor: AbstractContextManager[np.ndarray], again: bool) -> Iterator[np.ndarray]:
+    def quantized(tensor: AbstractContextManager[np.ndarray], was_quantized: bool) -> Iterator[np.ndarray]:
         with tensor as x:
-            values, scale = quantize(x, kernel.layer, again=again)
+            values, scale = quantize(x, kernel.layer, was_quantized=was_quantized)
         scales.append(scale)
         yield values
 
     values = to_device(
-        [*map(quantized, tensors, again or [False] * len(tensors))], kernel.layer.values.get_value(), stacked=stacked
+        [*map(quantized, tensors, was_quantized or [False] * len(tensors))],
+        kernel.layer.values.get_value(),
+        stacked=stacked,
     )
     scale = np.stack(scales) if stacked else scales[0]
     shards = make_array(lambda part, dtype: scale[part].astype(dtype), kernel.layer.scale.get_value())
     return {kernel.values: values, kernel.scale: shards}
 
 
-def quantize(kernel: np.ndarray, layer: QuantizedLinear, *, again: bool = False) -> QuantizedValues:
+def quantize(kernel: np.ndarray, layer: QuantizedLinear, *, was_quantized: bool = False) -> QuantizedValues:
     """Quantize a kernel to the format of a quantized projection.
 
     Args:
         kernel: The kernel [I O], in any float dtype and any memory layout.
         layer: The quantized projection; it has the format and the rotation.
-        again: Whether the kernel was quantized before and then changed.
+        was_quantized: Whether the kernel was quantized before and then changed.
     """
-    widening = SECOND_QUANTIZATION if again and layer.number_format == "int8" else np.float32(1)
+    widening = REQUANTIZATION_FACTOR if was_quantized and layer.number_format == "int8" else np.float32(1)
     rows = kernel.T  # [O I], as most checkpoints store it
     values, scale = np.empty(rows.shape, FORMATS[layer.number_format]), np.empty(len(rows), np.float32)
     row_ranges = [slice(start, start + PIECE_ROWS) for start in range(0, len(rows), PIECE_ROWS)]

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from flax import nnx
 
 from wanjax.checkpoints import modules
-from wanjax.checkpoints.arrays import Arrays, local_size
+from wanjax.checkpoints.arrays import OrbaxCheckpoint, local_size
 from wanjax.checkpoints.dequantized import DequantizedReader
 from wanjax.checkpoints.files import SUFFIXES, SafetensorsFolder, TensorReader, check_names
 from wanjax.checkpoints.hub import (
@@ -27,9 +27,9 @@ from wanjax.checkpoints.hub import (
     check_room,
     download,
     download_bytes,
+    file_names_in_folder,
     hub_files,
     locate,
-    names_in,
 )
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.checkpoints.quantize import float_kernels
@@ -131,7 +131,7 @@ class Component:
     Attributes:
         kind: The component's class in model_index.json.
         config: Returns the component's config.json, or a config that is inferred from its tensors.
-        weights: Opens the tensors, with diffusers' or transformers' names. If the result is `Arrays`, the names are
+        weights: Opens the tensors, with diffusers' or transformers' names. In an `OrbaxCheckpoint`, the names are
             wanjax's.
         files: Returns the component's files other than weights; these files are in one folder.
         is_present: Returns whether the checkpoint has the component. A missing component is loaded from the fallback
@@ -157,7 +157,7 @@ class Component:
         """Return the component's tensors after all changes, in floats. The tensors have the names and shapes that
         `rules` expect."""
         reader: TensorReader = self.weights()
-        if isinstance(reader, Arrays):
+        if isinstance(reader, OrbaxCheckpoint):
             arrays = float_kernels({name: reader[name] for name in reader.specs}, rotates=self.precision.rotates)
             reader = modules.ExportedTensors(arrays, rules)
         for change in self.changes:
@@ -174,7 +174,7 @@ class Component:
     ) -> Module:
         """Fill a network with the component's weights, as `modules.load` does. `rules` apply to diffusers' names."""
         arrays = self.weights()
-        if not self.changes and isinstance(arrays, Arrays):
+        if not self.changes and isinstance(arrays, OrbaxCheckpoint):
             return modules.restore(abstract, arrays, progress=progress)
         rules, options = list(rules), {"ignore": ignore, "progress": progress}
         quantized = self.precision.quantizes or getattr(arrays, "is_quantized", False)
@@ -183,7 +183,7 @@ class Component:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A checkpoint: its files, its components, and facts about them.
+    """A checkpoint: its files, its components, and their properties.
 
     Attributes:
         storage: The files of the checkpoint.
@@ -242,7 +242,7 @@ class Source:
     def __getitem__(self, component: str) -> Component:
         if component not in self.components:
             names = ", ".join(self.components)
-            raise WanjaxError(f"{self.name} lists no {component} in its model_index.json, which has {names}")
+            raise WanjaxError(f"{self.name} lists no {component} in its model_index.json: it has {names}")
         return self.components[component]
 
     def check_floats(self, use: str) -> None:
@@ -257,9 +257,9 @@ class Source:
                 "checkpoint from which it was converted"
             )
 
-    def with_components(self, components: Mapping[str, Component], **facts: Any) -> "Source":
+    def with_components(self, components: Mapping[str, Component], **fields: Any) -> "Source":
         """Return a copy with these components added or replaced, and with these other fields replaced."""
-        return replace(self, components={**self.components, **components}, manifest=None, **facts)
+        return replace(self, components={**self.components, **components}, manifest=None, **fields)
 
 
 def open_diffusers(name: str | Path, folder: Path, revision: str | None = None) -> Source:
@@ -307,7 +307,7 @@ def _check_folders(storage: Storage, networks: Iterable[str], other_components: 
 
     for component in networks:
         if storage.hub_files:
-            check_names(f"{storage.name}/{component}", names_in(component, storage.hub_files))
+            check_names(f"{storage.name}/{component}", file_names_in_folder(component, storage.hub_files))
         if component not in incomplete:
             DequantizedReader(
                 SafetensorsFolder(complete_folder(component))

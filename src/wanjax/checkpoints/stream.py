@@ -9,7 +9,7 @@ from math import prod
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax.checkpoints.arrays import Arrays, ChunkSlice, StoredArray, Writer
+from wanjax.checkpoints.arrays import ChunkSlice, OrbaxCheckpoint, StoredArray, Writer
 from wanjax.checkpoints.files import Spec, TensorReader, check_finite
 from wanjax.checkpoints.quantize import QuantizedKernel, quantize
 from wanjax.checkpoints.to_devices import rearrange
@@ -52,7 +52,7 @@ def stored_specs(
 def stream(
     assignments: Sequence[Assignment],
     reader: TensorReader,
-    arrays: Arrays,
+    arrays: OrbaxCheckpoint,
     kernels: Mapping[str, QuantizedKernel],
     progress: Callable[[int], object],
 ) -> None:
@@ -86,7 +86,7 @@ def _write_chunks(
     assignment: Assignment,
     kernel: QuantizedKernel | None,
     block_slice: slice | None,
-    arrays: Arrays,
+    arrays: OrbaxCheckpoint,
     chunks: Mapping[str, Sequence[ChunkSlice]],
     reader: TensorReader,
     writer: Writer,

@@ -37,12 +37,12 @@ def to_device(tensors: Sequence[AbstractContextManager[np.ndarray]], target: Any
         stacked: Whether the tensors are blocks of a stack.
     """
     if stacked:
-        return (_assemble_on_host if _fits_host(target) else _fill_by_block)(tensors, target)
+        return (_assemble_on_host if _fits_in_host_memory(target) else _fill_by_block)(tensors, target)
     with tensors[0] as x:
         return _to_device(x, target)
 
 
-def _fits_host(target: Any) -> bool:
+def _fits_in_host_memory(target: Any) -> bool:
     """Return whether a stack can be assembled in host memory.
 
     On a CPU, JAX uses the buffer without a copy, so the stack may be large. For an accelerator, JAX copies the buffer,

@@ -250,8 +250,8 @@ def _are_counts(numbers: object) -> bool:
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that imports nothing. The unpickler builds only plain values, `Name`, `Call`, `Table` and
-    `Storage`."""
+    """An unpickler that imports nothing. It builds only plain values, `PickledName`, `PickledCall`, `PickledTable` and
+    `TorchStorage`."""
 
     def find_class(self, module: str, name: str) -> PickledName:
         if not (module.isprintable() and name.isprintable()):
@@ -263,7 +263,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def describe(data: bytes) -> Any:
-    """Parse a pickle without executing it: an import becomes a `Name`, and a call becomes a `Call`.
+    """Parse a pickle without executing it: an import becomes a `PickledName`, a call a `PickledCall`.
 
     Raises ValueError if the pickle is malformed, or has an opcode or key that a table of tensors does not need.
     """
@@ -277,9 +277,9 @@ def describe(data: bytes) -> Any:
 def _check_pickle(data: bytes) -> None:
     """Raise ValueError for a pickle that could cost `pickle.Unpickler` excessive memory or time.
 
-    The function refuses more operations than tensors need, and opcodes outside of `ALLOWED_OPCODES`. The function
-    refuses memo entries out of order, because the unpickler allocates memory up to the index of an entry. The function
-    refuses keys other than strings, because hashing nested tuples can take exponential time.
+    It rejects more operations than tensors need, and opcodes outside of `ALLOWED_OPCODES`. It rejects memo entries out
+    of order, because the unpickler allocates memory up to the index of an entry. It rejects keys other than strings,
+    because hashing nested tuples can take exponential time.
     """
     stack: list[str] = []  # the opcode that created each value
     memo: list[str] = []
@@ -301,7 +301,7 @@ def _check_pickle(data: bytes) -> None:
 
 def _simulate(opcode: Any, argument: Any, stack: list[str], memo: list[str], marks: list[int]) -> None:
     """Apply an operation to the simulated stack. Raises IndexError for an operation that `_check_pickle` must
-    refuse."""
+    reject."""
     name, operands = opcode.name, opcode.stack_before
     if name == "MARK":
         marks.append(len(stack))

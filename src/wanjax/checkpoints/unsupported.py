@@ -47,7 +47,7 @@ def describe_without_transformer(names: Iterable[str], unsupported_models: Unsup
     """Return the end of an error message about a file without a known transformer: what the file holds, and advice."""
     names = list(names)
     if any(map(LORA_KEY.search, names)):
-        return "is a LoRA: give the model that it changes, and the file with --lora"
+        return "is a LoRA: give --model the model that it changes, and --lora this file"
     if model := find_unsupported(names, {**unsupported_models, **OTHER_MODELS}):
         return f"holds {model}"
     return "holds no known transformer: give a file or folder with one"

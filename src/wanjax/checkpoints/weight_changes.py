@@ -33,7 +33,7 @@ def with_loras(source: Source, loras: Sequence[Lora], kinds: Kinds, note: Note |
     Args:
         source: The checkpoint.
         loras: The LoRAs. If several LoRAs change a weight, their changes are summed.
-        kinds: The kinds of networks that the transformers may be.
+        kinds: The supported kinds of networks.
         note: Called with a summary of each file. If it is None, a file is only reported if some of its changes do not
             fit, by a warning.
 
@@ -75,12 +75,12 @@ def with_loras(source: Source, loras: Sequence[Lora], kinds: Kinds, note: Note |
 
 
 def with_zeros(source: Source, entries: Mapping[str, Mapping[str, Any]], kinds: Kinds) -> Source:
-    """Add zeros in place of weights that a checkpoint's networks lack, so that these weights can be trained.
+    """Add zeros for weights that a checkpoint's networks lack, so that these weights can be trained.
 
     Args:
         source: The checkpoint.
         entries: For each network, the entries of config.json that give the network the additional weights.
-        kinds: The kinds of networks that these may be.
+        kinds: The supported kinds of networks.
     """
 
     source.check_floats("an added weight")

@@ -18,7 +18,7 @@ from weakref import finalize
 from wanjax.checkpoints.dequantized import DequantizedReader
 from wanjax.checkpoints.files import SafetensorsFolder
 from wanjax.checkpoints.gguf_file import GgufFile
-from wanjax.checkpoints.hub import names_in
+from wanjax.checkpoints.hub import file_names_in_folder
 from wanjax.checkpoints.layout import (
     Layout,
     RecognisedComponent,
@@ -162,7 +162,9 @@ def open_folder(name: str | Path, folder: Path, revision: str | None = None) -> 
 
     def has_component(component: str) -> bool:
         if storage.hub_files:
-            return component == "transformer" or bool(names_in(COMPONENT_FOLDERS[component], storage.hub_files))
+            return component == "transformer" or bool(
+                file_names_in_folder(COMPONENT_FOLDERS[component], storage.hub_files)
+            )
         if find(component) is not None:
             return True
         if (folder := component_folder(component)) is not None:

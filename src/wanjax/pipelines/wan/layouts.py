@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from wanjax.checkpoints.files import SUFFIXES, SafetensorsFolder, check_names
-from wanjax.checkpoints.hub import names_in
+from wanjax.checkpoints.hub import file_names_in_folder
 from wanjax.checkpoints.layout import (
     Layout,
     RecognisedComponent,
@@ -144,11 +144,11 @@ def open_folder(name: str | Path, root: Path, revision: str | None = None) -> So
             return has_tokenizer or tokenizer_files(component) is not None or find(component) is not None
         if component in FOLDERS:
             folder = FOLDERS[component] if has_experts else "."
-            check_names(f"{storage.name}/{folder}", names_in(folder, storage.hub_files))
+            check_names(f"{storage.name}/{folder}", file_names_in_folder(folder, storage.hub_files))
             return True
         if component == "tokenizer":
-            return bool(names_in(TOKENIZER, storage.hub_files))
-        names, patterns = names_in(".", storage.hub_files), FILES.get(component, ())
+            return bool(file_names_in_folder(TOKENIZER, storage.hub_files))
+        names, patterns = file_names_in_folder(".", storage.hub_files), FILES.get(component, ())
         return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
     source = _source(
