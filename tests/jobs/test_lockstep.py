@@ -144,7 +144,7 @@ def test_only_an_exit_of_the_worker_stops_a_run_early(nano, local_store, tmp_pat
 def test_a_failure_within_a_run_ends_all(led, local_store, restarts):
     """Of three videos the second fails: it is reported, and nothing is retried in these processes."""
     leader, _, running = led
-    leader.restarts = restarts
+    leader.can_restart = restarts
     tasks = tasks_for(leader, {"prompt": "a"}, {"prompt": "fail"}, {"prompt": "c"})
     jobs = run_tasks(local_store, leader, tasks, retries=1)
     assert [job.status for job in jobs] == ["completed", "queued" if restarts else "failed", "queued"]
@@ -198,6 +198,11 @@ def test_a_host_whose_folder_is_another_takes_no_job(local_store, tmp_path, requ
             host.initializer_result() if requested else working.result(PATIENCE)
         host.drain()
     assert local_store.get("a").attempts == 0
+
+
+def test_the_maker_of_a_worker_with_several_hosts_leads_them(local_store, tmp_path):
+    maker = many._make_maker({"load": None, "folder": tmp_path}, local_store, leads=True)
+    assert isinstance(maker, Leader) and maker.can_restart
 
 
 def test_an_error_with_processes_left_behind_can_be_pickled():

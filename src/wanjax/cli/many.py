@@ -328,7 +328,7 @@ def _make_maker(arguments: dict[str, Any], store: JobStore, leads: bool = False)
     """Build the maker of a worker in the worker's process. With `leads`, this process is the first of several
     processes."""
     check_namespace(store, arguments["folder"], BATCH_FILE)
-    return Leader(**arguments, restarts=True) if leads else VideoMaker(**arguments)
+    return Leader(**arguments, can_restart=True) if leads else VideoMaker(**arguments)
 
 
 def _make_tasks(requests: Sequence[VideoRequest], row_errors: RowErrors, maker: VideoMaker) -> tuple[list[Task], str]:

@@ -40,7 +40,7 @@ class Leader(VideoMaker):
 
     def __init__(self, *arguments: Any, peers: PeerGroup | None = None, can_restart: bool = False, **keywords: Any):
         super().__init__(*arguments, **keywords)
-        self.peers, self.restarts = peers or PeerGroup(), can_restart
+        self.peers, self.can_restart = peers or PeerGroup(), can_restart
         self.sync_error: Exception | None = None  # the error after which the followers wait
 
     def fit_latent_preview(self) -> None:
@@ -71,7 +71,7 @@ class Leader(VideoMaker):
         if self.in_sync:
             return failure
         self.sync_error = error
-        return failure._replace(is_retryable=failure.is_retryable and self.restarts)
+        return failure._replace(is_retryable=failure.is_retryable and self.can_restart)
 
     def dismiss(self) -> bool:
         """If the followers are in sync, tell them to exit. Return True if they were in sync."""
