@@ -49,7 +49,7 @@ def service(
 
 def processes(store: JobStore) -> list[int]:
     """Return the processes of the workers that are ready, in the order of their names."""
-    return [worker.facts["process"] for worker in store.workers() if worker.state == "ready"]
+    return [worker.info["process"] for worker in store.workers() if worker.state == "ready"]
 
 
 def most_attempts(store: JobStore) -> int:

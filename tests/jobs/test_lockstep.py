@@ -202,7 +202,8 @@ def test_a_host_whose_folder_is_another_takes_no_job(local_store, tmp_path, requ
 
 def test_the_maker_of_a_worker_with_several_hosts_leads_them(local_store, tmp_path):
     maker = many._make_maker({"load": None, "folder": tmp_path}, local_store, leads=True)
-    assert isinstance(maker, Leader) and maker.can_restart
+    assert isinstance(maker, Leader)
+    assert maker.can_restart
 
 
 def test_an_error_with_processes_left_behind_can_be_pickled():

@@ -24,7 +24,14 @@ from wanjax.jobs.batch import Batch, Manifest
 from wanjax.jobs.maker import VideoMaker
 from wanjax.jobs.pool import Autoscaler, Pool
 from wanjax.jobs.ray_cluster import connect_ray, parse_resources
-from wanjax.jobs.ray_placement import POD, SLICE, WORKER_ID, placement_bundles, start_group, start_single
+from wanjax.jobs.ray_placement import (
+    POD_LABEL,
+    SLICE_LABEL,
+    WORKER_ID_LABEL,
+    placement_bundles,
+    start_group,
+    start_single,
+)
 from wanjax.jobs.ray_workers import RayWorker, RemoteStore, WorkerActor
 from wanjax.jobs.sharing import BATCH_FILE, join_namespace
 from wanjax.jobs.store import JobStore, NewJob
@@ -201,7 +208,7 @@ def test_the_hosts_of_a_worker_are_those_of_one_tpu_slice_in_its_order():
         for node in range(4):
             name, host = "ab"[node % 2], node // 2
             head = {"TPU-v6e-8-head": 1} if host == 0 else {}
-            labels = {SLICE: name, WORKER_ID: str(host), POD: "v6e-8"}
+            labels = {SLICE_LABEL: name, WORKER_ID_LABEL: str(host), POD_LABEL: "v6e-8"}
             message = {"num_cpus": 1, "resources": {"TPU": 4, **head}, "labels": labels, "include_dashboard": False}
             cluster.add_node(**message, object_store_memory=80 * 2**20)
         ray.init(cluster.address, log_to_driver=False)
@@ -213,7 +220,7 @@ def test_the_hosts_of_a_worker_are_those_of_one_tpu_slice_in_its_order():
         for actors, group in workers:
             ray.get([actor.address.remote() for actor in actors])  # once they are placed
             nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
-            result.append([(where[nodes[host]][SLICE], where[nodes[host]][WORKER_ID]) for host in range(2)])
+            result.append([(where[nodes[host]][SLICE_LABEL], where[nodes[host]][WORKER_ID_LABEL]) for host in range(2)])
         assert sorted(result) == [[("a", "0"), ("a", "1")], [("b", "0"), ("b", "1")]]
         with pytest.raises(WanjaxError, match=line_with_words("--hosts 3 2 v6e-8")):
             placement_bundles(ray, {"": {"resources": {"TPU": 4}}}, 3)

@@ -47,8 +47,8 @@ class Batch:
         store.add_all([self._new_job(task, model) for task in self._unfinished.values()])
 
     def _new_job(self, task: Task, model: str) -> NewJob:
-        """Return the job of a task. A task that failed before gets a run of its own, so that it cannot make other tasks
-        fail."""
+        """Return the job of a task. A task that failed before is made in a separate run, so that it cannot make other
+        tasks fail."""
         batch = "" if task.output in self.manifest.failed else batch_key(task.request)
         return NewJob(task.output, task.request.to_json(), model, task.output, batch)
 
@@ -64,7 +64,7 @@ class Batch:
 
     @property
     def only_wrong_requests(self) -> bool:
-        """Whether every failed job had a wrong request. Such a job would fail again."""
+        """Whether every failed job had an invalid request. A retry of such a job fails again."""
         return all((job.error or {}).get("code") == INVALID_REQUEST and job.attempts <= 1 for job in self.failed)
 
     def poll(self) -> Iterator[Job]:
@@ -96,8 +96,8 @@ class Batch:
     def _raise_if_all_failed(self, task: Task) -> None:
         if not self.done_count and len(self.failed) == min(MAX_FIRST_FAILURES, self.total):
             error = self.failed[-1].error or {}
-            kind = RequestError if self.only_wrong_requests else WanjaxError
-            raise task.request.add_row_number(kind(error.get("message", "")))
+            error_type = RequestError if self.only_wrong_requests else WanjaxError
+            raise task.request.add_row_number(error_type(error.get("message", "")))
 
     def close(self) -> None:
         """Cancel the unfinished jobs, so that no worker makes them."""
@@ -107,8 +107,8 @@ class Batch:
 class Manifest:
     """The list of a batch's videos, a file in the folder of the videos.
 
-    Each outcome is appended to the file. A remote store cannot append to a file. In a remote store, the whole file is
-    written again every MANIFEST_INTERVAL seconds, and by `close`.
+    Each outcome is appended to a local file. A remote store cannot append to a file, so the whole file is written again
+    every MANIFEST_INTERVAL seconds, and by `close`.
 
     Args:
         folder: The folder of the videos.

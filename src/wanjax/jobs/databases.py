@@ -47,7 +47,7 @@ PERMANENT_ERROR_WORDS = (
 TRANSIENT_CODES = ("40001", "40P01", "53300", "55P03", "25P03", "57P01", "57P02", "57P03")
 """PostgreSQL's codes of transient errors: deadlocks, lock timeouts, too many connections, starting or stopping."""
 MIN_FREE_BYTES = 2**20  # if fewer bytes are free, an I/O error counts as a full disk
-DISK_FULL_CODES = ("SQLITE_FULL", "53100")  # prefixes of URLs of SQLite and of PostgreSQL
+DISK_FULL_CODES = ("SQLITE_FULL", "53100")  # error codes of SQLite and of PostgreSQL
 
 SqlValues = Mapping[str, Any]
 
@@ -114,8 +114,7 @@ def open_database(url: str) -> "Database":
 
 
 def check_name(url: str) -> None:
-    """Raise WanjaxError unless a name is a URL of PostgreSQL, an SQLite database, or a new file with one of SQLite's
-    suffixes.
+    """Raise WanjaxError unless a name is a PostgreSQL URL, an SQLite database, or a new file with a suffix of SQLite.
 
     Without this check, a mistyped URL would become the name of a file.
 
@@ -139,11 +138,11 @@ def check_name(url: str) -> None:
     new_name = f"a new name that ends in {' or '.join(SQLITE_SUFFIXES)}"
     if os.path.isdir(file):
         raise WanjaxError(f"the database {file} is a folder: give an SQLite file in it, or {new_name}")
-    head = b""
+    first_bytes = b""
     if os.path.isfile(file):
         with suppress(OSError), open(file, "rb") as stream:
-            head = stream.read(len(SQLITE_HEADER))
-    if head and head != SQLITE_HEADER:
+            first_bytes = stream.read(len(SQLITE_HEADER))
+    if first_bytes and first_bytes != SQLITE_HEADER:
         raise WanjaxError(f"the database {file} is not an SQLite database: give another file, or {new_name}")
 
 
@@ -168,10 +167,10 @@ def public_url(url: str) -> str:
     if "://" not in url:
         return url
     scheme, _, rest = url.partition("://")
-    password, at_sign, host_and_database = rest.rpartition(
+    credentials, at_sign, host_and_database = rest.rpartition(
         "@"
     )  # split at the last @, because an unquoted password may contain more of them
-    return f"{scheme}://{password.partition(':')[0]}{at_sign}{host_and_database.partition('?')[0]}"
+    return f"{scheme}://{credentials.partition(':')[0]}{at_sign}{host_and_database.partition('?')[0]}"
 
 
 def without_password(text: str, url: str) -> str:
@@ -203,7 +202,7 @@ class _SharedConnection:
         """Yield the connection. After a database error, close it; the next use reopens it."""
         with self._lock:
             if self._closed:
-                raise DatabaseError("the database is closed")
+                raise DatabaseError("the database is closed: open it again")
             if self._connection is None:
                 self._connection = self._connect()
             try:
@@ -331,7 +330,8 @@ class Sqlite(Database):
         try:
             self._lock_file = os.open(f"{file}-turn", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise DatabaseError(f"cannot write the lock file {file}-turn: {reason(error)}") from error
+            problem = f"the lock file {file}-turn cannot be written, {reason(error)}"
+            raise DatabaseError(f"{problem}: give --database a file that this user can write") from error
         super().__init__(self._connect)
 
     def _connect(self) -> sqlite3.Connection:
@@ -368,8 +368,8 @@ class Sqlite(Database):
     def is_full(self, error: Exception) -> bool:
         """Return whether the disk is full. For its log and its index files, SQLite reports a full disk as an I/O
         error."""
-        failed = getattr(error, "sqlite_errorname", "").startswith("SQLITE_IOERR")
-        return super().is_full(error) or (failed and shutil.disk_usage(self.file.parent).free < MIN_FREE_BYTES)
+        is_io_error = getattr(error, "sqlite_errorname", "").startswith("SQLITE_IOERR")
+        return super().is_full(error) or (is_io_error and shutil.disk_usage(self.file.parent).free < MIN_FREE_BYTES)
 
     def close(self) -> None:
         super().close()
@@ -482,10 +482,10 @@ def _to_psycopg(sql: str) -> str:
 
 def _check_disk(folder: Path) -> None:
     """Raise WanjaxError if the folder of the SQLite file is on a network file system."""
-    enclosing = [
+    mounts = [
         partition for partition in psutil.disk_partitions(all=True) if folder.is_relative_to(partition.mountpoint)
     ]
-    mount = max(enclosing, key=lambda partition: len(partition.mountpoint), default=None)
+    mount = max(mounts, key=lambda partition: len(partition.mountpoint), default=None)
     if mount is not None and NETWORK_FILE_SYSTEMS.fullmatch(mount.fstype):
         problem = f"{folder} is on the network file system {mount.fstype}, where SQLite's locks do not work"
         raise WanjaxError(f"{problem}: give --database a file on a local disk, or a PostgreSQL URL")

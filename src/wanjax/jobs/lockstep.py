@@ -21,7 +21,7 @@ from wanjax.pipelines.observers import Observer
 from wanjax.pipelines.request import PreparedRequest, VideoRequest
 from wanjax.pipelines.run import Run
 
-FIT_LATENT_PREVIEW = "fit_latent_preview"  # the message, in place of tasks, that asks all processes to fit it
+FIT_LATENT_PREVIEW = "fit_latent_preview"  # a message in place of tasks: fit the latent preview in all processes
 
 
 class OutOfSync(Exception):
@@ -41,7 +41,7 @@ class Leader(VideoMaker):
     def __init__(self, *arguments: Any, peers: PeerGroup | None = None, can_restart: bool = False, **keywords: Any):
         super().__init__(*arguments, **keywords)
         self.peers, self.can_restart = peers or PeerGroup(), can_restart
-        self.sync_error: Exception | None = None  # the error after which the followers wait
+        self.sync_error: Exception | None = None  # the error of a run in which followers may still wait
 
     def fit_latent_preview(self) -> None:
         self.in_sync = False
@@ -59,8 +59,8 @@ class Leader(VideoMaker):
         error_texts = self.peers.gather("")
         if error_text := next(filter(None, error_texts), ""):
             self.in_sync = True
-            process = f"process {error_texts.index(error_text)} of {len(error_texts)}, from 0, cannot make it"
-            raise WanjaxError(f"{process}: {error_text}") from OSError(
+            problem = f"process {error_texts.index(error_text)} of {len(error_texts)}, from 0, cannot make the video"
+            raise WanjaxError(f"{problem}: {error_text}") from OSError(
                 error_text
             )  # with an OSError as its cause, the failure is retried
         yield from self.make_run(tasks, run)

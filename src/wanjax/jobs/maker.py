@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The maker of a worker's videos: it makes the videos of jobs with a pipeline, and publishes each video under its
-name."""
+"""Make the videos of jobs with a pipeline, and publish each video under its name."""
 
 import hashlib
 import json
@@ -86,14 +85,14 @@ class BatchSetup(NamedTuple):
         return PreparedRequest(settings, {**self.metadata, **{name: getattr(settings, name) for name in PER_VIDEO}})
 
 
-def with_program_cache(function: Callable[[], T], setup: Mapping[str, Any]) -> T:
+def with_program_cache(function: Callable[[], T], cache_options: Mapping[str, Any]) -> T:
     """Call a function in a process that runs only wanjax, and cache compiled programs for later processes.
 
     Args:
         function: The function to call.
-        setup: The arguments of `use_shared`, for a shared cache of compiled programs.
+        cache_options: The arguments of `use_shared`, for a shared cache of compiled programs.
     """
-    use_shared(**setup)
+    use_shared(**cache_options)
     EXECUTE.executables = user_executables() if compile_cache_folder() is None else None
     return function()
 
@@ -272,8 +271,8 @@ class VideoMaker:
         requests = [setup.complete(task.request) for task in tasks]
         for task, request in zip(tasks, requests, strict=True):
             if (name := video_name(request.metadata)) != task.output:
-                problem = f"this worker's options name {task.output} {name}: start the worker with the batch's options"
-                raise WanjaxError(problem)
+                problem = f"the batch names a video {task.output}, and this worker's options name it {name}"
+                raise WanjaxError(f"{problem}: start the worker with the options of the batch")
         check_run_memory(setup.pipe, requests[0].settings, setup.pictures, **self.run_options)
         return Run(setup.pipe, requests, setup.pictures, observers=[*observers, *self.observers], **self.run_options)
 
@@ -427,13 +426,13 @@ def batch_key(request: VideoRequest) -> str:
 
 
 def error_message(error: Exception) -> str:
-    """Return the message of an error for the manifest, at most MAX_ERROR_LENGTH characters.
+    """Return the message of an error for the manifest, cut to MAX_ERROR_LENGTH characters.
 
     Args:
         error: The error.
     """
-    sentence = str(error) if isinstance(error, WanjaxError) else f"{type(error).__name__}: {reason(error)}"
-    return sentence[:MAX_ERROR_LENGTH]
+    message = str(error) if isinstance(error, WanjaxError) else f"{type(error).__name__}: {reason(error)}"
+    return message[:MAX_ERROR_LENGTH]
 
 
 def write_frames(path: str | AnyPath, frames: Iterable[Any], prepared: PreparedRequest) -> AnyPath:

@@ -120,7 +120,7 @@ def texts_of(settings: Settings) -> Iterator[tuple[str, str]]:
 
 
 def truncation_notes(pipe: Pipeline, name: str, text: str, reference_impl: str) -> list[str]:
-    """Return notes about texts that are too long, with the part that the tokenizers cut off.
+    """Return notes with the part of a text that tokenizers cut off, because the text is too long.
 
     Args:
         pipe: The pipeline whose tokenizers are used.
@@ -128,4 +128,4 @@ def truncation_notes(pipe: Pipeline, name: str, text: str, reference_impl: str) 
         text: The text.
         reference_impl: The reference implementation to match.
     """
-    return [str(one).replace("the prompt", f"the {name}", 1) for one in pipe.truncations(text, follow=reference_impl)]
+    return [str(note).replace("the prompt", f"the {name}", 1) for note in pipe.truncations(text, follow=reference_impl)]

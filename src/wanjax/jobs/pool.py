@@ -24,7 +24,7 @@ SCALE_UP_DELAY, SCALE_DOWN_DELAY = 5.0, 300.0
 POLL_INTERVAL = 0.2  # seconds between two polls
 STEP_TIMEOUT = 60.0  # seconds that a worker may take to end its current step
 MAX_DEATHS = 10  # the pool gives up after this many deaths without a finished job
-WAITING_NOTE_DELAY = 60.0  # seconds after which the user is told that workers have not started yet
+WAITING_NOTE_DELAY = 60.0  # seconds after which a note says that workers have not started yet
 CPU_NICENESS = 10  # niceness of workers on CPUs, so that the server stays responsive
 GPU_FILES = "/dev/nvidia[0-9]*"
 MakerFactory = Callable[[JobStore], Maker]
@@ -230,7 +230,7 @@ class Pool:
         self.workers: dict[int, WorkerHandle] = {}  # by index
         self._start_worker, self._draining = start_worker, set[str]()
         self._consecutive_deaths, self._ended_jobs = 0, -1.0
-        self._waiting_since, self._has_noted_waiting = monotonic(), False
+        self._waiting_since, self._has_reported_waiting = monotonic(), False
 
     def poll(self) -> None:
         """Replace dead workers, start missing ones, and drain surplus ones.
@@ -279,13 +279,13 @@ class Pool:
             )
         self.note(f"a worker died, {death_cause}: starting another one")
 
-    def _note_waiting(self, registered: int) -> None:
+    def _note_waiting(self, num_registered: int) -> None:
         """If workers take long to start, report once that they wait for resources of the cluster or load the model."""
-        if registered >= len(self.workers):
-            self._waiting_since, self._has_noted_waiting = monotonic(), False
-        elif not self._has_noted_waiting and monotonic() - self._waiting_since > WAITING_NOTE_DELAY:
-            self._has_noted_waiting = True
-            missing = f"{len(self.workers) - registered} of {pluralize(len(self.workers), 'worker')}"
+        if num_registered >= len(self.workers):
+            self._waiting_since, self._has_reported_waiting = monotonic(), False
+        elif not self._has_reported_waiting and monotonic() - self._waiting_since > WAITING_NOTE_DELAY:
+            self._has_reported_waiting = True
+            missing = f"{len(self.workers) - num_registered} of {pluralize(len(self.workers), 'worker')}"
             self.note(f"waiting for the cluster's resources, or loading: {missing}")
 
     def run(self, should_stop: Callable[[], bool]) -> None:

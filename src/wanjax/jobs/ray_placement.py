@@ -10,8 +10,13 @@ from wanjax.errors import WanjaxError
 # Maps names of resources in actor options to their names in a placement group
 BUNDLE_NAMES = {"num_cpus": "CPU", "num_gpus": "GPU"}
 FIRST_HOST = "first"  # prefix of resources for the first host of a multi-host worker
-SLICE, WORKER_ID, POD, NODE = "ray.io/tpu-slice-name", "ray.io/tpu-worker-id", "ray.io/tpu-pod-type", "ray.io/node-id"
-"""Labels that Ray gives to the hosts of a TPU slice. Every host has the label NODE."""
+SLICE_LABEL, WORKER_ID_LABEL, POD_LABEL, NODE_LABEL = (
+    "ray.io/tpu-slice-name",
+    "ray.io/tpu-worker-id",
+    "ray.io/tpu-pod-type",
+    "ray.io/node-id",
+)
+"""Labels that Ray gives to the hosts of a TPU slice. Every host has `NODE_LABEL`."""
 ACTOR_OPTIONS = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4}  # the pool restarts an actor, not Ray
 
 
@@ -45,8 +50,8 @@ def _slice_head_resource(ray: Any, hosts: int) -> dict[str, float]:
     slices: dict[str, list[str]] = {}
     for node in ray.nodes():
         labels = node.get("Labels", {})
-        if node["Alive"] and SLICE in labels:
-            slices.setdefault(labels[SLICE], []).append(labels.get(POD, ""))
+        if node["Alive"] and SLICE_LABEL in labels:
+            slices.setdefault(labels[SLICE_LABEL], []).append(labels.get(POD_LABEL, ""))
     pod_types = {pods[0] for pods in slices.values() if len(pods) == hosts}
     if slices and not pod_types:
         sizes = ", ".join(sorted({f"{len(pods)} ({pods[0]})" for pods in slices.values()}))
@@ -90,9 +95,9 @@ def start_group(
     strategy = "STRICT_SPREAD" if spread else "PACK"
     group_options: dict[str, Any] = {"strategy": strategy}
     if "TPU" in bundles[0]:
-        worker_labels = [{WORKER_ID: str(host)} for host in range(len(bundles))]
+        worker_labels = [{WORKER_ID_LABEL: str(host)} for host in range(len(bundles))]
         group_options = {
-            "topology_strategy": {SLICE: "STRICT_PACK", NODE: strategy},
+            "topology_strategy": {SLICE_LABEL: "STRICT_PACK", NODE_LABEL: strategy},
             "bundle_label_selector": worker_labels,
         }
     group = ray.util.placement_group(list(map(dict, bundles)), **group_options)

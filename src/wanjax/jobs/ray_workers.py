@@ -198,8 +198,8 @@ class RemoteStore(JobStore):
             ray: The connected Ray module.
             store: A job store on an SQLite file of this host.
         """
-        schedule, context = ray.util.scheduling_strategies, ray.get_runtime_context()
-        this_node = schedule.NodeAffinitySchedulingStrategy(context.get_node_id(), False)
+        strategies, context = ray.util.scheduling_strategies, ray.get_runtime_context()
+        this_node = strategies.NodeAffinitySchedulingStrategy(context.get_node_id(), False)
         options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": this_node}
         remote = cls(f"jobs-{token_hex(4)}", store.retry_seconds, store.namespace)
         actor_class = ray.remote(JobStore).options(
@@ -244,7 +244,9 @@ class RemoteStore(JobStore):
                 if isinstance(error, WanjaxError):
                     raise
                 if monotonic() >= deadline:
-                    raise Unavailable(f"the Ray actor {self.actor} of the job store does not answer") from error
+                    raise Unavailable(
+                        f"the Ray actor {self.actor} of the job store does not answer: try again later"
+                    ) from error
             sleep(RETRY_INTERVAL)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read requests for many videos from a file: a prompt on each line, or a table with one request per row.
+"""Read the requests of a batch from a file: a prompt on each line, or a table with one request per row.
 
 This module does not import JAX, because a process that only adds jobs must not occupy the devices.
 """
@@ -22,21 +22,21 @@ from wanjax.stores.paths import parse_path
 
 LINE, ITEM, CSV_ROW = "line", "item", "row below the header"  # nouns for rows in messages; `ROW` for .parquet
 ROW_EXAMPLE = '{"prompt": "a red circle", "seed": 1}'
-EMPTY = {
+EMPTY_FILE_MESSAGES = {
     LINE: "has no prompt: write one on each line",
-    ITEM: f"is an array without items: add requests such as {ROW_EXAMPLE}",
+    ITEM: f"is an empty array: add requests such as {ROW_EXAMPLE}",
     CSV_ROW: "has no rows below the header: write a row for each video",
     ROW: "has no rows: write a row for each video",
 }
 """The error and the advice for a file without requests, by the noun for its rows."""
-JSON_LINES = (".jsonl", ".ndjson")
+JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 JSON_START = re.compile(
     r"""[\[{]\s*(?:["\[\]{}]|$)"""
 )  # matches the start of an array or an object on the first line of a file
 PROMPT_SETTINGS = ("prompt", "original_prompt")  # settings that may differ between the requests of a list
 DELIMITERS = ",;\t"  # separators in CSV files; in many countries spreadsheets write semicolons
-SPREADSHEETS = (".xlsx", ".xls", ".ods", ".tsv")  # suffixes of tables that are not read
-MAX_HEADER = 2000  # a header is searched in this many characters of the first line
+SPREADSHEET_SUFFIXES = (".xlsx", ".xls", ".ods", ".tsv")  # suffixes of tables that are not read
+MAX_HEADER_CHARS = 2000  # the number of characters of the first line in which a header is searched
 PROMPT_COLUMNS = ("caption", "text")  # names of the prompt's column in tables of other programs
 MAX_LISTED = 10  # the maximum number of errors in a message, and of row ranges for one error
 
@@ -65,9 +65,9 @@ def read_requests(file: str, row_errors: "RowErrors | None" = None) -> list[Vide
             raise
         if isinstance(error, IsADirectoryError):
             raise WanjaxError(f"{name} is a folder: give a file with requests") from error
-        raise WanjaxError(f"cannot read the prompts in {name}: {reason(error)}") from error
+        raise WanjaxError(f"the prompts in {name} cannot be read: {reason(error)}") from error
     if not rows:
-        raise WanjaxError(f"{name} {EMPTY[row_noun]}")
+        raise WanjaxError(f"{name} {EMPTY_FILE_MESSAGES[row_noun]}")
     errors, requests = RowErrors() if row_errors is None else row_errors, []
     for number, row in rows:
         try:
@@ -138,7 +138,7 @@ def _read_rows(file: str) -> tuple[str, Iterable[tuple[int, Any]]]:
     suffix = "" if file == "-" else Path(file).suffix.lower()
     if suffix == ".parquet":
         return ROW, enumerate(_read_parquet(Path(file).expanduser()), 1)
-    if suffix in SPREADSHEETS:
+    if suffix in SPREADSHEET_SUFFIXES:
         raise WanjaxError(
             f"{file} is a table of a kind that wanjax cannot read: save it as {Path(file).with_suffix('.csv').name}"
         )
@@ -148,7 +148,7 @@ def _read_rows(file: str) -> tuple[str, Iterable[tuple[int, Any]]]:
     lines = [(number, line) for number, raw_line in enumerate(text.splitlines(), 1) if (line := strip_text(raw_line))]
     if not lines:
         return LINE, ()
-    if suffix not in (".json", *JSON_LINES) and not JSON_START.match(lines[0][1]):
+    if suffix not in (".json", *JSON_LINES_SUFFIXES) and not JSON_START.match(lines[0][1]):
         if _is_header(lines[0][1]):
             csv_name = "a .csv file" if file == "-" else Path(file).with_suffix(".csv").name
             raise WanjaxError(
@@ -163,7 +163,7 @@ def _read_rows(file: str) -> tuple[str, Iterable[tuple[int, Any]]]:
         if len(lines) == 1 and not isinstance(parsed, list):
             return LINE, [(lines[0][0], parsed)]
         return ITEM, enumerate(parsed if isinstance(parsed, list) else [parsed], 1)
-    if suffix not in JSON_LINES and not lines[0][1].endswith("}"):
+    if suffix not in JSON_LINES_SUFFIXES and not lines[0][1].endswith("}"):
         raise parsed
     return LINE, ((number, _parse_json(line, "the line", f"write a row as {ROW_EXAMPLE}")) for number, line in lines)
 
@@ -220,7 +220,7 @@ def _known_columns(text: str, delimiter: str) -> set[str]:
 def _is_header(line: str) -> bool:
     """Whether a line is the header of a table, and not a prompt with commas."""
     for delimiter in DELIMITERS:
-        columns = _known_columns(line[:MAX_HEADER], delimiter)
+        columns = _known_columns(line[:MAX_HEADER_CHARS], delimiter)
         has_prompt = not columns.isdisjoint(("prompt", *PROMPT_COLUMNS))
         if len(columns) > 1 and (has_prompt or len(columns) == line.count(delimiter) + 1):
             return True
@@ -270,7 +270,7 @@ def _parse_request(number: int, row_noun: str, row: Any, folder: Path) -> VideoR
     fields = {"prompt": row} if isinstance(row, str) else row
     with json_values():
         if not isinstance(fields, Mapping):
-            raise WanjaxError(f"{repr_short(row)} is neither a prompt nor an object of settings")
+            raise WanjaxError(f"{repr_short(row)} is neither a prompt nor an object of settings: write {ROW_EXAMPLE}")
         request = VideoRequest.parse(fields, row=number, row_noun=row_noun, accepted_names=_row_fields())
 
     def resolve(name: str) -> str:
@@ -301,12 +301,12 @@ def with_shared(request: VideoRequest, shared: VideoRequest) -> VideoRequest:
         shared: The request of the command, from `shared_by_all`.
     """
     complete_request = request.with_defaults(shared)
-    absent = {
+    unused_names = {
         name for name in shared.settings if name not in request.settings and not complete_request.has_effect(name)
     }
     return replace(
         complete_request,
-        settings={name: value for name, value in complete_request.settings.items() if name not in absent},
+        settings={name: value for name, value in complete_request.settings.items() if name not in unused_names},
     )
 
 

@@ -98,8 +98,8 @@ def requeue_dead(store: JobStore) -> None:
     """
     store.requeue_expired()
     for worker in store.workers():
-        process = worker.facts.get("process")
-        if worker.facts.get("host") != HOST_NAME or not isinstance(process, int):
+        process = worker.info.get("process")
+        if worker.info.get("host") != HOST_NAME or not isinstance(process, int):
             continue
         if process == os.getpid() or not psutil.pid_exists(process):
             store.requeue_lost(worker.name)

@@ -6,9 +6,9 @@ from the lease until it finishes or requeues the job, or until the lease expires
 never reused, so a worker whose lease expired cannot change a job that another worker owns now. All times come from the
 database's clock, so the clocks of the hosts do not matter.
 
-Jobs, workers and counters belong to a namespace. There is one namespace for each shared folder of videos
-(`wanjax.jobs.sharing`). One database may have many namespaces. Clients of one namespace do not see another namespace.
-In the tables, the column `place` holds the namespace.
+Jobs, workers and counters belong to a namespace. Each shared folder of videos has one namespace
+(`wanjax.jobs.sharing`). One database may have many namespaces. A client sees only its own namespace.
+In the tables, the column `place` has the namespace, and the column `facts` has `WorkerRow.info`.
 
 Each change gets a version number. Versions increase in commit order, because the row `clock` stays locked until the
 commit. A transaction takes this lock before any other, which prevents deadlocks. A version is at least the time in
@@ -103,7 +103,7 @@ class QueueFull(Exception):
     """
 
     def __init__(self, limit: int):
-        super().__init__(f"the queue has {pluralize(limit, 'video')}, the limit of this server: try again later")
+        super().__init__(f"the queue has {pluralize(limit, 'video')}, which is the limit: try again later")
         self.limit = limit
 
     def __reduce__(self) -> Any:
@@ -195,13 +195,13 @@ class WorkerRow:
     Args:
         name: The worker's name.
         state: LOADING or READY.
-        facts: The worker's host, process and models.
+        info: The worker's host, process and models.
         draining: Whether the worker was asked to requeue its jobs and to exit.
     """
 
     name: str
     state: str
-    facts: dict[str, Any]
+    info: dict[str, Any]
     draining: bool
 
 
@@ -472,7 +472,7 @@ class JobStore:
         )
 
     def purge(self, id: str) -> None:
-        """Record that the files of a removed job were deleted. The row of the job is deleted one day after the removal.
+        """Record that the files of a removed job were deleted. The job's row is deleted one day after its removal.
 
         Args:
             id: The job's id.
@@ -521,7 +521,7 @@ class JobStore:
             rows = db.rows(
                 f"SELECT name, state, facts, draining FROM workers WHERE {db.live_workers_sql} ORDER BY name"
             )
-            return [WorkerRow(name, state, json.loads(facts), bool(draining)) for name, state, facts, draining in rows]
+            return [WorkerRow(name, state, json.loads(info), bool(draining)) for name, state, info, draining in rows]
 
         return self._read(read)
 
@@ -530,19 +530,19 @@ class JobStore:
         sql = "SELECT DISTINCT model FROM jobs WHERE place = :place AND status = 'queued'"
         queued_models = self._read(lambda db: db.rows(sql))
         served = (
-            {model for worker in self.workers() for model in worker.facts.get("models", ())} if queued_models else ()
+            {model for worker in self.workers() for model in worker.info.get("models", ())} if queued_models else ()
         )
         return sorted(model for (model,) in queued_models if model not in served)
 
     # Methods for workers
 
-    def register(self, worker: str, state: str, facts: Mapping[str, Any], ttl: float = TTL) -> None:
+    def register(self, worker: str, state: str, info: Mapping[str, Any], ttl: float = TTL) -> None:
         """Register a worker or update its state, and extend its lease.
 
         Args:
             worker: The worker's name, which no other worker has or had.
             state: LOADING or READY.
-            facts: The worker's host, process and models.
+            info: The worker's host, process and models.
             ttl: Seconds without a heartbeat after which the lease expires.
         """
         self._run(
@@ -553,7 +553,7 @@ class JobStore:
                     expires = excluded.expires""",
                 name=worker,
                 state=state,
-                facts=json.dumps(facts),
+                facts=json.dumps(info),
                 ttl=ttl,
             ),
             durable=False,

@@ -24,7 +24,7 @@ from wanjax.stores.temporary import HOST_NAME
 
 HEARTBEAT_INTERVAL, POLL_INTERVAL = 0.5, 0.2  # seconds between heartbeats, and between polls of an empty queue
 ATTEMPTS = 5  # a job fails after this many workers died while making it
-# the end of the queue is split into this many leases per worker, so that all workers finish at the same time
+# at the end of the queue, each worker takes its share in this many leases, so that all finish at the same time
 LEASES_PER_WORKER = 4
 DISK_FULL = "disk_full"  # an error code after which the worker exits
 INVALID_REQUEST = "invalid_request"  # an error code of a request that would fail again
@@ -350,7 +350,7 @@ def _end_without_making(store: JobStore, maker: Maker, worker: str, job: Job, at
     if earlier_attempts >= attempts:
         times = pluralize(earlier_attempts, "time")
         message = (job.error or {}).get("message") or (
-            f"the server or its worker died {times} while it made this video, so it is not tried again"
+            f"the server or its worker died {times} while it made this video: request the video again to retry"
         )
         return store.fail(worker, job.id, {"code": STOPPED, "message": message})
     return False
