@@ -113,7 +113,7 @@ class Service:
         self._closed = False
 
     def start(self) -> None:
-        """Start the thread that deletes files of removed videos and requeues jobs of workers that stopped reporting."""
+        """Start the thread that deletes files of removed videos and requeues jobs of dead workers."""
         self.sweeper.start()
 
     def end(self) -> None:
@@ -176,23 +176,23 @@ class Service:
         return error_response(details.status, details.message, details.code, getattr(error, "setting", None))
 
     async def create_video(self, request: Request) -> JSONResponse:
-        """Add a job for a form or a JSON object, and answer without waiting for the video."""
-        await run_in_threadpool(self._check_room)  # checked before a large upload is read
+        """Add a job for a form or a JSON object, and respond without waiting for the video."""
+        await run_in_threadpool(self._check_queue)  # checked before a large upload is read
         with raising_storage_errors():  # uploads are spooled to temporary files
             fields, pictures = await _read_in_time(_read_body(request))
         with uploads.reporting_size_errors(fields):
             job = await run_in_threadpool(self._add_job, fields, pictures)
         return JSONResponse(self._video_json(job))
 
-    def _check_room(self) -> None:
-        """Check that another request fits into the queue.
+    def _check_queue(self) -> None:
+        """Check that the queue has room for another request.
 
         Raises:
             QueueFull: The queue is full.
             ClosedError: The server is shutting down.
         """
         if self._closed:
-            raise ClosedError("this server is shutting down: try again after its restart")
+            raise ClosedError("this server is shutting down: try again after it was restarted")
         if self.store.num_waiting() >= self.limits.queue:
             raise QueueFull(self.limits.queue)
 
@@ -224,7 +224,7 @@ class Service:
             raise
 
     def _without_shared(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Leave out fields that equal the values with which the server was started. Metadata can then be sent as a
+        """Remove the fields that equal a value with which the server was started, so that metadata can be sent as a
         request."""
         name = fields.get("model") or self.models.default_name
         shared = next((card["started_with"] for card in self.model_cards if card["id"] == name), {})
@@ -315,15 +315,15 @@ class Service:
     async def reject_unsupported(self, request: Request) -> JSONResponse:
         """Reject a request of OpenAI's videos API that this server does not support."""
         name = request.url.path.rpartition("/")[2]
-        message = f"{name} is not supported: use POST /v1/videos; /v1/models lists the pictures and clips of each model"
+        message = f"{name} is not supported: use POST /v1/videos, with the pictures and clips that /v1/models lists"
         return error_response(400, message, "not_offered")
 
     async def send_content(self, request: Request) -> Response:
         """Send a file of a video. The query `variant` selects it.
 
         `video` is the default, and `thumbnail` is the middle frame of the video. Both exist once the video is
-        completed. `preview` already exists while the video is made. The other variants are the pictures and clips of
-        the request.
+        completed. `preview` exists while the video is made. The other variants are the pictures and clips of the
+        request.
         """
         variant = request.query_params.get("variant", "video")
         job = await self._find_job(request)
@@ -421,12 +421,12 @@ class Service:
         if not isinstance(token, str) or not auth_middleware.is_token(token.strip()):
             message = f"the token is {'wrong' if token else 'missing'}: use the token that the server was started with"
             return error_response(401, message, "invalid_token", "token")
-        answer = Response(status_code=204)
+        response = Response(status_code=204)
         options: Any = {"httponly": True, "samesite": "strict", "max_age": 30 * 86400}
         options["secure"] = is_encrypted(request.scope, request.headers)
         # without a path, browsers limit the cookie to the folder of the page's URL, which the server may not know
-        answer.set_cookie(COOKIE, token.strip(), path=None, **options)
-        return answer
+        response.set_cookie(COOKIE, token.strip(), path=None, **options)
+        return response
 
     async def get_health(self, request: Request) -> JSONResponse:
         state, num_waiting, models_without_worker = await run_in_threadpool(self._health)
@@ -456,7 +456,7 @@ class Service:
 
 
 def _prompt_matcher(text: str) -> Callable[[Mapping[str, Any]], bool]:
-    """Return a function that tells whether a request's prompt contains all words of a text, ignoring case."""
+    """Return a function that returns True if a request's prompt contains all words of a text, ignoring case."""
     words = text.casefold().split()
 
     def matches(request: Mapping[str, Any]) -> bool:
@@ -477,14 +477,14 @@ def _unfinished_response(job: Job) -> JSONResponse:
     message = f"the video is {job.status.replace('_', ' ')}: its files exist once it is completed"
     if job.status == FAILED:
         outcome = "was cancelled" if job.cancel else "failed"
-        message = f"the video {outcome}, so it has no files: POST /v1/videos to make another one"
+        message = f"the video {outcome}, so it has no files: request another one with POST /v1/videos"
     return error_response(409, message)
 
 
 def _missing_file_response(name: str) -> JSONResponse:
-    message = f"the file {name} of this video was deleted: POST /v1/videos to make the video again"
+    message = f"the file {name} of this video was deleted: request the video again with POST /v1/videos"
     if name == PREVIEW:
-        message = "this video has no preview: a server without --no-preview writes one during the steps of a video"
+        message = "this video has no preview: start the server without --no-preview, and ask again after some steps"
     return error_response(404, message, "not_found")
 
 
@@ -526,7 +526,7 @@ async def _read_single_file(request: Request) -> tuple[str, bytes]:
         if len(files) != 1 or len(form) != 1:
             raise HTTPException(
                 400,
-                f"the form has no file named {FIELD}, or more: send it alone, as curl does with -F {FIELD}=@FILE",
+                f"the form must have one field, the file {FIELD}: send it as curl does with -F {FIELD}=@FILE",
             )
         if not (data := await files[0].read()):
             raise uploads.empty_file_error(FIELD)

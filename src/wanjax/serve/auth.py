@@ -25,10 +25,10 @@ from wanjax.errors import WanjaxError, repr_short
 
 COOKIE = "wanjax_token"
 HEALTH = "/health"
-OPEN_PATHS = ("/login", HEALTH)  # paths that need no token, in addition to the page and its files
-PAGE, PAGE_FOLDER = "/", "/page/"
-MAX_PARALLEL_UPLOADS = 8  # the limit of all bodies that arrive at the same time, as a multiple of `upload`
-SEND_TIMEOUT = 60.0
+PUBLIC_PATHS = ("/login", HEALTH)  # paths that need no token, in addition to the page and its files
+PAGE_PATH, PAGE_FOLDER = "/", "/page/"
+MAX_PARALLEL_UPLOADS = 8  # all bodies that arrive at the same time may have this many times `max_body_bytes`
+SEND_TIMEOUT = 60.0  # seconds in which a client must accept a part of a response
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 PROXY_HEADERS = ("forwarded", "via", "x-real-ip")  # headers that proxies add
 PROXY_HEADER_PREFIX = "x-forwarded"  # X-Forwarded-For, -Host, -Proto, -Port and others
@@ -76,7 +76,7 @@ class Origin(NamedTuple):
 
 
 class Access(NamedTuple):
-    """The rule for who may send requests: clients with the token, or only this machine if the token is None.
+    """The clients that may send requests: clients with the token, or only this machine if the token is None.
 
     Args:
         token: The token of the server.
@@ -96,13 +96,13 @@ class Access(NamedTuple):
         if token is None and not is_loopback(host):
             raise WanjaxError(
                 f"{host} is reachable from other machines, which requires a token: set one of {MIN_TOKEN_LENGTH} "
-                f"characters or more with --token, or by WANJAX_TOKEN"
+                "characters or more with --token or WANJAX_TOKEN"
             )
         if token is not None and (len(token) < MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable()):
             raise WanjaxError(
                 f"the token must have at least {MIN_TOKEN_LENGTH} characters, all printable ASCII: use a longer one"
             )
-        accepted = []
+        accepted_origins = []
         for text in origins:
             if token is None:
                 raise WanjaxError(
@@ -111,8 +111,8 @@ class Access(NamedTuple):
             if (origin := Origin.read(text)) is None:
                 example = "https://videos.example, without a path"
                 raise WanjaxError(f"--origin {repr_short(text)} is not an origin: use one such as {example}")
-            accepted.append(origin)
-        return cls(token, tuple(accepted))
+            accepted_origins.append(origin)
+        return cls(token, tuple(accepted_origins))
 
 
 class TruncatedResponse(Exception):
@@ -125,14 +125,14 @@ class AuthMiddleware:
     Args:
         application: The wrapped application.
         access: Who may send requests.
-        upload: Limit of one request body, in bytes.
+        max_body_bytes: The maximum size of one request body.
         status_counts: Receives the number of responses by status.
     """
 
-    def __init__(self, application: ASGIApp, access: Access, upload: int, status_counts: Counter[int]):
+    def __init__(self, application: ASGIApp, access: Access, max_body_bytes: int, status_counts: Counter[int]):
         self.application = application
         self.token, self.origins = access
-        self.upload = upload
+        self.max_body_bytes = max_body_bytes
         self.status_counts = status_counts
         self.pending_bytes = 0  # the bytes that have arrived of all request bodies that are not complete
 
@@ -170,12 +170,12 @@ class AuthMiddleware:
         ):
             message = FOREIGN_PAGE_MESSAGE.format(repr_short(headers["origin"]))
             return error_response(403, message, "forbidden")
-        is_open = scope["path"] in OPEN_PATHS or _is_page(scope["path"])
-        if self.token is not None and not is_open and not any(map(self.is_token, _request_tokens(headers))):
+        is_public = scope["path"] in PUBLIC_PATHS or _is_page(scope["path"])
+        if self.token is not None and not is_public and not any(map(self.is_token, _request_tokens(headers))):
             message = "the token is missing or wrong: send the header `Authorization: Bearer TOKEN`"
             return error_response(401, message, "invalid_token", www_authenticate="Bearer")
         length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length[:20]) > self.upload:
+        if not length.isdecimal() or int(length[:20]) > self.max_body_bytes:
             return error_response(413, self._size_message(), "too_large", connection="close")
         return None
 
@@ -210,16 +210,16 @@ class AuthMiddleware:
             message = await receive()
             part_sizes.append(len(message.get("body", b"")))
             self.pending_bytes += part_sizes[-1]
-            if sum(part_sizes) > self.upload:
+            if sum(part_sizes) > self.max_body_bytes:
                 raise HTTPException(413, self._size_message())
-            if self.pending_bytes > MAX_PARALLEL_UPLOADS * self.upload:
+            if self.pending_bytes > MAX_PARALLEL_UPLOADS * self.max_body_bytes:
                 raise HTTPException(503, "too many large requests at the same time: try again later")
             return message
 
         return read
 
     def _size_message(self) -> str:
-        return f"the request is too large: it may have {self.upload / 2**20:g} MiB at most"
+        return f"the request is too large: it may have {self.max_body_bytes / 2**20:g} MiB at most"
 
 
 def _request_tokens(headers: Headers) -> Iterator[str]:
@@ -265,7 +265,7 @@ def _remote_reason(scope: Scope, headers: Headers) -> str | None:
 
 def _is_page(path: str) -> bool:
     """Return True if a path belongs to the page or its files, which are public."""
-    return path == PAGE or path.startswith(PAGE_FOLDER)
+    return path == PAGE_PATH or path.startswith(PAGE_FOLDER)
 
 
 def forwarded_origin(headers: Headers) -> Origin | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits on connections: how many may be open, and how long a client may keep the server waiting.
+"""Limit the number of open connections, and the time that the server waits for a client.
 
 An idle connection costs a client nothing, but uses one of the server's few file descriptors. Requests must therefore
 arrive within a timeout. If too many connections are open, the server closes the connection that has waited longest for
@@ -61,5 +61,5 @@ class Connection(H11Protocol):
             self._timer = None
 
     def _close_if_late(self) -> None:
-        if self.client_timeout is not None:  # None: the data has arrived in the meantime
+        if self.client_timeout is not None:  # None: the client has sent its data in the meantime
             self.transport.abort()

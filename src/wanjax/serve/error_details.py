@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors as clients see them.
+"""Describe errors for clients.
 
-Such an error says whether the client or the server is the cause, and contains no paths of the server.
+A description says whether the client or the server caused the error, and contains no paths of the server.
 """
 
 import errno
@@ -28,8 +28,8 @@ server.
 """
 DISK_FULL_MESSAGE = "the server's disk is full: delete videos, then try again"
 OUT_OF_MEMORY = "this video does not fit into the memory of the devices: use a smaller size or fewer frames"
-STORE_MESSAGE = "the server cannot access its remote store: see its log for the details"
-UNEXPECTED = "the server failed: see its log for the details"
+STORE_MESSAGE = "the server cannot access its remote store: see the server's log"
+UNEXPECTED = "the server failed: see its log"
 ROUTE = r"/(?:v1/(?:videos|models|events|requests)|health|metrics|login|openapi\.json)(?![\w.-])"
 """Matches a path of the HTTP interface."""
 # matches the folder of an absolute path
@@ -37,7 +37,7 @@ FOLDER_PATTERN = re.compile(rf"(?<![\w.:/~-])(?!{ROUTE})~?/(?:[^\s/'\"]+/)*(?=[^
 
 
 class ErrorDetails(NamedTuple):
-    """An error as a client sees it.
+    """The description of an error for a client.
 
     Args:
         status: The HTTP status.
@@ -78,9 +78,7 @@ def describe_error(error: Exception, folders: Iterable[AnyPath]) -> ErrorDetails
         if isinstance(cause, StoreError):
             return ErrorDetails(502, STORAGE, STORE_MESSAGE)
         if isinstance(cause, DatabaseError):
-            message = (
-                DISK_FULL_MESSAGE if cause.is_full else "the server's database failed: see its log for the details"
-            )
+            message = DISK_FULL_MESSAGE if cause.is_full else "the server's database failed: see the server's log"
             return ErrorDetails(507, STORAGE, message)
         if isinstance(cause, OSError) and cause.errno in STATUS_BY_ERRNO:
             message = DISK_FULL_MESSAGE if is_full(cause) else f"the server cannot access its files: {reason(cause)}"

@@ -11,7 +11,7 @@ from wanjax.figures import pluralize
 from wanjax.media.bounds import MEDIA_LIMITS
 from wanjax.pipelines.settings import Setting, Settings
 
-CLIP_FACTOR = 8  # all frames of a clip together may have this many times the pixels that pictures may have
+CLIP_FACTOR = 8  # all frames of a clip together may have `picture` pixels times this factor
 PIXEL_FACTOR = 4  # a video may have this many times the pixels of the model's default video
 
 

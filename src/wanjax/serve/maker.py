@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The class that makes a server's videos. Each video has a folder with its thumbnail, preview and notes."""
+"""Make a server's videos. Each video has a folder with its file, thumbnail and preview."""
 
 import time
 import traceback
@@ -161,8 +161,8 @@ class ServedMaker(VideoMaker):
                 run := Run(pipe, [prepared], pictures, observers=[progress, *self.observers], **self.run_options)
             ):
                 with run.decode_stage(prepared):
-                    clips = with_thumbnail(map(np.asarray, frames), settings.length, local_folder / THUMBNAIL)
-                    write_frames(output, clips, prepared)
+                    chunks = with_thumbnail(map(np.asarray, frames), settings.length, local_folder / THUMBNAIL)
+                    write_frames(output, chunks, prepared)
             if isinstance(folder, RemotePath):  # after the video, so that a failing store does not lose the video
                 (folder / THUMBNAIL).upload(local_folder / THUMBNAIL)
 

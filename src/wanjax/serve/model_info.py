@@ -127,8 +127,7 @@ def _step_caches(pipe: Pipeline) -> list[str]:
 
 
 def _guidance_rules(pipe: Pipeline) -> list[str]:
-    """List the guidance rules that the model supports. Each rule is tried with a guidance scale above 1, if the model
-    supports such a scale."""
+    """List the guidance rules that the model supports, with its default guidance scale or with a scale above 1."""
     scales = pipe.defaults.guidance_scale, 2.0
     pairs = [(name, scale) for name in guidance.RULES for scale in scales]
     accepted = _working_choices(pairs, lambda pair: pipe.settings(guidance_rule=pair[0], guidance_scale=pair[1]))
@@ -166,7 +165,7 @@ def with_scheduler(pipe: Pipeline, name: str | None) -> Pipeline:
 
 
 def describe_inputs(model: VideoModel) -> dict[str, dict[str, Any]]:
-    """Return the pictures and clips that the model takes. Each has a description, and says whether it is required."""
+    """Describe the pictures and clips that the model takes: what each is for, and whether it is required."""
     with_image = model.spec.image_with_video
     extra_help = {"video": f" With an image, {with_image}."} if with_image else {}
     return {
@@ -182,9 +181,9 @@ def describe_inputs(model: VideoModel) -> dict[str, dict[str, Any]]:
 def strip_folders(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Replace paths in metadata by file names, because clients may read the metadata."""
 
-    def base_names(entry: str, value: Any) -> Any:
+    def strip_entry(entry: str, value: Any) -> Any:
         if isinstance(value, list):
-            return [base_names(entry, element) for element in value]
+            return [strip_entry(entry, element) for element in value]
         if not isinstance(value, str):
             return value
         if entry != "lora":
@@ -192,7 +191,7 @@ def strip_folders(metadata: Mapping[str, Any]) -> dict[str, Any]:
         return str(replace(lora := Lora.parse(value), file=base_name(lora.file)))
 
     cleaned = {
-        name: base_names(name, value) if name in file_entry_names() else value for name, value in metadata.items()
+        name: strip_entry(name, value) if name in file_entry_names() else value for name, value in metadata.items()
     }
     if digests := metadata.get(DIGESTS_KEY):
         cleaned[DIGESTS_KEY] = {base_name(path): digest for path, digest in digests.items()}

@@ -33,7 +33,7 @@ EXPECTED_FILE = "send a workflow of ComfyUI, or a video or picture that ComfyUI 
 
 
 class RequestFileParser:
-    """Reads the fields that a file has for the models of a server.
+    """Reads the fields of a request from a file, for the models of a server.
 
     Args:
         models: The models that requests may name.
@@ -50,7 +50,7 @@ class RequestFileParser:
         """Read a file.
 
         Args:
-            name: The name that the client gives the file; its suffix tells the format.
+            name: The name that the client gives the file; its suffix determines the format.
             data: The contents.
 
         Returns:
@@ -62,7 +62,7 @@ class RequestFileParser:
         title, suffix = shown(base_name(name)), PurePath(name).suffix.lower()
         if suffix not in FILE_SUFFIXES:
             expected_suffixes = ", ".join(each.removeprefix(".") for each in FILE_SUFFIXES)
-            raise SettingError(f"{title} is of another kind ({expected_suffixes}): {EXPECTED_FILE}", FIELD)
+            raise SettingError(f"{title} has none of the suffixes {expected_suffixes}: {EXPECTED_FILE}", FIELD)
         with DECODE_LOCK, temp_dir() as folder:  # only one file is in memory at a time
             path = folder / f"file{suffix}"
             path.write_bytes(data)
@@ -128,7 +128,7 @@ class RequestFileParser:
         """Return the model that a file names, if the server has it; otherwise the served model."""
         if name in self.cards:
             return str(name)
-        self.notes.append(f"{source}, and this server has {' and '.join(self.cards)}")
+        self.notes.append(f"{source}, but this server has {' and '.join(self.cards)}")
         return self.models.default_name
 
     def _accepted(self, model: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class RequestFileParser:
                 if value in schedulers:
                     fields[name] = value
                 else:
-                    self.notes.append(f"{model} has no solver {shown(str(value))}, and keeps {schedulers[0]}")
+                    self.notes.append(f"{model} has no solver {shown(str(value))}, and uses {schedulers[0]}")
                 continue
             if name not in settings:
                 unused += [] if value in ("", False, card["defaults"].get(name)) else [name.replace("_", " ")]
@@ -161,7 +161,7 @@ class RequestFileParser:
                 continue
             choices = settings[name].get("enum")
             if choices and parsed.settings[name] not in choices:
-                self.notes.append(f"{model} has no {name} {value}, and keeps {settings[name]['default']}")
+                self.notes.append(f"{model} has no {name} {value}, and uses {settings[name]['default']}")
             else:
                 fields[name] = parsed.settings[name]
         if unused:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The variants of a server's model: presets that differ only in their LoRAs, and LoRAs with other strengths.
 
-LoRAs are merged into the denoising networks. All variants share the other networks. One variant is in memory at a time;
-a video that needs another variant loads it.
+LoRAs are merged into the denoising networks. All variants share the other networks. One variant is in memory at a time.
+If a video needs another variant, the worker loads that variant.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ Strengths = Mapping[str, float]
 
 
 class ServedModels:
-    """The models and LoRAs that requests may name. Pickling it leaves out the weights.
+    """The models and LoRAs that requests may name. A pickled object has no weights.
 
     Args:
         pipes: The pipelines by model name, the served model first.
@@ -46,7 +46,7 @@ class ServedModels:
         return _build_without_weights, (pipe_args, self.default_strengths, self.folders)
 
     def model(self, name: str | None) -> Pipeline:
-        """Return a model's pipeline, from which callers read its settings. None means the served model.
+        """Return the pipeline of a model. Callers read only its settings. None means the served model.
 
         Raises:
             SettingError: The server does not have this model.
@@ -57,7 +57,7 @@ class ServedModels:
         return pipe
 
     def check_loras(self, requested: object) -> None:
-        """If a request names LoRAs, check that the server has LoRAs, and that each LoRA in a text has a strength.
+        """If a request names LoRAs, check that the server has LoRAs. In a text, check that each LoRA has a strength.
 
         Args:
             requested: The field `lora` of a request, before it is parsed.

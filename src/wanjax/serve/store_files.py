@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses that send a file of a remote store, or the part that a Range header selects (RFC 9110, section 14)."""
+"""Send a file of a remote store, or the part of it that a Range header selects (RFC 9110, section 14)."""
 
 import logging
 import re
@@ -29,7 +29,7 @@ async def range_response(request: Request, file: RemotePath, media_type: str, do
         download_name: The file name for a download.
 
     Raises:
-        Missing: The file does not exist.
+        MissingObjectError: The file does not exist.
         StoreError: The store cannot be reached when the response is created.
     """
     size = await run_in_threadpool(file.size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deletion of the files of removed videos, and requeueing of jobs whose workers stopped reporting."""
+"""Delete the files of removed videos, and requeue jobs whose workers stopped sending heartbeats."""
 
 import logging
 import shutil

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsing of requests: fields become settings of the model, and pictures become files.
+"""Parse the requests of clients: fields become settings of the model, and pictures become files.
 
 The fields have the names of the library's settings, or come from OpenAI's videos API: `size` as a text, `seconds`,
 `input_reference` and `model`. Every invalid field raises WanjaxError.
@@ -48,7 +48,7 @@ CLIP_STEM = "clip"  # the file stem of the input `video`; the stem `video` would
 OTHER_FIELDS = {name: SCHEDULER.name for name in ("sampler", "sampler_name", "sample_solver", "solver")} | {
     "generator": "seed=42"
 }
-"""Fields that other programs use in requests for a video, each with the advice what to use instead."""
+"""Fields that other programs use in requests for a video, each with the field to use instead."""
 DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
 
 
@@ -107,10 +107,9 @@ class LargeNumber(str):
 
 
 def check_json_types(fields: Mapping[str, Any]) -> None:
-    """Check that numbers and booleans of a JSON object are not texts. Only forms and queries may send numbers and
-    booleans as texts.
+    """Check that numbers and booleans of a JSON object are not texts, as they are in a form.
 
-    `seconds` may be a text, because clients of OpenAI's API send it as one.
+    `seconds` may be a text, because clients of OpenAI's API send a text.
 
     Raises:
         SettingError: A number or a boolean is a text.
@@ -155,7 +154,7 @@ def _advice(name: str, names: Collection[str]) -> str:
     if name in OTHER_FIELDS:
         return f"use {OTHER_FIELDS[name]}"
     if name in LOAD_KEYWORDS:
-        return "the server was started with it, so leave it out; the list of models has its value in started_with"
+        return "it is fixed when the server starts, so leave it out; started_with in /v1/models has its value"
     similar = near_names(name, names, 1)
     if name in schema(Settings):
         return "it has no effect for this model, so leave it out" + (f", or use {similar[0]}" if similar else "")
@@ -186,7 +185,8 @@ def _decode_data_url(name: str, value: Any) -> bytes:
     try:
         data = base64.b64decode(match[1], validate=True)
     except binascii.Error as error:
-        raise SettingError(f"the data: URL of {name} is not valid base64: {error}", name) from error
+        problem = f"the data: URL of {name} is not valid base64 ({error})"
+        raise SettingError(f"{problem}: encode the file again", name) from error
     if not data:
         raise empty_file_error(name)
     return data
@@ -233,7 +233,7 @@ def save_pictures(
     file_names: dict[str, Any] = {}
     remaining_pixels = limits.picture
     for name, contents in pictures.items():
-        several, is_still = inputs[name].kind == "images", inputs[name].kind in ("image", "images")
+        takes_several, is_still = inputs[name].kind == "images", inputs[name].kind in ("image", "images")
         for index, data in enumerate(contents):
             stem = file_stem(inputs[name], index)
             suffix = None if is_still else _clip_suffix(data)
@@ -248,7 +248,7 @@ def save_pictures(
                         suffix, data = "png", _encode_png(to_picture(image, name))
             file_name = f"{stem}.{suffix}"
             (folder / file_name).write_bytes(data)
-            file_names[name] = [*file_names.get(name, []), file_name] if several else file_name
+            file_names[name] = [*file_names.get(name, []), file_name] if takes_several else file_name
     return file_names
 
 

@@ -21,19 +21,19 @@ function Icon({ name }) {
   return html`<svg class="icon" viewBox="0 0 24 24" aria-hidden="true"><path d=${ICONS[name]} /></svg>`;
 }
 
-const REQUEST_FILES = ".json,.png,.apng,.webp,.gif,.mp4,.mov,.webm,.mkv,.m4v"; // that a server can read as requests
+const REQUEST_FILES = ".json,.png,.apng,.webp,.gif,.mp4,.mov,.webm,.mkv,.m4v"; // files that the server can read as requests
 const WIDE_SCREEN = "(min-width: 62rem)"; // on a wide screen page.css puts the videos next to the form
 const classes = (...names) => names.filter(Boolean).join(" ");
 
-// An error message of a field.
-function FieldError({ of, message }) {
-  return message ? html`<p class="wrong" id=${`wrong-${of}`} role="alert">${message}</p>` : null;
+// The error message of a field, if there is one.
+function FieldError({ name, message }) {
+  return message ? html`<p class="wrong" id=${`wrong-${name}`} role="alert">${message}</p>` : null;
 }
 
 // The error message of a refused file, with a button to dismiss it.
-function RefusedFile({ of, message, dismiss }) {
-  return message ? html`<div class="refused"><${FieldError} of=${of} message=${message} />
-    <button type="button" class="plain" aria-label=${text("dismiss")} title=${text("dismiss")} onClick=${() => dismiss(of)}>✕</button></div>` : null;
+function RefusedFile({ name, message, dismiss }) {
+  return message ? html`<div class="refused"><${FieldError} name=${name} message=${message} />
+    <button type="button" class="plain" aria-label=${text("dismiss")} title=${text("dismiss")} onClick=${() => dismiss(name)}>✕</button></div>` : null;
 }
 
 // Attributes that mark the control of an invalid field for screen readers.
@@ -89,11 +89,11 @@ function Input({ name, model, files, isLost, error, refused, add, remove, dismis
         onChange=${(event) => { add(name, [...event.target.files]); event.target.value = ""; }} /></label>
     <small id=${`does-${name}`}>${fields.inputHelp(name, model)}</small>
     ${isLost && html`<small class="lost" role="status">${text("lost")}</small>`}
-    ${refused ? html`<${RefusedFile} of=${name} message=${refused} dismiss=${dismiss} />` : html`<${FieldError} of=${name} message=${error} />`}
+    ${refused ? html`<${RefusedFile} name=${name} message=${refused} dismiss=${dismiss} />` : html`<${FieldError} name=${name} message=${error} />`}
   </div>`;
 }
 
-// Reads a workflow or a video as a request. It says what the form did not take.
+// A control that fills the form from a workflow or a video. It lists what was left out.
 function RequestFile({ read, state, dismiss }) {
   const [isDragOver, setDragOver] = useState(false);
   const onDrop = (event) => {
@@ -110,7 +110,7 @@ function RequestFile({ read, state, dismiss }) {
     <div role="status">${state.name && html`<div class="filled"><span>${text("file_filled", { name: state.name })}${state.notes.length > 0 && ` ${text("file_notes")}`}
       ${state.notes.length > 0 && html`<ul>${state.notes.map((note) => html`<li key=${note}>${note}</li>`)}</ul>`}</span>
       <button type="button" class="plain" aria-label=${text("dismiss")} title=${text("dismiss")} onClick=${dismiss}>✕</button></div>`}</div>
-    <${RefusedFile} of="request" message=${state.error} dismiss=${dismiss} />
+    <${RefusedFile} name="request" message=${state.error} dismiss=${dismiss} />
   </div>`;
 }
 
@@ -147,7 +147,7 @@ function Setting({ field, form, model, error, set }) {
     ${control}
     <small id=${`${id}-does`}>${fields.helpOf(name, model)}${changed && field.default !== ""
       && html` <span class="own">${text("own_value", { value: field.default })}</span>`}</small>
-    <${FieldError} of=${name} message=${error} />
+    <${FieldError} name=${name} message=${error} />
   </div>`;
 }
 
@@ -166,7 +166,7 @@ function presetsOf(model, models) {
   return presets;
 }
 
-// The expected time of videos, as text. It comes from videos of this server or, without any, from `wanjax plan`.
+// The expected time of videos, as text: from videos of this server or, if there are none, from `wanjax plan`.
 function timeText(form, model, videos, count = 1) {
   if (fields.hasWrongSettings(form, model)) return null;
   const settings = fields.settingsOf(form, model);
@@ -239,7 +239,7 @@ function Seed({ form, errors, change, maxCount, count }) {
         ...${errorAttributes("count", errors.count)} onInput=${(event) => change({ count: event.target.value })} />
       <button type="button" aria-label=${text("more")} disabled=${chosenCount >= maxCount || isCountOfSeeds} onClick=${() => change({ count: chosenCount + 1 })}>+</button></span>
       ${isCountOfSeeds && html`<small>${text("count_seeds")}</small>`}
-      <${FieldError} of="count" message=${errors.count} />
+      <${FieldError} name="count" message=${errors.count} />
     </div>
     <div class="seed"><label for="seed">${text("seed")}</label>
       <span class="stepper"><input id="seed" name="seed" placeholder=${text("seed_drawn")} value=${form.seed} aria-describedby="does-seed"
@@ -248,7 +248,7 @@ function Seed({ form, errors, change, maxCount, count }) {
       <button type="button" class="lock" title=${text(form.locked ? "seed_unlock" : "seed_lock")} aria-pressed=${form.locked}
         aria-label=${text("seed_lock")} onClick=${() => (form.locked ? change({ seed: "", locked: false }) : draw())}><${Icon} name=${form.locked ? "locked" : "open"} /> ${text("lock")}</button></span>
       <small id="does-seed">${text("seed_help")}</small>
-      <${FieldError} of="seed" message=${errors.seed} />
+      <${FieldError} name="seed" message=${errors.seed} />
     </div>
   </div>`;
 }
@@ -266,7 +266,7 @@ function RequestedVideos({ ids, videos, open }) {
 export function Composer({ form, setForm, models, videos, announce, needToken, open: openVideo }) {
   const model = models.find((model) => model.id === form?.model) ?? models[0];
   const [errors, setErrors] = useState({});
-  const [refusedFiles, setRefusedFiles] = useState({}); // error messages by input, "" for a file that no input takes
+  const [refusedFiles, setRefusedFiles] = useState({}); // error messages by input, "" for a file that no input accepts
   const [message, setMessage] = useState("");
   const [isSending, setSending] = useState(false);
   const [asksForPrompt, setAsksForPrompt] = useState(false);
@@ -443,7 +443,7 @@ export function Composer({ form, setForm, models, videos, announce, needToken, o
       ${form.shape === "own" && html`<div class="numbers size">${["width", "height"].map((side) => html`<div key=${side}>
         <label for=${`field-${side}`}>${fields.labelOf(side)}</label>
         <input id=${`field-${side}`} name=${side} inputmode="numeric" value=${form.values[side] ?? ""} ...${errorAttributes(side, errors[side])}
-          onInput=${(event) => set(side, event.target.value)} /><small>${fields.helpOf(side, model)}</small><${FieldError} of=${side} message=${errors[side]} /></div>`)}</div>`}
+          onInput=${(event) => set(side, event.target.value)} /><small>${fields.helpOf(side, model)}</small><${FieldError} name=${side} message=${errors[side]} /></div>`)}</div>`}
       <${Length} form=${form} model=${model} set=${set} change=${change} />
       <${Seed} form=${form} errors=${errors} change=${change} maxCount=${model.limits.queue} count=${count} />
       <details class="drawer" open=${open} onToggle=${(event) => setOpen(event.target.open)}>
@@ -472,7 +472,7 @@ export function Composer({ form, setForm, models, videos, announce, needToken, o
       <button class="main" id="make" aria-busy=${isSending}>${isSending ? text("making") : text(buttonText(form, model, count), { n: count })}</button>
       ${time && html`<span class="cost">${time}</span>`}
       <${RequestedVideos} ids=${form?.from ? [] : requestedIds} videos=${videos} open=${openVideo} />
-      <${RefusedFile} of="" message=${refusedFiles[""]} dismiss=${dismissRefused} />
+      <${RefusedFile} name="" message=${refusedFiles[""]} dismiss=${dismissRefused} />
       <p class="wrong" id="message" role="alert">${message}</p>
     </div>
   </form>`;

@@ -68,7 +68,7 @@ export function emptyForm(model) {
   return { model: model.id, prompt: "", values: {}, files: {}, shape: "", resolution: "", count: 1, seed: "", locked: false, from: null, lost: [] };
 }
 
-// A form as it is stored over a reload. Files cannot be stored: only the names of their inputs are.
+// The part of a form that is stored for a reload. Of files, only the names of their inputs are stored.
 export function storedForm(form) {
   const lost = Object.keys(form.files).filter((name) => form.files[name].length);
   return { ...form, files: {}, from: lost.length ? null : form.from, lost: lost.length ? lost : form.lost };
@@ -87,7 +87,7 @@ export function formOfRequest(request, form, models) {
   return { ...emptyForm(model), prompt, values, files, shape: isDefaultSize ? "" : "own", seed: String(seed), locked: seed !== "" };
 }
 
-// Restores a stored form, as far as these models have its fields.
+// Restores a stored form, without fields that these models lack.
 export function restoredForm(stored, models) {
   const model = models.find((model) => model.id === stored?.model);
   const prompt = typeof stored?.prompt === "string" ? stored.prompt : "";
@@ -113,7 +113,7 @@ export function valueOf(form, model, name) {
   return form.values[name] ?? String(model.defaults[name] ?? model.settings[name]?.default ?? "");
 }
 
-// Tells whether a field has an effect, given the values of the other fields.
+// Returns whether a field has an effect, given the values of the other fields.
 export function isUseful(name, form, model) {
   const number = (name) => Number(valueOf(form, model, name) || 0);
   const hasFiles = Object.values(form.files).some((files) => files.length);
@@ -183,7 +183,7 @@ export function formErrors(form, model) {
   return errors;
 }
 
-// Whether a setting is wrong, so that no time can be estimated. A missing picture does not matter.
+// Returns whether a setting is invalid, so that no time can be estimated. A missing picture does not matter.
 export function hasWrongSettings(form, model) {
   return Object.keys(formErrors(form, model)).some((name) => !(name in model.pictures));
 }
@@ -198,7 +198,7 @@ export function inputHelp(name, model) {
   return text(key) ?? model.pictures[name].description;
 }
 
-// The number of videos, or 1 if it is wrong. It is a text once the user has typed it.
+// The number of videos, or 1 if the number is invalid. It is a text once the user has typed it.
 export function countOf({ count }, maxCount) {
   const number = Number(count);
   return Number.isInteger(number) && number >= 1 && number <= maxCount ? number : 1;
@@ -304,7 +304,7 @@ export function bodyOf(form, model, seed) {
 
 const isClipFile = (file) => file.type.startsWith("video/") || /\.(mkv|mov|webm|mp4)$/i.test(file.name);
 
-// Why no input of the model accepts a file.
+// Returns the reason why no input of the model accepts a file.
 export function unusableFile(file, model) {
   const names = Object.keys(model.pictures);
   const values = { name: file.name, model: model.id };

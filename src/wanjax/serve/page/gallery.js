@@ -34,8 +34,8 @@ export function stateOf(video) {
 }
 
 // Notes on a video from the server, for example about unknown words of the prompt.
-export function Notes({ of }) {
-  return of.notes.map((note) => html`<p class="state note" key=${note}>${note}</p>`);
+export function Notes({ video }) {
+  return video.notes.map((note) => html`<p class="state note" key=${note}>${note}</p>`);
 }
 
 export function Queue({ videos, onError }) {
@@ -58,7 +58,7 @@ export function Queue({ videos, onError }) {
           alt=${text("preview", { step: video.preview })} />`}
         <p class="prompt">${titleOf(video)}</p>
         <p class="state">${stateOf(video)}${time && html`<span class="left"> · ${time}</span>`}</p>
-        <${Notes} of=${video} />
+        <${Notes} video=${video} />
         <progress max="100" value=${video.stage === "compile" ? (100 * video.stage_done) / (video.stage_total || 1) : video.progress} aria-label=${titleOf(video)}></progress>
         <button type="button" class="cancel" disabled=${video.cancelled} onClick=${() => videos.cancel(video).catch(onError)}>${text("cancel")}</button>
       </li>`;

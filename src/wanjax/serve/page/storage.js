@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this tab remembers over a reload: the form without its files, and which sections are open.
+// The state that a reload of this tab restores: the form without its files, and which sections are open.
 
 import { useState } from "./vendor/preact-htm.js";
 
@@ -19,7 +19,7 @@ export function store(key, value) {
   }
 }
 
-// A state that a reload keeps.
+// A state variable that a reload restores.
 export function useStored(key, initial) {
   const [value, setValue] = useState(() => load(key) ?? initial);
   const setAndStore = (value) => {

@@ -94,7 +94,7 @@ export class Videos {
     if (!this.matchingIds) this.hasMore ||= page.has_more && this.byId.size <= PAGE;
   }
 
-  // Hides videos, and deletes them after a delay in which the user can undo it. Leaving the page meanwhile keeps them.
+  // Hides videos, and deletes them after a delay in which the user can undo it. If the user leaves the page first, nothing is deleted.
   remove(ids) {
     for (const id of ids) this.pendingDeletes.set(id, setTimeout(() => this.deleteNow(id), (UNDO_SECONDS + 1) * 1000));
     this.onChange();

@@ -18,7 +18,7 @@ function changedSettings(video, model) {
     && value !== null && value !== "" && String(value) !== String(defaults[name] ?? ""));
 }
 
-const isOwnSize = (video, model) => model?.defaults.width === video.settings.width && model?.defaults.height === video.settings.height;
+const isDefaultSize = (video, model) => model?.defaults.width === video.settings.width && model?.defaults.height === video.settings.height;
 const shellQuoted = (value) => `'${String(value).replaceAll("'", "'\\''")}'`;
 const shellWord = (value) => (/^[\w.,:=/+-]+$/.test(value) ? value : shellQuoted(value));
 const uploadedFiles = (video) => Object.values(video.inputs).flat();
@@ -27,11 +27,11 @@ const lorasOf = (video) => video.lora.map(({ name, strength }) => `${name}:${str
 
 export function commandOf(video, model) {
   const words = ["wanjax", shellQuoted(video.prompt), "--model", video.model, "--seed", video.settings.seed];
-  if (!isOwnSize(video, model)) words.push("--size", video.size);
+  if (!isDefaultSize(video, model)) words.push("--size", video.size);
   for (const [name, value] of changedSettings(video, model)) {
     const option = `--${name.replaceAll("_", "-")}`;
     if (typeof value === "boolean") words.push(value ? option : option.replace("--", "--no-"));
-    else for (const one of name === "then" ? String(value).split("\n") : [value]) words.push(option, shellWord(String(one)));
+    else for (const item of name === "then" ? String(value).split("\n") : [value]) words.push(option, shellWord(String(item)));
   }
   if (video.scheduler) words.push("--scheduler", shellWord(video.scheduler));
   if (isQuantized(video)) words.push("--precision", video.settings.precision);
@@ -43,7 +43,7 @@ export function commandOf(video, model) {
   return words.join(" ");
 }
 
-// What a model is loaded with: the scheduler, the precision, and the LoRAs as texts NAME:STRENGTH.
+// The settings with which a model is loaded: the scheduler, the precision, and the LoRAs as texts NAME:STRENGTH.
 function loadSettingsOf(video) {
   const loras = lorasOf(video);
   return {
@@ -54,7 +54,7 @@ function loadSettingsOf(video) {
 }
 
 function callSettingsOf(video, model) {
-  const size = isOwnSize(video, model) ? {} : { size: video.size };
+  const size = isDefaultSize(video, model) ? {} : { size: video.size };
   return { ...size, ...Object.fromEntries(changedSettings(video, model)), ...video.inputs };
 }
 
@@ -69,12 +69,12 @@ export const jsonOf = (video, model) =>
   JSON.stringify(requestOf(video, model), null, 2).replace(/"seed": "(\d+)"/, '"seed": $1');
 
 export function pythonOf(video, model) {
-  const value = (one) => (typeof one === "boolean" ? (one ? "True" : "False") : JSON.stringify(one));
-  const keywords = (settings) => Object.entries(settings).map(([name, one]) => `, ${name}=${value(one)}`).join("");
+  const literal = (value) => (typeof value === "boolean" ? (value ? "True" : "False") : JSON.stringify(value));
+  const keywords = (settings) => Object.entries(settings).map(([name, value]) => `, ${name}=${literal(value)}`).join("");
   const files = uploadedFiles(video);
   const note = files.length ? `  # ${text("uploaded", { name: files.join(", ") })}` : "";
-  return `import wanjax\n\npipe = wanjax.load(${value(video.model)}${keywords(loadSettingsOf(video))})\n`
-    + `video = pipe(${value(video.prompt)}, seed=${video.settings.seed}${keywords(callSettingsOf(video, model))})${note}\nvideo.save("video.mp4")\n`;
+  return `import wanjax\n\npipe = wanjax.load(${literal(video.model)}${keywords(loadSettingsOf(video))})\n`
+    + `video = pipe(${literal(video.prompt)}, seed=${video.settings.seed}${keywords(callSettingsOf(video, model))})${note}\nvideo.save("video.mp4")\n`;
 }
 
 function Details({ video, model, children }) {
@@ -129,7 +129,7 @@ export function Viewer({ video, model, step, close, act, onError, children }) {
     <div class="about">
       <p class="prompt">${titleOf(video)}</p>
       <p class="state">${stateOf(video)}</p>
-      <${Notes} of=${video} />
+      <${Notes} video=${video} />
       <div class="acts">
         ${button("again")}
         ${done && button("vary")}
@@ -184,7 +184,7 @@ export function Compare({ pair, close, children }) {
     toggle();
   };
   const differences = (video) => {
-    const other = pair.find((one) => one !== video);
+    const other = pair.find((candidate) => candidate !== video);
     return Object.entries(video.settings).filter(([name, value]) =>
       name !== "prompt" && value !== null && String(value) !== String(other.settings[name] ?? ""));
   };
