@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.support.commands import refused, wanjax
 from wanjax.cli import main, many, planning, stages
-from wanjax.cli.defaults import recorded_parameters
+from wanjax.cli.defaults import metadata_parameters
 from wanjax.media.bounds import MEDIA_LIMITS
 from wanjax.media.stage_files import CONFIG
 from wanjax.pipelines.video_metadata import DIGESTS_KEY
@@ -158,7 +158,7 @@ def toml_text(data: st.DataObject) -> None:
 
 
 KEYS = [
-    *sorted(recorded_parameters()),
+    *sorted(metadata_parameters()),
     DIGESTS_KEY,
     "prompt",
     "size",

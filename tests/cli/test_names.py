@@ -223,7 +223,7 @@ def test_a_long_video_stopped_in_its_first_window_resumes(cached, monkeypatch):
 
     long = ("--size", "32x32", "--frames", "5", "--steps", "2", "--windows", "2")
     with monkeypatch.context() as patch:
-        patch.setattr(cli_stages.Reporting, "stepped", stop)
+        patch.setattr(cli_stages.ReportObserver, "stepped", stop)
         result = wanjax("a red circle", *long, "--out", "a.mp4")
     assert result.exit_code == 130
     [folder] = cached.iterdir()
@@ -370,11 +370,11 @@ def test_used_folders_and_files_of_the_user_stay(cached, tmp_path):
         age(file, 30)
     (cached / "a-link").symlink_to(tmp_path / "elsewhere")
     requested = stopped(cached, "asked-for", days=30)
-    with closing(FileLock(used / runs.LOCK, "run", "--dir")):
+    with closing(FileLock(used / runs.LOCK_FILE, "run", "--dir")):
         runs.remove_old_runs(keep=requested)
     assert (used / stage_files.LATENTS_FILE).exists()
     assert (requested / stage_files.LATENTS_FILE).exists()
-    assert files(with_video) == [stage_files.VIDEO_FILE, runs.LOCK]
+    assert files(with_video) == [stage_files.VIDEO_FILE, runs.LOCK_FILE]
     assert all(file.exists() for file in foreign)
     assert not killed.exists()
 
@@ -382,7 +382,7 @@ def test_used_folders_and_files_of_the_user_stay(cached, tmp_path):
 def test_a_resumed_run_is_not_taken_twice(model, cached):
     folder = stopped(cached, "held", days=0)
     (folder / stage_files.CONFIG).write_text("{}")
-    with closing(FileLock(folder / runs.LOCK, "run", "--dir")):
+    with closing(FileLock(folder / runs.LOCK_FILE, "run", "--dir")):
         assert "another run uses" in refused("a", "--model", model, *SMALL, "--dir", str(folder), "--force")
     assert (folder / stage_files.LATENTS_FILE).exists()
 

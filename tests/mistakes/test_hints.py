@@ -6,7 +6,7 @@ import pytest
 import wanjax
 from tests.support.types import unchecked
 from tests.support.words import has_line_with
-from wanjax.cli.arguments import with_option
+from wanjax.cli.arguments import message_with_option
 from wanjax.errors import SettingError, near_names
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.request import field_names
@@ -102,7 +102,9 @@ def test_an_attribute_of_another_library_or_a_setting_names_the_right_one(pipe):
 
 def test_the_command_names_a_setting_as_it_takes_it():
     strength = SettingError("a strength of 0.5 needs an input video: give a video too, or no strength", "strength")
-    assert with_option(strength) == "a strength of 0.5 needs an input video: give --video too, or no --strength"
+    assert message_with_option(strength) == "a strength of 0.5 needs an input video: give --video too, or no --strength"
     prompt = SettingError("prompt must be valid text", "prompt")
-    assert with_option(prompt) == "prompt must be valid text"
-    assert with_option(SettingError("flow_shift must be above 0", "flow_shift")) == "--flow-shift must be above 0"
+    assert message_with_option(prompt) == "prompt must be valid text"
+    assert (
+        message_with_option(SettingError("flow_shift must be above 0", "flow_shift")) == "--flow-shift must be above 0"
+    )

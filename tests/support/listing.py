@@ -7,7 +7,7 @@ from pathlib import Path
 from wanjax.cli import listing
 from wanjax.registry import describe, presets
 
-FILE = Path(listing.__file__).with_name(listing.FILE)
+FILE = Path(listing.__file__).with_name(listing.MODELS_FILE)
 
 
 def source() -> str:

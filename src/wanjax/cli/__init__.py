@@ -23,9 +23,9 @@ from wanjax.cli.arguments import (
     complete_commands,
     complete_files,
     complete_models,
-    in_words,
+    describe_click_error,
+    message_with_option,
     shorten,
-    with_option,
 )
 from wanjax.cli.report import Report, handle_interrupts, print_error
 from wanjax.errors import (
@@ -87,7 +87,7 @@ class Commands(click.Group):
             return super().parse_args(ctx, args)
         # an unknown option next to an option of the group, such as --version
         except (click.NoSuchOption, click.BadOptionUsage) as error:
-            click.echo(f"wanjax: {in_words(error)}", err=True)
+            click.echo(f"wanjax: {describe_click_error(error)}", err=True)
             ctx.exit(USAGE_ERROR)
         except OSError as error:  # raised while the help is printed
             if error.errno not in DISK_FULL_ERRNOS:
@@ -130,9 +130,9 @@ class Commands(click.Group):
         except click.exceptions.Exit:  # --help
             raise
         except click.ClickException as error:
-            status, message = USAGE_ERROR, in_words(error)
+            status, message = USAGE_ERROR, describe_click_error(error)
         except WanjaxError as error:
-            status, message = FAILURE if is_failure(error) else USAGE_ERROR, with_option(error)
+            status, message = FAILURE if is_failure(error) else USAGE_ERROR, message_with_option(error)
             is_wrong_request = isinstance(error, RequestError)
         except OSError as error:
             name = shorten(str(error.filename or ""))

@@ -100,7 +100,7 @@ def with_offload_values(arguments: Sequence[str]) -> list[str]:
     return [*("--offload=stages" if argument == "--offload" else argument for argument in complete), *arguments[end:]]
 
 
-def our_name(name: str) -> str:
+def current_option_name(name: str) -> str:
     """Translate the name of an option of scripts before wanjax. In other names, only replace underscores by dashes."""
     dashed = name.replace("_", "-")
     return OLD_SCRIPT_OPTIONS.get(dashed, dashed)
@@ -190,7 +190,7 @@ def _foreign_options(group: click.Group, arguments: Sequence[str], default_comma
         name: visible_options(command) for name, command in group.commands.items() if not command.hidden
     }
     for argument in arguments:
-        option = f"--{our_name(argument[2:].partition('=')[0])}"
+        option = f"--{current_option_name(argument[2:].partition('=')[0])}"
         if argument.startswith("--") and option not in own_options:
             yield from ((option, name) for name in options_by_command if option in options_by_command[name])
 
@@ -267,7 +267,7 @@ def _usage_of(command: click.Command, ctx: click.Context) -> str:
 def _matches_option(argument: str, name: str) -> bool:
     """Whether click reads an argument as the option of this name, or as several one-letter options that include it."""
     if argument.startswith("--"):
-        return f"--{our_name(argument[2:].partition('=')[0])}" == name
+        return f"--{current_option_name(argument[2:].partition('=')[0])}" == name
     return argument.startswith("-") and name[1:] in argument
 
 
@@ -342,7 +342,7 @@ def check_extra(
     raise click.UsageError(f"`{_usage_of(command, ctx)}` takes no further argument {words}: {advice}", ctx)
 
 
-def in_words(error: click.ClickException) -> str:
+def describe_click_error(error: click.ClickException) -> str:
     """Turn an error of click into one sentence: the option, its wrong value, and what to give instead."""
     parameter = getattr(error, "param", None)
     if isinstance(error, click.BadOptionUsage) and not isinstance(error, click.NoSuchOption):
@@ -371,7 +371,7 @@ def in_words(error: click.ClickException) -> str:
     return f"{name} got {invalid[1]}: give {values}"
 
 
-def with_option(error: WanjaxError) -> str:
+def message_with_option(error: WanjaxError) -> str:
     """Return the message of an error, with the option, such as --guidance-scale, in place of the name of the
     setting."""
     sentence = str(error)
@@ -427,7 +427,7 @@ NON_FILE_PARAMETERS = (
 )
 
 
-def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> None:
+def check_values(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> None:
     """Raise UsageError for the character `\\0`, an empty name of a file, and a URL that the parameter does not accept.
 
     An empty name often comes from an unset variable of the shell. Some of click's types would read an empty name as the

@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from wanjax.cli import listing
 from wanjax.cli.names import TOKEN_VARIABLE
 from wanjax.cli.options import check_file, is_given, on_command_line, option_of
-from wanjax.cli.workflow_options import ROWS
+from wanjax.cli.workflow_options import WORKFLOW_REQUESTS
 from wanjax.errors import WanjaxError
 from wanjax.media.inputs import CLIP_SUFFIXES, INPUT_SPECS
 from wanjax.pipelines.mesh_sizes import MeshSizes
@@ -45,8 +45,8 @@ MULTI_VIDEO_PARAMETERS = ("prompts", "seeds", "count")  # with one of these opti
 PROMPT_LIST_SUFFIXES = (".txt", ".csv", ".json", ".jsonl", ".ndjson", ".parquet")
 WORKER_COMMANDS = ("batch", "serve")  # commands that may start workers
 # Parameters that only apply to the training of a LoRA
-OF_LORA = ("rank", "alpha", "dropout", "targets", "lora_format", "lora_rank")
-OF_STEP = ("lora_rank", "full", "batch_size", "optimizer")  # parameters of a step of training that `plan` prices
+LORA_PARAMETERS = ("rank", "alpha", "dropout", "targets", "lora_format", "lora_rank")
+PRICED_STEP_PARAMETERS = ("lora_rank", "full", "batch_size", "optimizer")  # parameters of `plan --train`
 
 
 def check(ctx: click.Context, request: "VideoRequest | None") -> None:
@@ -88,7 +88,7 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
         raise WanjaxError(f"--dir {folder} is a file: give a folder")
     if os.path.exists(out := str(values.get("out", ""))) and not (os.path.isfile(out) or os.path.isdir(out)):
         raise WanjaxError(f"--out {out} is neither a file nor a folder: give a file to write")
-    if ROWS not in ctx.meta:
+    if WORKFLOW_REQUESTS not in ctx.meta:
         _check_prompts(values.get("prompts"))
     if ctx.info_name == "info" and not os.path.exists(values["file"]) and listing.find_model(values["file"]):
         raise WanjaxError(f"{values['file']} is a model, not a file: `wanjax models {values['file']}` describes it")
@@ -125,7 +125,7 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
     if ctx.info_name in STAGE_READERS:
         _check_stage(values["folder"], ctx.info_name)
     if "at" not in values and ctx.params.get("original_metadata") is None:
-        _check_rows(values.get("prompts"), values.get("model"), request, ctx.meta.get(ROWS))
+        _check_rows(values.get("prompts"), values.get("model"), request, ctx.meta.get(WORKFLOW_REQUESTS))
 
 
 def _check_worker(values: Mapping[str, Any]) -> None:
@@ -158,11 +158,17 @@ def _check_conversion(values: Mapping[str, Any]) -> None:
     if not values["check"] and target is None:
         raise click.UsageError(f"the folder to write is missing: give `wanjax convert {source} FOLDER`")
     if values["check"] and "lora" in values:
-        raise click.UsageError("--verify reads a checkpoint as it is, and --lora merges into a new one: leave one out")
+        raise click.UsageError(
+            "--verify checks an existing checkpoint, and --lora is for a new one: leave one of them out"
+        )
     if values["check"] and "dtypes" in values:
-        raise click.UsageError("--verify reads a checkpoint as it is, and --dtype is for a new one: leave one out")
+        raise click.UsageError(
+            "--verify checks an existing checkpoint, and --dtype is for a new one: leave one of them out"
+        )
     if values["check"] and "precision" in values:
-        raise click.UsageError("--verify reads a checkpoint as it is, and --precision is for a new one: leave one out")
+        raise click.UsageError(
+            "--verify checks an existing checkpoint, and --precision is for a new one: leave one of them out"
+        )
     if "precision" in values and values["to"] == "diffusers":
         raise click.UsageError(
             "--precision is for --to wanjax, and this command has --to diffusers: leave one of them out"
@@ -174,10 +180,10 @@ def _check_conversion(values: Mapping[str, Any]) -> None:
 def _check_training(ctx: click.Context) -> None:
     """Raise UsageError for options of a LoRA together with --full, and for options of a training step without
     --train."""
-    for name in OF_STEP if not ctx.params.get("train", True) else ():
+    for name in PRICED_STEP_PARAMETERS if not ctx.params.get("train", True) else ():
         if on_command_line(name, ctx):
             raise click.UsageError(f"{option_of(name)} is for a step of training: also give --train, or leave it out")
-    for name in OF_LORA if ctx.params["full"] else ():
+    for name in LORA_PARAMETERS if ctx.params["full"] else ():
         if on_command_line(name, ctx):
             raise click.UsageError(f"{option_of(name)} is for a LoRA, and --full trains all weights: leave one out")
 
@@ -194,8 +200,8 @@ def _check_seeds(ctx: click.Context, seeds: str | None) -> None:
 
 
 def _check_seams(ctx: click.Context, request: "VideoRequest | None") -> None:
-    """Raise SettingError if an option for the seams of windows is given for a video that has one window. With --from,
-    the number of windows may come from the metadata, and with a list of requests from its lines."""
+    """Raise SettingError if an option for the seams of windows is given for a video of one window. The check is skipped
+    if the number of windows may come from metadata (--from) or from a list of requests."""
     if ctx.info_name == "batch" or any(ctx.params.get(name) is not None for name in ("original_metadata", "prompts")):
         return
     for name in SEAM_SETTINGS:
@@ -218,9 +224,8 @@ def _check_rows(
     request: "VideoRequest | None",
     rows: "Sequence[VideoRequest] | None",
 ) -> None:
-    """Raise WanjaxError for rows of a file that cannot be read, or that a listed model does not take with the options
-    of the command. Standard input can be read only once, so it is checked later. `rows` are the requests of a
-    folder."""
+    """Raise WanjaxError if a row of a file cannot be read, or if a listed model does not support it with the options of
+    the command. Standard input can be read only once, so it is checked later. `rows` are the requests of a folder."""
     if file is None or file == "-" or request is None or "prompt" in request.settings:
         return
     from wanjax.jobs.rows import RowErrors, read_requests, shared_by_all  # imported late for a quick --help
@@ -237,9 +242,13 @@ def _check_rows(
         except WanjaxError as error:
             row_errors.add(row.row, error, row.row_noun)
     row_errors.raise_if_any()
-    whole_requests = [row.with_defaults(options) for row in rows]
+    complete_requests = [row.with_defaults(options) for row in rows]
     for name in ("strength", *SEAM_SETTINGS):
-        if name in options.settings and on_command_line(name) and not any(x.has_effect(name) for x in whole_requests):
+        if (
+            name in options.settings
+            and on_command_line(name)
+            and not any(x.has_effect(name) for x in complete_requests)
+        ):
             if name == "strength":
                 raise strength_without_video(options.settings[name])
             raise seams_without_windows(f"--{name}", "--windows", name)
@@ -291,7 +300,7 @@ def _check_workers(ctx: click.Context) -> None:
         )
     is_alone = workers is None if is_server else worker_options.is_alone(workers)
     if ctx.params["processes"] and not is_alone:
-        raise WanjaxError("--processes is for one worker that spans processes: leave it out, or give one worker")
+        raise WanjaxError("--processes is for a single worker of several processes: leave it out, or give one worker")
 
 
 def _check_listen(ctx: click.Context) -> None:

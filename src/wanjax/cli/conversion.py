@@ -53,15 +53,15 @@ def convert(
     if to == "diffusers":
         conversion: Conversion = ToDiffusers(checkpoint, folder, kinds())
     else:
-        # the repository has several models, each in one file
-        is_of_several = preset is not None and checkpoint.published_name not in preset.sources
+        # the repository has several models, each in a file of its own
+        shares_repository = preset is not None and checkpoint.published_name not in preset.sources
         is_bundled = preset is not None and Path(preset.source).exists()  # the folder exists only on this machine
         conversion = ToWanjax(
             checkpoint,
             folder,
             kinds(),
             dtypes=_dtypes(dtypes, checkpoint),
-            published_name=preset.name if preset and (is_bundled or is_of_several) else None,
+            published_name=preset.name if preset and (is_bundled or shares_repository) else None,
             licence=preset.licence if preset else None,
             name_hint=description.distilled_name,
             precision=Precision.of(description.settings.precision),
@@ -108,9 +108,9 @@ def _print_sizes(report: Report, conversion: Conversion) -> None:
     for converted in conversion.networks:
         sizes = format_bytes(converted.bytes_read), format_bytes(converted.bytes_written)
         rows.append((converted.name, f"{converted.parameters:,}", *sizes, converted.dtype or ""))
-    read = sum(converted.bytes_read for converted in conversion.networks)
-    written_bytes = sum(converted.bytes_written for converted in conversion.networks)
-    rows.append(("total", "", format_bytes(read), format_bytes(written_bytes), ""))
+    bytes_read = sum(converted.bytes_read for converted in conversion.networks)
+    bytes_written = sum(converted.bytes_written for converted in conversion.networks)
+    rows.append(("total", "", format_bytes(bytes_read), format_bytes(bytes_written), ""))
     print_table(report.console, ("network", "parameters", "read", "written", "as"), rows)
     if bytes_present := conversion.bytes_done:
         report.note(f"{format_bytes(bytes_present)} are already converted")

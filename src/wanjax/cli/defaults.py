@@ -19,9 +19,9 @@ from wanjax.cli import sections, workflow_options
 from wanjax.cli.arguments import (
     OTHER_OPTION_NAMES,
     check_extra,
-    check_words,
+    check_values,
     complete_files,
-    our_name,
+    current_option_name,
     visible_options,
     with_offload_values,
 )
@@ -39,7 +39,7 @@ from wanjax.media.text_files import read_text
 from wanjax.pipelines.settings import NO_MARGINS, SEAM_SETTINGS, read_size
 from wanjax.stores.paths import full_name
 
-REPLACED_BY = {
+OVERRIDDEN_PARAMETERS = {
     "size": ("height", "width"),
     "prompt": ("prompts",),
     "prompts": ("prompt",),
@@ -49,8 +49,8 @@ REPLACED_BY = {
     "follow": ("sigmas",),
     "boundary": ("boundary_step",),
 }
-"""For each parameter, the parameters that it replaces. If the first is on the command line, the others are not read
-from a file."""
+"""For each parameter, the parameters that it overrides: if it is on the command line, their values in a file are
+ignored."""
 MACHINE_PARAMETERS = (
     *("mesh", "rules", "dtype", "vae_dtype", "precision", "attention", "offload", "compiler", "decoder"),
     "batch_guidance",
@@ -60,21 +60,30 @@ NON_VIDEO_PARAMETERS = ("folder", "out", "force", "profile", "processes", "quiet
 """Parameters that do not change the content of a video."""
 SAFE_COMPILER = "safe"
 DOWNLOADING_COMMANDS = ("generate", "batch")  # commands that load the weights which a workflow names
-UNCONFIGURABLE = ("config", "from", "models", "inputs", "print-command")  # options that a TOML file does not set
+OPTIONS_NOT_IN_CONFIG = ("config", "from", "models", "inputs", "print-command")  # options that a TOML file does not set
 SHARED_PARAMETERS = ("model", "lora", "tile")  # the parameters that must be equal in all workflows of a folder
 WORKFLOW_ROW = "workflow"  # the noun for a row that is a workflow
 CONFIG, METADATA = "wanjax.config", "wanjax.record"  # keys of the `meta` of a command's context
 
 
-def files_recorded() -> dict[str, str]:
+def options_of_file_entries() -> dict[str, str]:
     """Map each entry of metadata that names a file to the option that gives another file."""
     others = {"noise": "--noise FILE", "lora": "--lora FILE", "decoder": "--decoder FILE", "model": "--model FOLDER"}
     return {name: f"{spec.option} FILE" for name, spec in INPUT_SPECS.items()} | others
 
 
-def recorded_parameters() -> set[str]:
+def metadata_parameters() -> set[str]:
     """Return the parameters of `generate` that metadata can set. None of them is a file to write."""
-    return {*SETTINGS, *files_recorded(), "scheduler", "attention", "mesh", "rules", "compiler", "batch_guidance"}
+    return {
+        *SETTINGS,
+        *options_of_file_entries(),
+        "scheduler",
+        "attention",
+        "mesh",
+        "rules",
+        "compiler",
+        "batch_guidance",
+    }
 
 
 class Command(sections.Command):
@@ -94,14 +103,16 @@ class Command(sections.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         arguments, args = list(args), with_offload_values(args)
-        check_words(self, ctx, args)
-        workflow_options.parse_raw(self, ctx, args)
+        check_values(self, ctx, args)
+        workflow_options.store_command_line(self, ctx, args)
         extra = super().parse_args(ctx, args)
         check_extra(self, ctx, extra, arguments)
-        from_file = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP}
+        names_from_files = {
+            name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP
+        }
         overridden_options = {
             overridden
-            for name, overridden_names in REPLACED_BY.items()
+            for name, overridden_names in OVERRIDDEN_PARAMETERS.items()
             if on_command_line(name, ctx)
             for overridden in overridden_names
         }
@@ -110,7 +121,7 @@ class Command(sections.Command):
         )  # a line of --prompts may name an input video
         if may_be_one_video and "video" in ctx.params and ctx.params["video"] is None:
             overridden_options.add("strength")  # strength applies to an input video
-        ctx.params.update(dict.fromkeys(overridden_options & from_file))
+        ctx.params.update(dict.fromkeys(overridden_options & names_from_files))
         return extra
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -128,7 +139,7 @@ class Command(sections.Command):
             arguments |= {name: ARGUMENT_PARSERS[name](ctx) for name in other_names}
         if "original_metadata" in ctx.params:  # `info` finds the workflow later
             workflow_options.check_folders(ctx)
-        workflow_options.check_missing(ctx, REPLACED_BY)
+        workflow_options.check_missing(ctx, OVERRIDDEN_PARAMETERS)
         check(ctx, arguments.get("request"))
         workflow_options.report_workflow(ctx)
         if ctx.params.get("print_command"):
@@ -169,7 +180,7 @@ def find_metadata(ctx: click.Context, parameter: click.Parameter, file: str | No
         )
     metadata = _load_metadata(file)
     # an option may replace a wrong value of the metadata
-    names = recorded_parameters() - workflow_options.raw_options(ctx)
+    names = metadata_parameters() - workflow_options.options_on_command_line(ctx)
     parameters = [x for x in ctx.command.params if x.name in names and metadata.get(x.name) is not None]
     values = {x.name: _checked_value(file, x.name, metadata[x.name], x) for x in parameters}
     if metadata.get("windows", 1) == 1 and not metadata.get("video"):
@@ -202,7 +213,7 @@ def find_prompts(ctx: click.Context, parameter: click.Parameter, file: str) -> s
 
 
 def _check_without_from(ctx: click.Context, file: str) -> None:
-    if ctx.meta[workflow_options.RAW][1].get("original_metadata") is not None:
+    if ctx.meta[workflow_options.COMMAND_LINE][1].get("original_metadata") is not None:
         raise click.UsageError(f"{file} and --from are both workflows: give one of them")
 
 
@@ -211,10 +222,10 @@ def set_workflows(ctx: click.Context, folder: str, graphs: Mapping[str, Any]) ->
     from wanjax.pipelines.request import VideoRequest, field_names  # imported late for a quick --help
 
     _check_without_from(ctx, folder)
-    names = {*ctx.meta[workflow_options.RAW][1]} - {"prompts"}  # of options on the command line
+    names = {*ctx.meta[workflow_options.COMMAND_LINE][1]} - {"prompts"}  # of options on the command line
     if "count" in names:
         raise click.UsageError(f"each workflow in {folder} has its own seed: leave --count out, or give --seeds")
-    names |= {name for replacing in names for name in REPLACED_BY.get(replacing, ())}
+    names |= {name for replacing in names for name in OVERRIDDEN_PARAMETERS.get(replacing, ())}
     all_options, rows = [], []
     for number, (file, graph) in enumerate(graphs.items(), 1):
         options = workflow_options.options_of(ctx, file, graph)
@@ -235,7 +246,7 @@ def set_workflows(ctx: click.Context, folder: str, graphs: Mapping[str, Any]) ->
         all_options.append(options)
     shared_names = [name for name in SHARED_PARAMETERS if name not in names]
     ctx.meta[workflow_options.WORKFLOW] = merged = workflow_options.merge_options(folder, all_options, shared_names)
-    ctx.meta[workflow_options.ROWS] = rows
+    ctx.meta[workflow_options.WORKFLOW_REQUESTS] = rows
     ctx.meta[METADATA] = dict(merged.values)
     _set_defaults(ctx)
 
@@ -247,7 +258,7 @@ def set_workflow(ctx: click.Context, file: str, graph: Any) -> None:
     values = {
         name: _checked_value(file, name, value, parameters[name])
         for name, value in options.values.items()
-        if name in parameters and name not in workflow_options.raw_options(ctx)
+        if name in parameters and name not in workflow_options.options_on_command_line(ctx)
     }
     ctx.meta[workflow_options.WORKFLOW] = options
     ctx.meta[METADATA] = values
@@ -320,7 +331,7 @@ def _load_table(file: str) -> dict[str, Any]:
 def _options(command: click.Command) -> dict[str, click.Option]:
     """Map names without leading dashes to the options that a file may set for a command."""
     by_name = {name[2:]: option for name, option in visible_options(command).items() if name.startswith("--")}
-    return {key: option for key, option in by_name.items() if key not in UNCONFIGURABLE}
+    return {key: option for key, option in by_name.items() if key not in OPTIONS_NOT_IN_CONFIG}
 
 
 def _argument_names(command: click.Command) -> list[str]:
@@ -338,7 +349,7 @@ def _parse_table(location: str, table: Mapping[str, Any], options: Mapping[str, 
     """
     values: dict[str, Any] = {}
     for key, value in table.items():
-        name = our_name(key)
+        name = current_option_name(key)
         if name not in options:
             similar = (
                 [OTHER_OPTION_NAMES[name]]

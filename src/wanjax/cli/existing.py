@@ -65,8 +65,8 @@ class ExistingFile:
         compared = [*expected, *self.metadata] if names is None else names
         for name in compared:
             if name not in IGNORED_ENTRIES and (self.metadata.get(name) or None) != (expected.get(name) or None):
-                words = "contents of files" if name == "digests" else name.replace("_", " ")
-                self.refuse(f"with {'' if words.endswith('s') else 'a '}different {words}")
+                entry_name = "contents of files" if name == "digests" else name.replace("_", " ")
+                self.refuse(f"with {'' if entry_name.endswith('s') else 'a '}different {entry_name}")
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise WanjaxError, which gives the reason why the existing file is not the result of this command."""

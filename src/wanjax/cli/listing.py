@@ -30,14 +30,16 @@ from wanjax.stores.paths import is_url
 if TYPE_CHECKING:
     from wanjax.pipelines.request import VideoRequest
 
-FILE = "models.json"
+MODELS_FILE = "models.json"
 CHECKPOINT_FILES = ("model_index.json", "wanjax.json", "config.json", "*/config.json", "transformer/*/config.json")
 """Files that identify a checkpoint's layout; a folder without any of them is not a checkpoint."""
 
 
 @cache
 def _packaged_models() -> Mapping[str, Mapping[str, Any]]:
-    return {model["name"]: model for model in json.loads((files("wanjax.cli") / FILE).read_text(encoding="utf-8"))}
+    return {
+        model["name"]: model for model in json.loads((files("wanjax.cli") / MODELS_FILE).read_text(encoding="utf-8"))
+    }
 
 
 def listed_models() -> Mapping[str, Mapping[str, Any]]:

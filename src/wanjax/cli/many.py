@@ -23,8 +23,8 @@ from wanjax.cli.options import COMPILE_CACHE, SETTINGS
 from wanjax.cli.parsed import CommandOptions, PipelineOptions, WorkerOptions
 from wanjax.cli.processes import init_distributed
 from wanjax.cli.report import Report
-from wanjax.cli.stages import Reporting, VideoCommand, load_pipeline, with_full_paths
-from wanjax.cli.workflow_options import ROWS
+from wanjax.cli.stages import ReportObserver, VideoCommand, load_pipeline, with_full_paths
+from wanjax.cli.workflow_options import WORKFLOW_REQUESTS
 from wanjax.errors import WanjaxError
 from wanjax.figures import format_batch_progress, pluralize
 from wanjax.jobs import ray_cluster
@@ -99,10 +99,10 @@ def generate(
             requests = [
                 each_request.updated(text) for each_request, text in zip(requests, extended_settings, strict=True)
             ]
-        no_seed = (command.seeds, command.count) == (None, None) and "seed" not in request.settings
+        has_no_seeds = (command.seeds, command.count) == (None, None) and "seed" not in request.settings
         requests = [
             with_shared(each_request, shared_settings)
-            for each_request in with_seeds(requests, None if no_seed else seeds)
+            for each_request in with_seeds(requests, None if has_no_seeds else seeds)
         ]
         with created_output_folder(arguments["folder"]), _open_store(database, arguments["folder"]) as store:
             driver = BatchDriver(report, store, arguments["folder"], command.force, worker_options.retries)
@@ -124,8 +124,8 @@ def generate(
 
 @contextmanager
 def _local_maker(report: Report, arguments: dict[str, Any]) -> Iterator[VideoMaker]:
-    """Yield the maker of this process. If there are other processes, the maker leads them, and tells them to exit at
-    the end."""
+    """Yield the maker of this process. If there are other processes, the maker leads them, and dismisses them at the
+    end."""
     local_arguments = {**arguments, "load": partial(arguments["load"], progress=report.load, note=report.note)}
     if not report.has_peers:
         yield VideoMaker(**local_arguments)
@@ -166,7 +166,7 @@ class BatchDriver:
 
     def batch(self, tasks: Sequence[Task], model: str) -> Batch:
         """Start a batch of the tasks whose videos are missing, and report the number of tasks."""
-        missing_tasks, manifest = missing(self.report, tasks, self.folder, self.force)
+        missing_tasks, manifest = find_missing(self.report, tasks, self.folder, self.force)
         return Batch(self.store, missing_tasks, manifest, model)
 
     def poll(self, batch: Batch) -> None:
@@ -194,9 +194,9 @@ class BatchDriver:
         self.report.resume_command = None
 
 
-def missing(report: Report, tasks: Sequence[Task], folder: AnyPath, force: bool) -> tuple[list[Task], Manifest]:
-    """Find the tasks whose videos are missing; tasks that failed earlier come last. Add existing videos to the
-    manifest."""
+def find_missing(report: Report, tasks: Sequence[Task], folder: AnyPath, force: bool) -> tuple[list[Task], Manifest]:
+    """Return the tasks whose videos are missing, and the manifest with the existing videos. Tasks that failed earlier
+    come last."""
     task_by_output = {task.output: task for task in tasks}
     if repeated := len(tasks) - len(task_by_output):
         report.note(f"note: {repeated} of {len(tasks)} videos are requested more than once and are made once")
@@ -288,12 +288,13 @@ def _make_with_workers(
         else:
             start = exit_stack.enter_context(_ray_workers(driver, arguments, count, worker_options.ray, worker_options))
 
-        first_workers: list[LocalWorker | RayWorker] = []  # the last option makes the tasks
+        # the workers that make the tasks: the first worker, and its replacements
+        initializing_workers: list[LocalWorker | RayWorker] = []
 
         def start_worker(number: int) -> LocalWorker | RayWorker:
             is_first = number == 0 and not results
             new_worker = start(number=number, initializer=make_tasks if is_first else None)
-            first_workers.extend([new_worker] if is_first else [])
+            initializing_workers.extend([new_worker] if is_first else [])
             return new_worker
 
         pool = Pool(driver.store, start_worker, Autoscaler(count, count), report.note)
@@ -302,7 +303,7 @@ def _make_with_workers(
             while not results:
                 _poll_pool(pool, report)
                 with suppress(EOFError):  # the worker died, and its successor makes the tasks
-                    tasks_and_model = first_workers[-1].initializer_result()
+                    tasks_and_model = initializing_workers[-1].initializer_result()
                     results += [tasks_and_model] if tasks_and_model is not None else []
             tasks, model = results[0]
             batch = driver.batch(tasks, model)
@@ -344,7 +345,7 @@ def _ray_workers(
     address: str,
     worker_options: WorkerOptions,
 ) -> Iterator[Callable[..., Any]]:
-    """Yield the function that starts workers in a Ray cluster. If only this host can reach the store, the workers use
+    """Yield a function that starts a worker in a Ray cluster. If the store is a file of this host, the workers access
     it through a Ray actor.
     """
     hosts = worker_options.hosts
@@ -356,13 +357,13 @@ def _ray_workers(
             join_namespace(driver.store, driver.folder, BATCH_FILE)
             driver.store = RemoteStore.start(ray, driver.store)
         resources = {"": ray_cluster.default_resources(ray)} | requested_resources
-        folder, follower = partial(start_single, ray, resources[""]), None
+        start_actors, make_follower = partial(start_single, ray, resources[""]), None
         if hosts > 1:
-            folder = partial(start_group, ray, placement_bundles(ray, resources, hosts), not local)
-            follower = partial(VideoMaker, **arguments)
-        start = partial(_make_maker, arguments, leads=hosts > 1)
+            start_actors = partial(start_group, ray, placement_bundles(ray, resources, hosts), not local)
+            make_follower = partial(VideoMaker, **arguments)
+        make_maker = partial(_make_maker, arguments, leads=hosts > 1)
         yield lambda number, initializer: RayWorker(
-            ray, driver.store, start, driver.options, folder, follower, initializer
+            ray, driver.store, make_maker, driver.options, start_actors, make_follower, initializer
         )
 
 
@@ -371,8 +372,8 @@ def _count(report: Report, batch: Batch, suffix: str = "") -> None:
     report.set_progress("video", batch.ended_count, batch.total, suffix=", ".join(filter(None, (failed, suffix))))
 
 
-class BatchProgressObserver(Reporting):
-    """Shows the progress of the current video next to the number of videos. After Ctrl-C, stops the run between two
+class BatchProgressObserver(ReportObserver):
+    """Shows the progress of the current video, and the number of videos. After Ctrl-C, it stops the run between two
     steps."""
 
     def __init__(self, video: VideoCommand, batch: Batch):
@@ -397,7 +398,7 @@ def requests_of(request: VideoRequest, file: str | None, row_errors: RowErrors |
     if "prompt" in request.settings:
         raise WanjaxError("both --prompts and a prompt: give one of them")
     context = click.get_current_context(silent=True)
-    rows = context and context.meta.get(ROWS)
+    rows = context and context.meta.get(WORKFLOW_REQUESTS)
     return read_requests(file, row_errors) if rows is None else rows
 
 

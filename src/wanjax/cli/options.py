@@ -12,7 +12,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from wanjax.cli.arguments import complete_files, complete_models, our_name
+from wanjax.cli.arguments import complete_files, complete_models, current_option_name
 from wanjax.errors import OTHER_SOLVER_NAMES, WanjaxError, repr_short, suggest_choice
 from wanjax.layers.offload import Offload
 from wanjax.media.bounds import MEDIA_LIMITS
@@ -44,7 +44,7 @@ def option_of(name: str) -> str:
 
 SETTINGS = schema(Settings)
 COMPILE_CACHE = "wanjax.compile_cache"  # key of the `meta` of a command's context, for the shared compile cache
-CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": our_name, "max_content_width": 100}
+CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": current_option_name, "max_content_width": 100}
 
 CHOICES = {
     "attention": ("auto", "reference", "chunked", "cudnn", "flash_tpu", "splash", "radial", "sla"),

@@ -21,7 +21,7 @@ from wanjax.cli.options import is_given
 from wanjax.cli.parsed import CommandOptions, PipelineOptions, TrainingOptions, WorkloadOptions
 from wanjax.cli.processes import init_distributed
 from wanjax.cli.report import Report
-from wanjax.cli.scaling import COMPILE_SUM, reason_for_best, show_scale
+from wanjax.cli.scaling import COMPILE_SUM, print_scale, reason_for_best
 from wanjax.cli.stages import VideoCommand, loras_of
 from wanjax.cli.tables import fold_text, print_table, stdout_width
 from wanjax.compile_cache.cache import compile_cache, compile_cache_folder
@@ -336,7 +336,7 @@ def _format_fits(fits_in: Mapping[str, str | None], *, is_compiled: bool) -> str
 
 PRINTERS: Mapping[type, Callable[[Any, Console], None]] = {
     Estimate: print_estimate,
-    ScaleEstimate: show_scale,
+    ScaleEstimate: print_scale,
     TrainingEstimate: print_training,
 }
 

@@ -12,7 +12,7 @@ import click
 
 from wanjax import registry
 from wanjax.checkpoints.files import SUFFIXES
-from wanjax.cli.defaults import files_recorded
+from wanjax.cli.defaults import options_of_file_entries
 from wanjax.cli.options import on_command_line
 from wanjax.cli.parsed import PipelineOptions
 from wanjax.errors import WanjaxError
@@ -37,7 +37,7 @@ def complete_from_metadata(
         WanjaxError: A file from which the video was made is missing or has changed, and no option replaces it.
     """
     request = with_original_prompt(request, metadata)
-    check_files(metadata, parameters_from_metadata(files_recorded()))
+    check_files(metadata, parameters_from_metadata(options_of_file_entries()))
     if options.model != metadata["model"]:  # the solver in the metadata belongs to the model
         options = options if on_command_line("precision") else options._replace(precision=None)
         return request if on_command_line("scheduler") else replace(request, scheduler=None), options, None
@@ -87,13 +87,13 @@ def check_files(metadata: Mapping[str, Any], names: Iterable[str]) -> None:
             # A file on the hub or in a store
             if not is_local and name in ("model", "lora") and not _is_bare_name(path):
                 continue
-            if change := _change_of(path, digests.get(str(path))):
+            if change := _describe_change(path, digests.get(str(path))):
                 raise WanjaxError(
-                    f"the {name.replace('_', ' ')} of the video was {change}: give {files_recorded()[name]}"
+                    f"the {name.replace('_', ' ')} of the video was {change}: give {options_of_file_entries()[name]}"
                 )
 
 
-def _change_of(path: AnyPath, recorded_digest: Any) -> str | None:
+def _describe_change(path: AnyPath, recorded_digest: Any) -> str | None:
     """Return the reason why a file or folder cannot be used: it is missing, or its digest differs. Return None if it is
     unchanged."""
     if not isinstance(path, Path):

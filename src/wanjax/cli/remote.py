@@ -131,12 +131,12 @@ def _generate_one(
     path = server.submit(_request_fields(request))
     with _cancelling(server) as pending_paths, report.stage("video"):
         pending_paths.append(path)
-        job = _wait_for_video(server, path, report, report.set_progress)
+        video_fields = _wait_for_video(server, path, report, report.set_progress)
         pending_paths.clear()
-        if job.get("status") != "completed":
-            raise WanjaxError(f"{server.url} failed to make the video: {_failure_reason(job)}")
+        if video_fields.get("status") != "completed":
+            raise WanjaxError(f"{server.url} failed to make the video: {_failure_reason(video_fields)}")
         report.set_progress("", 1, 1)  # the last poll may have come before the last step
-    metadata = server.ask(f"{path}/record")
+    metadata = server.request_json(f"{path}/record")
     name = out or str(video_path(next(unused_names(request.settings["prompt"], _seed(metadata, server.url)))))
     target = _save(server, path, name)
     if report.stats:
@@ -270,7 +270,7 @@ class _BatchRequest:
     def _submit(self) -> None:
         """Submit videos until `MAX_PENDING` are pending or the server's queue is full."""
         while self._unsubmitted and len(self._submitted) < MAX_PENDING:
-            job, fields = self._unsubmitted[0]
+            task, fields = self._unsubmitted[0]
             try:
                 self.pending_paths.append(self.server.submit(fields))
             except RefusedError as error:
@@ -278,15 +278,15 @@ class _BatchRequest:
                     return
                 if error.status not in REQUEST_ERRORS or not (self.ended or self._submitted):
                     # an error in the first request is probably in all requests
-                    raise job.request.add_row_number(error) from error
-                self._end(job, error, is_wrong=True)
+                    raise task.request.add_row_number(error) from error
+                self._end(task, error, is_wrong=True)
             else:
-                self._submitted.append(job)
+                self._submitted.append(task)
             self._unsubmitted.popleft()
 
     def _collect(self) -> None:
         """Wait for the first submitted video, and write it."""
-        job, path = self._submitted[0], self.pending_paths[0]
+        task, path = self._submitted[0], self.pending_paths[0]
         failure: object = None
         is_wrong = False
         try:
@@ -294,9 +294,9 @@ class _BatchRequest:
                 self.server, path, self.report, lambda unit, done, total: self._count(f"{unit} {done} of {total}")
             )
             if video.get("status") == "completed":
-                metadata = self.server.ask(f"{path}/record")
+                metadata = self.server.request_json(f"{path}/record")
                 self.report.print_result(
-                    _save(self.server, path, str(self.folder / job.output)), metadata, id=_video_id(path)
+                    _save(self.server, path, str(self.folder / task.output)), metadata, id=_video_id(path)
                 )
             else:
                 failure, is_wrong = _failure_reason(video), _failure_code(video) == INVALID_REQUEST
@@ -306,16 +306,16 @@ class _BatchRequest:
             failure = error
         self._submitted.popleft()
         self.pending_paths.popleft()
-        self._end(job, failure, is_wrong=is_wrong)
+        self._end(task, failure, is_wrong=is_wrong)
 
-    def _end(self, job: Any, failure: object = None, *, is_wrong: bool = False) -> None:
+    def _end(self, task: Any, failure: object = None, *, is_wrong: bool = False) -> None:
         """Add a video to the manifest after it was made or has failed."""
         self.ended += 1
         if failure is not None:
             self.failed += 1
             self.wrong += is_wrong
-            self.report.note(f"{job.request.position or job.output} failed: {failure}")
-        self.manifest.add(job, worker=self.server.url, **({} if failure is None else {"error": str(failure)}))
+            self.report.note(f"{task.request.position or task.output} failed: {failure}")
+        self.manifest.add(task, worker=self.server.url, **({} if failure is None else {"error": str(failure)}))
         self._count()
 
     def _count(self, suffix: str = "") -> None:
@@ -345,7 +345,7 @@ def _cancelling(server: "Server") -> Iterator[deque[str]]:
     except BaseException:
         for path in pending_paths:
             try:
-                server.ask(f"{path}/cancel", {})
+                server.request_json(f"{path}/cancel", {})
             except RefusedError:  # the video has ended, or was removed
                 continue
             except WanjaxError:  # if the server cannot be reached, do not try the next video
@@ -381,21 +381,21 @@ def _video_id(path: str) -> str:
     return path.rpartition("/")[2]
 
 
-def _failure_reason(job: Mapping[str, Any]) -> str:
+def _failure_reason(video_fields: Mapping[str, Any]) -> str:
     """Return the reason that the server gives for a failed video."""
-    reason = job["error"].get("message") if isinstance(job.get("error"), dict) else None
+    reason = video_fields["error"].get("message") if isinstance(video_fields.get("error"), dict) else None
     return _printable(reason or "the server gave no reason")
 
 
-def _failure_code(job: Mapping[str, Any]) -> object:
+def _failure_code(video_fields: Mapping[str, Any]) -> object:
     """Return the error code that the server gives for a failed video, or None."""
-    return job["error"].get("code") if isinstance(job.get("error"), dict) else None
+    return video_fields["error"].get("code") if isinstance(video_fields.get("error"), dict) else None
 
 
-def _seed(job: Mapping[str, Any], server_url: str) -> int:
+def _seed(settings: Mapping[str, Any], server_url: str) -> int:
     """Read the seed in a server's settings; raise WanjaxError if it is invalid."""
     try:
-        return SETTINGS["seed"].read(job.get("seed"))
+        return SETTINGS["seed"].read(settings.get("seed"))
     except WanjaxError as error:
         raise WanjaxError(
             f"{server_url} gives no seed of a video: give the address of a `wanjax serve` of this version"
@@ -411,21 +411,21 @@ def _wait_for_video(
     shown_notes: set[str] = set()
     while True:
         try:
-            job = server.ask(path)
+            video_fields = server.request_json(path)
         except RefusedError:
             raise
         except WanjaxError as error:
             advice = f"{_video_id(path)} waits there until it runs again: {server.url}{path}/content"
             raise WanjaxError(f"{error}; {advice}") from error
-        notes = job.get("notes")
+        notes = video_fields.get("notes")
         new_notes = [f"note: {_printable(note)}" for note in (notes if isinstance(notes, list) else [])]
-        for note in filter(None, (*new_notes, _window_text(job))):
+        for note in filter(None, (*new_notes, _window_text(video_fields))):
             if note not in shown_notes:
                 shown_notes.add(note)
                 report.note(note)
-        if job.get("status") not in ("queued", "in_progress"):
-            return job
-        stage, done, total = (job.get(name) for name in ("stage", "stage_done", "stage_total"))
+        if video_fields.get("status") not in ("queued", "in_progress"):
+            return video_fields
+        stage, done, total = (video_fields.get(name) for name in ("stage", "stage_done", "stage_total"))
         if (
             isinstance(done, int)
             and isinstance(total, int)
@@ -439,12 +439,12 @@ def _wait_for_video(
         pause = min(1.2 * pause, max_pause)
 
 
-def _window_text(job: Mapping[str, Any]) -> str:
+def _window_text(video_fields: Mapping[str, Any]) -> str:
     """Describe which window of a video is being made. The text is empty for a waiting video or a single window."""
-    settings = job.get("settings")
-    number, count = job.get("window"), settings.get("windows") if isinstance(settings, dict) else 1
+    settings = video_fields.get("settings")
+    number, count = video_fields.get("window"), settings.get("windows") if isinstance(settings, dict) else 1
     has_several = isinstance(number, int) and isinstance(count, int) and 0 < number <= count and count > 1
-    return f"window {number} of {count}" if has_several and job.get("status") == "in_progress" else ""
+    return f"window {number} of {count}" if has_several and video_fields.get("status") == "in_progress" else ""
 
 
 def _request_fields(request: VideoRequest) -> dict[str, Any]:
@@ -463,7 +463,7 @@ def _strengths(loras: Sequence[Any], served_loras: Any, server_url: str) -> dict
     """
     from wanjax.checkpoints.lora_source import Lora  # imported late, because the import is slow
 
-    names = [str(one.get("name")) for one in served_loras if isinstance(one, dict)]
+    names = [str(lora.get("name")) for lora in served_loras if isinstance(lora, dict)]
     strengths = {lora.name: lora.strength for lora in map(Lora.parse, loras)}
     for name in strengths.keys() - set(names):
         available_names = _printable(" and ".join(names)) or "none"
@@ -560,10 +560,10 @@ class Server:
 
         Raises WanjaxError if the server has no such model, or if the reply did not come from a wanjax server.
         """
-        models_field = self.ask(MODELS_PATH).get("data")
-        models = [one for one in models_field if isinstance(one, dict)] if isinstance(models_field, list) else []
+        models_field = self.request_json(MODELS_PATH).get("data")
+        models = [model for model in models_field if isinstance(model, dict)] if isinstance(models_field, list) else []
         if not models or not all(
-            isinstance(one.get(field), field_type) for one in models for field, field_type in MODEL_FIELDS.items()
+            isinstance(model.get(field), field_type) for model in models for field, field_type in MODEL_FIELDS.items()
         ):
             raise WanjaxError(
                 f"{self.url} does not describe its models: give the address of a `wanjax serve` of this version"
@@ -576,14 +576,14 @@ class Server:
 
     def submit(self, fields: Mapping[str, Any]) -> str:
         """Request a video; return its path at the server. Raises WanjaxError as `fetch` does."""
-        job = self.ask("/v1/videos", fields)
-        if not isinstance(id := job.get("id"), str) or not id.replace("_", "").isalnum():
+        video_fields = self.request_json("/v1/videos", fields)
+        if not isinstance(id := video_fields.get("id"), str) or not id.replace("_", "").isalnum():
             raise WanjaxError(
                 f"{self.url} replied without the id of a video: give the address of a `wanjax serve` of this version"
             )
         return f"/v1/videos/{id}"
 
-    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def request_json(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Send a GET request, or a POST request with `body`, and return the JSON object of the reply. Raises
         WanjaxError as `fetch` does."""
         response = self.fetch(path, body)

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from wanjax.pipelines.windows import Seam
     from wanjax.stores.paths import AnyPath
 
-STATUS = Path("/proc/self/status")  # only Linux lets a process read and reset its peak memory
-CLEAR_REFS = Path("/proc/self/clear_refs")
+PROC_STATUS = Path("/proc/self/status")  # only Linux lets a process read and reset its peak memory
+PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
 SAFE_STAGES = ("encode", "denoise", "decode", "preview", "train", "record", "compile")
 """After Ctrl-C, these stages end at most `STOP_TIMEOUT` seconds later, if all completed steps are in a file. Training
 always ends in this way."""
@@ -121,10 +121,10 @@ class Report:
         self._rows: dict[str, StageRow] = {}
         self._current: Stage | None = None
         self._is_stopping = False
-        self._name, self._steps = "", 0  # the name of the current stage, and its number of completed steps
+        self._name, self._num_steps = "", 0  # the name of the current stage, and its number of completed steps
         # Number of steps in the file; None while the last completed step is not in the file
-        self._saved: int | None = 0
-        self._noted: set[str] = set()
+        self._num_saved_steps: int | None = 0
+        self._printed_notes: set[str] = set()
         self._seams: list[Seam] = []
 
     @cached_property
@@ -137,14 +137,14 @@ class Report:
     def _is_silent(self) -> bool:
         return self.muted or self.quiet
 
-    def print_result(self, file: "AnyPath", metadata: Mapping[str, Any], **more: Any) -> None:
-        """Print the result of a run: the name of the file, or a JSON object with the file's metadata and the entries of
-        `more`."""
+    def print_result(self, file: "AnyPath", metadata: Mapping[str, Any], **fields: Any) -> None:
+        """Print the result of a run: the name of the file, or a JSON object with the file's metadata and the other
+        `fields`."""
         if self.videos is not None:
             self.videos += 1
         text: str | bytes = str(file)
         if self.in_json:
-            text = json.dumps({"file": text, **more, "record": dict(metadata)})
+            text = json.dumps({"file": text, **fields, "record": dict(metadata)})
         # printed as bytes if possible, because the name of a file may not be valid text
         elif hasattr(sys.stdout, "buffer"):
             text = os.fsencode(text)
@@ -175,15 +175,15 @@ class Report:
         text."""
         if self._current:
             self._current.set_progress(unit, done, total, suffix)
-            self._steps = done if unit in ("step", "denoised chunk") else 0
+            self._num_steps = done if unit in ("step", "denoised chunk") else 0
             if unit == "step" and done == total:
-                self._saved = None  # the latents are about to replace the file
+                self._num_saved_steps = None  # the latents are about to replace the file
         if done < total:
             self.stop_if_interrupted()
 
     def record_saved_steps(self, steps: int | None) -> None:
         """Set the number of steps that are in the file; None while a completed step is not yet in the file."""
-        self._saved = steps
+        self._num_saved_steps = steps
 
     def stop_if_interrupted(self) -> None:
         """Raise KeyboardInterrupt if Ctrl-C was pressed while a stage ran."""
@@ -208,7 +208,7 @@ class Report:
         return f"completed work is kept; continue with: {self.resume_command}\n"
 
     def exit_despite_peers(self, error: BaseException) -> NoReturn:
-        """End the process because of an error, although other processes wait for this process.
+        """End the process because of an error, although other processes wait for it.
 
         If all processes have the same error, they end at nearly the same time, so this function waits a moment for
         them. If the other processes are computing, JAX would keep this process for minutes.
@@ -219,9 +219,9 @@ class Report:
             traceback.print_exception(error)
         sys.stdout.flush()
         sys.stderr.flush()
-        ending = threading.Thread(target=jax.distributed.shutdown, daemon=True)
-        ending.start()
-        ending.join(EXIT_GRACE)
+        shutdown_thread = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+        shutdown_thread.start()
+        shutdown_thread.join(EXIT_GRACE)
         run_cleanups()
         os._exit(getattr(error, "exit_code", 1))
 
@@ -255,13 +255,13 @@ class Report:
         steps are saved."""
         time.sleep(STOP_TIMEOUT)
         while stage is not None and self._current is stage:
-            if self._saved is not None and self._steps <= self._saved:
+            if self._num_saved_steps is not None and self._num_steps <= self._num_saved_steps:
                 exit_immediately("" if self.muted else f"\nwanjax: stopped\n{self.outcome}", self.console.is_terminal)
             time.sleep(POLL_INTERVAL)
 
     @contextmanager
     def print_warnings(self) -> Iterator[None]:
-        """Within the block, print each warning of wanjax and of JAX's compilation cache as a note, but only once."""
+        """Within the block, print each warning of wanjax and of JAX's compilation cache once, as a note."""
 
         def show(message: Warning | str, category: type[Warning], *location: Any, **options: Any) -> None:
             cache_warning = CACHE_WARNING.match(str(message))
@@ -273,8 +273,8 @@ class Report:
                 if cache_warning
                 else str(message)
             )
-            if text not in self._noted:
-                self._noted.add(text)
+            if text not in self._printed_notes:
+                self._printed_notes.add(text)
                 self.note(f"note: {text}")
 
         with warnings.catch_warnings():
@@ -294,13 +294,13 @@ class Report:
 
         def report_compilation(compilation: Compilation) -> None:
             compilations.add(compilation)
-            done = "read from the cache" if compilation.cached else "compiled"
+            action = "read from the cache" if compilation.cached else "compiled"
             problem = (
                 f", because the cached program cannot be used: {compilation.refusal_reason}"
                 if compilation.refusal_reason
                 else ""
             )
-            self.note(f"program {compilation.name}: {done} in {format_duration(compilation.seconds)}{problem}")
+            self.note(f"program {compilation.name}: {action} in {format_duration(compilation.seconds)}{problem}")
 
         with watch_compiler(report_compilation):
             yield
@@ -320,7 +320,7 @@ class Report:
         with nullcontext() if at_once else handle_interrupts(self._on_interrupt):
             try:
                 with progress.stage_on_console(name, None if self._is_silent else self.console) as stage:
-                    self._current, self._name, self._steps, self._saved = stage, name, 0, 0
+                    self._current, self._name, self._num_steps, self._num_saved_steps = stage, name, 0, 0
                     yield
             finally:
                 self._current = None
@@ -377,14 +377,14 @@ class Report:
 
 def _reset_host_peak_memory() -> None:
     with suppress(OSError):
-        CLEAR_REFS.write_text("5")
+        PROC_CLEAR_REFS.write_text("5")
 
 
 def _host_peak_memory() -> int | None:
     """Read the peak memory of the process in bytes. If the system supports resets, it is the peak since the last
     reset."""
     with suppress(OSError):
-        if match := re.search(r"VmHWM:\s*(\d+) kB", STATUS.read_text()):
+        if match := re.search(r"VmHWM:\s*(\d+) kB", PROC_STATUS.read_text()):
             return int(match[1]) * 1024
     try:
         import resource

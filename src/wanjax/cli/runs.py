@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of stage files that `generate` keeps in the user's cache while they may be needed.
+"""The folders in the user's cache in which `generate` stores the files of its stages.
 
 A running command locks its folder, so that no other command uses or removes the folder.
 """
@@ -18,7 +18,7 @@ from wanjax.stores.temporary import LEFTOVER_PATTERN
 from wanjax.stores.user_folders import lasting_cache
 from wanjax.stores.writing import check_folder
 
-LOCK = "run.lock"
+LOCK_FILE = "run.lock"
 STAGE_FILES = re.compile(
     r"generation_config\.json|stage1_embeddings\.safetensors|stage2_(latents|state(_\d+)?(_pass_\d+)?)\.safetensors|preview\.png"
 )
@@ -73,7 +73,7 @@ def is_run_folder(folder: Path) -> bool:
     folder = folder.absolute()
     parent = folder.parent
     temporary = parent.name.startswith(TEMP_PREFIX) and parent.parent == Path(tempfile.gettempdir()).absolute()
-    return (parent == _runs_folder() or temporary) and (folder / LOCK).is_file()
+    return (parent == _runs_folder() or temporary) and (folder / LOCK_FILE).is_file()
 
 
 class LockedRun:
@@ -82,8 +82,8 @@ class LockedRun:
     def __init__(self, folder: Path):
         """Lock the folder; raise WanjaxError if another process has locked it."""
         self.folder = folder
-        self._lock = FileLock(folder / LOCK, "run", "--dir")
-        if not (folder / LOCK).exists():  # another process removed the folder before this process had the lock
+        self._lock = FileLock(folder / LOCK_FILE, "run", "--dir")
+        if not (folder / LOCK_FILE).exists():  # another process removed the folder before this process had the lock
             self._lock.close()
             raise WanjaxError(f"{folder} was removed, because its run is complete or too old: make the video again")
 
@@ -96,14 +96,14 @@ class LockedRun:
                     with suppress(OSError):
                         file.unlink()
         if all(
-            file.name.startswith(LOCK) for file in _list_files(self.folder)
+            file.name.startswith(LOCK_FILE) for file in _list_files(self.folder)
         ):  # SQLite may have created a file next to the lock
             try:  # removed before unlocking; otherwise another process could lock a removed file
-                (self.folder / LOCK).unlink(missing_ok=True)
+                (self.folder / LOCK_FILE).unlink(missing_ok=True)
             except OSError:  # for example on Windows, which cannot remove open files
                 self._lock.close()
                 with suppress(OSError):
-                    (self.folder / LOCK).unlink(missing_ok=True)
+                    (self.folder / LOCK_FILE).unlink(missing_ok=True)
             self._lock.close()
             with suppress(OSError):
                 self.folder.rmdir()
@@ -123,7 +123,7 @@ def remove_old_runs(*, keep: Path | None = None) -> None:
     run_folders = []
     with suppress(OSError):
         for folder in runs.iterdir():
-            if folder.is_symlink() or not (folder / LOCK).is_file():
+            if folder.is_symlink() or not (folder / LOCK_FILE).is_file():
                 continue
             with suppress(OSError):  # another command has removed the folder meanwhile
                 stats = [file.stat() for file in _list_files(folder) if _is_stage_file(file.name)]

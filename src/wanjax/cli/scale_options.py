@@ -69,7 +69,7 @@ def _check_has_requests(ctx: click.Context, parameter: click.Parameter, value: A
     return value
 
 
-def _bulk_option(option: str, name: str, param_type: click.ParamType, metavar: str, description: str) -> Decorator:
+def _workload_option(option: str, name: str, param_type: click.ParamType, metavar: str, description: str) -> Decorator:
     return click.option(option, name, type=param_type, metavar=metavar, help=description, callback=_check_has_requests)
 
 
@@ -82,7 +82,7 @@ workload_options = combine_options(
         help="Price N videos: on slices of this chip, up to the size of --chip. With --deadline and --price, "
         "also compute the number of slices and the cost.",
     ),
-    _bulk_option(
+    _workload_option(
         "--deadline",
         "deadline",
         DurationType(1),
@@ -90,22 +90,24 @@ workload_options = combine_options(
         "With --requests: the time in which all videos must be made, such as 12h. The deadline determines the "
         "number of slices.",
     ),
-    _bulk_option("--price", "price", PriceType(), "X", "With --requests: the price of a chip-hour, in any currency."),
-    _bulk_option(
+    _workload_option(
+        "--price", "price", PriceType(), "X", "With --requests: the price of a chip-hour, in any currency."
+    ),
+    _workload_option(
         "--start-time",
         "start",
         DurationType(),
         "TIME",
         "With --requests: the time until a requested slice is ready.  [default: 5min, an estimate]",
     ),
-    _bulk_option(
+    _workload_option(
         "--download-rate",
         "download",
         RateType(),
         "RATE",
         "With --requests: the rate at which a slice downloads weights.  [default: 200MB/s, an estimate]",
     ),
-    _bulk_option(
+    _workload_option(
         "--compile-time",
         "compiling",
         DurationType(),

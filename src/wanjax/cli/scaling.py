@@ -20,7 +20,7 @@ COMPILE_SUM = "{}, the sum of its programs, some of which this machine compiled 
 MAX_CHIPS_PER_HOST = 8  # several workers can share the chips of a host
 
 
-def show_scale(estimate: ScaleEstimate, console: Console) -> None:
+def print_scale(estimate: ScaleEstimate, console: Console) -> None:
     """Print the possible meshes as tables, and sentences about the best mesh."""
     workload = estimate.workload
     deadline = f" in {format_duration(workload.deadline)}" if workload.deadline else ", on one slice"

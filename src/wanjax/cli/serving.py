@@ -64,11 +64,11 @@ LIBRARIES = {
     "uvicorn": "uvicorn",
     "python_multipart": "python-multipart",
 }
-DATABASE, LOCK = "jobs.sqlite", "serving.lock"  # the database in a server's folder, unless --database names another one
+DATABASE, LOCK_FILE = "jobs.sqlite", "serving.lock"  # files in a server's folder, if --database names no database
 MAX_ATTEMPTS = 2  # a job fails if the server died this many times while making it
 STOP_TIMEOUT = 60.0  # seconds to wait for the end of the current step when the server stops
 STOPPED_NOTE = "stopped"
-WAITING_NOTE = "stopped; waiting videos are made when the server is started again"
+STOPPED_WITH_JOBS_NOTE = "stopped; waiting videos are made when the server is started again"
 
 
 def check_libraries() -> None:
@@ -91,7 +91,7 @@ def serve(
     from wanjax.serve.auth import Access
 
     check_host(listen_options.host)
-    token_variable = os.environ.pop(TOKEN_VARIABLE, None)  # workers do not inherit it
+    token_variable = os.environ.pop(TOKEN_VARIABLE, None)  # removed, so that workers do not inherit the token
     access = Access.read(
         listen_options.host,
         listen_options.token if listen_options.token is not None else token_variable or None,
@@ -104,8 +104,8 @@ def serve(
     else:
         init_distributed(report, options.processes)
         if jax.process_count() > 1:
-            raise WanjaxError("a server is one process, which uses the devices of its host: leave out --processes")
-    with ExitStack() as stack:  # done before the model is loaded, so that a port or a folder in use is reported at once
+            raise WanjaxError("--processes is not for a server, which is one process: leave it out")
+    with ExitStack() as stack:  # opened before the model is loaded, so that a port or folder in use is reported at once
         sockets = [
             stack.enter_context(listening_socket)
             for listening_socket in listen_on_host(listen_options.host, listen_options.port)
@@ -120,17 +120,17 @@ def serve(
         else:
             server.run_with_pool(*workers, worker_options)
         note = STOPPED_NOTE
-        with suppress(WanjaxError):  # a database that is away must not make the stop a failure
-            note = WAITING_NOTE if store.num_waiting() else STOPPED_NOTE
+        with suppress(WanjaxError):  # the server has stopped normally, even if the database is unavailable
+            note = STOPPED_WITH_JOBS_NOTE if store.num_waiting() else STOPPED_NOTE
     report.note(note)
 
 
 @contextmanager
 def open_store(folder: AnyPath, database: str | None) -> Iterator[JobStore]:
-    """Open the job store of a server. The folder of its videos is on this machine or in a store.
+    """Open the job store of a server.
 
     Args:
-        folder: The folder.
+        folder: The folder of the server's videos, on this machine or in a store.
         database: An SQLite file, or a URL of PostgreSQL. None uses a file in the folder, for a single server.
 
     Raises:
@@ -140,9 +140,9 @@ def open_store(folder: AnyPath, database: str | None) -> Iterator[JobStore]:
         with created_output_folder(folder):
             if database is None:
                 if not isinstance(folder, Path):
-                    problem = f"{folder} is a store, which cannot hold a database"
+                    problem = f"--dir {folder} is in a store, which cannot hold a database"
                     raise WanjaxError(f"{problem}: give --database with a file of this machine or a URL of PostgreSQL")
-                stack.enter_context(locked(folder / LOCK, "server", "--dir"))
+                stack.enter_context(locked(folder / LOCK_FILE, "server", "--dir"))
                 database = str(folder / DATABASE)
             store = stack.enter_context(closing(JobStore(database)))
         join_namespace(store, folder, SERVE_FILE)
@@ -151,7 +151,7 @@ def open_store(folder: AnyPath, database: str | None) -> Iterator[JobStore]:
 
 
 class _ServeCommand:
-    """The server of the command, with its options, its sockets and its job store."""
+    """The command `serve`: its options, its listening sockets and its job store."""
 
     def __init__(
         self,
@@ -165,12 +165,12 @@ class _ServeCommand:
         serve_options: ServeOptions,
     ):
         self.report, self.host, self.sockets, self.access = report, host, sockets, access
-        self.store, self.folder, self.options, self.models_and_cards = store, folder, options, serve_options
+        self.store, self.folder, self.options, self.serve_options = store, folder, options, serve_options
 
     def run_with_thread(self) -> None:
-        """Serve with a worker in a thread of this process."""
+        """Serve, with one worker in a thread of this process."""
         self.report.note(f"loading {self.options.model}")
-        maker = build_maker(self.options, self.models_and_cards, self.folder, self.report.note)
+        maker = build_maker(self.options, self.serve_options, self.folder, self.report.note)
         worker = WorkerThread(self.store, maker, attempts=MAX_ATTEMPTS)
         service = self._service(*maker.models_and_cards(), lambda: worker.is_broken)
         self._run(service, self._server(service, worker.stop), worker.start)
@@ -178,10 +178,10 @@ class _ServeCommand:
             os._exit(0)  # a thread cannot stop a long computation; the job stays in the database
 
     def run_with_pool(self, min_workers: int, max_workers: int, worker_options: WorkerOptions) -> None:
-        """Serve with workers that are processes of this machine or actors of a Ray cluster. The workers end with this
+        """Serve, with workers that are processes of this machine or actors of a Ray cluster. They end with this
         process."""
         cache = click.get_current_context().meta.get(COMPILE_CACHE, {})
-        start = partial(_start_maker, self.options, self.models_and_cards, self.folder, cache)
+        start = partial(_start_maker, self.options, self.serve_options, self.folder, cache)
         nice = 0 if glob(GPU_FILES) else CPU_NICENESS
 
         def start_local(number: int) -> LocalWorker:
@@ -208,8 +208,8 @@ class _ServeCommand:
     def _ray_starter(
         self, ray: Any, start: Callable[[Any], Any], resources: Mapping[str, Any]
     ) -> Callable[[int], WorkerHandle]:
-        """Return the function that starts a worker in a Ray cluster. If only this host can reach the job store, the
-        workers use it through a Ray actor.
+        """Return a function that starts a worker in a Ray cluster. If the job store is a file of this host, the workers
+        access it through a Ray actor.
         """
         shared_store = self.store if self.store.is_shared else RemoteStore.start(ray, self.store)
         start_actor = partial(start_single, ray, resources)
@@ -222,9 +222,9 @@ class _ServeCommand:
         stopped, errors = exit_event_on_signals(), list[BaseException]()
         try:
             self.report.note(f"loading {self.options.model}")
-            if (serve_options := _first_answer(pool, stopped)) is None:
+            if (models_and_cards := _wait_for_models(pool, stopped)) is None:
                 return
-            service = self._service(*serve_options)
+            service = self._service(*models_and_cards)
             server = self._server(service, stopped.set)
             thread = threading.Thread(
                 target=_poll_pool_until_stopped, args=(pool, stopped, server, errors), name="wanjax-pool", daemon=True
@@ -238,8 +238,8 @@ class _ServeCommand:
             raise errors[0]
 
     def run_without_worker(self) -> None:
-        """Serve without a worker: other workers of the database make the videos."""
-        maker = build_maker(self.options._replace(mesh=None), self.models_and_cards, self.folder, self.report.note)
+        """Serve without a worker. Workers of the same database on other hosts make the videos."""
+        maker = build_maker(self.options._replace(mesh=None), self.serve_options, self.folder, self.report.note)
         models, model_cards = maker.models_and_cards()
         for card in model_cards:
             del card["started_with"]["devices"]  # the videos are made on devices of other hosts
@@ -251,19 +251,19 @@ class _ServeCommand:
         from wanjax.serve.app import Service
 
         defaults = models.model(None).defaults
-        limits = _limits(self.models_and_cards, defaults)
+        limits = _limits(self.serve_options, defaults)
         limits.limit_pictures()
         self.model = defaults.model
         return Service(self.store, self.folder, models, model_cards, limits, self.access, is_broken)
 
     def _server(self, service: Any, stop: Callable[[], object] = lambda: None) -> Any:
-        """Build the HTTP server of a service; it calls `stop` at the first signal."""
+        """Build the HTTP server of a service. The server calls `stop` at the first signal."""
         import uvicorn
 
         from wanjax.serve.connections import BACKLOG, Connection
 
         class Server(uvicorn.Server):
-            """A server that ends all streams of events at the first signal, and the process at the second signal."""
+            """A server that ends all event streams at the first signal, and the process at the second signal."""
 
             def handle_exit(self, sig: int, frame: FrameType | None) -> None:
                 if self.should_exit:
@@ -297,17 +297,17 @@ class _ServeCommand:
                 url = page_address(self.host, self.sockets)
                 self.report.note(f"serving {self.model} at {url}, videos in {self.folder}")
 
-        signal.set_wakeup_fd(-1)  # from here on the server handles Ctrl-C
+        signal.set_wakeup_fd(-1)  # now uvicorn handles Ctrl-C
         asyncio.run(serve())
-        for number in (signal.SIGINT, signal.SIGTERM):  # the server has stopped, and its worker may be computing
+        for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn has stopped, but a worker may still compute
             signal.signal(number, lambda *_: os._exit(INTERRUPTED))
         server.end()
         service.close()
 
 
-def _first_answer(pool: Any, stopped: threading.Event) -> Any:
-    """Start a pool's workers, and return the models that the first worker reports. Return None if the pool is stopped
-    before a worker reports.
+def _wait_for_models(pool: Any, stopped: threading.Event) -> Any:
+    """Start a pool's workers, and return the models and model cards of the first worker that has loaded its model.
+    Return None if the pool is stopped before that.
 
     Raises:
         WanjaxError: The model does not exist, or one worker after another dies.
@@ -316,8 +316,8 @@ def _first_answer(pool: Any, stopped: threading.Event) -> Any:
         pool.poll()
         for worker in pool.workers.values():
             with suppress(EOFError):  # the worker died, and a new one replaces it
-                if (answer := worker.initializer_result()) is not None:
-                    return answer
+                if (models_and_cards := worker.initializer_result()) is not None:
+                    return models_and_cards
     return None
 
 
@@ -352,7 +352,7 @@ def _limits(serve_options: ServeOptions, defaults: Settings) -> Limits:
 def build_maker(
     options: PipelineOptions, serve_options: ServeOptions, folder: AnyPath, note: Callable[[str], None]
 ) -> ServedMaker:
-    """Build the maker of a server's videos. The maker loads the model's networks when it starts."""
+    """Build the maker of a server's videos. Its `warm_up` loads the model's networks."""
 
     def load(model: str | None, loras: Sequence[Lora]) -> Pipeline:
         pipe = load_pipeline(options._replace(model=model, lora=tuple(loras)), VideoRequest({}), note=note)
@@ -363,10 +363,8 @@ def build_maker(
     loras = [Lora.parse(lora) for lora in options.lora if isinstance(lora, str)]
     loaded_models = LoadedModels(pipe := load(options.model, loras), loras, load)
     Limits.of(pipe.defaults).limit_pictures()
-    maker_options, shows_previews = (
-        options.run_options,
-        serve_options.preview or serve_options.preview_decoder is not None,
-    )
+    maker_options = options.run_options
+    shows_previews = serve_options.preview or serve_options.preview_decoder is not None
     if (url := serve_options.extend_prompt) is not None:
         model = serve_options.extend_model
         maker_options["extend_prompt"] = lambda prompt, picture: extend_prompt(
@@ -378,7 +376,7 @@ def build_maker(
 
 
 def check_host(host: str) -> None:
-    """Raise WanjaxError unless a host is an address or a name that has one.
+    """Raise WanjaxError unless a host is an IP address or a host name that resolves to one.
 
     Args:
         host: The value of `--host`.
@@ -386,8 +384,10 @@ def check_host(host: str) -> None:
     try:
         socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:  # an invalid name can fail to encode
-        advice = "give one of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
-        raise WanjaxError(f"--host {repr_short(host)} is no address and no name of a host: {advice}") from error
+        advice = "give an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all its addresses"
+        raise WanjaxError(
+            f"--host {repr_short(host)} is neither an address nor the name of a host: {advice}"
+        ) from error
 
 
 def listen_on_host(host: str, port: int) -> list[socket.socket]:

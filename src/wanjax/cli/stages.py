@@ -104,7 +104,7 @@ def generate(
 ) -> None:
     """Run the three stages. `original_metadata` is the metadata of the video of --from, or None.
 
-    If the user gives no folder, the video gets a new name, and the files of the stages are removed when it is complete.
+    If the user gives no folder, the video gets a new name. The stages' files are removed when the video is complete.
     """
     init_distributed(report, options.processes)
     existing_file = find_existing_video(command, request, options)
@@ -144,7 +144,7 @@ def encode(report: Report, request: VideoRequest, options: PipelineOptions, comm
             return
         video.print_prompt_notes()
         check_encode_memory(video.pipe, video.settings, video.pictures, tiling=video.run_options["tiling"])
-        video.run(Saving(video, prints_files=True)).encode()
+        video.run(StageFileObserver(video, prints_files=True)).encode()
     report.table()
     if report.in_json:
         video.print_made(folder / stage_files.EMBEDDINGS_FILE)
@@ -267,23 +267,23 @@ def find_existing_video(
 
 
 def find_existing_stage(
-    command: CommandOptions, name: str, requested_settings: Mapping[str, Any], **more: Any
+    command: CommandOptions, name: str, requested_settings: Mapping[str, Any], **extra_metadata: Any
 ) -> ExistingFile | None:
     """Find the file of a stage that a command would replace. Return None with --force, or if there is no such file.
 
-    Raises WanjaxError if the file's metadata shows that it differs from the result of this command. `more` is metadata
-    of the file that is stored elsewhere.
+    Raises WanjaxError if the file's metadata shows that it differs from the result of this command. `extra_metadata`
+    is metadata of the file that is stored elsewhere.
     """
     if command.force or not is_first():
         return None
-    existing_file = ExistingFile.find(stage_folder(command) / name, KEEP_ADVICE[False], **more)
+    existing_file = ExistingFile.find(stage_folder(command) / name, KEEP_ADVICE[False], **extra_metadata)
     if existing_file is not None:
         existing_file.check_request(requested_settings)
     return existing_file
 
 
 def check_no_results(folder: Path, names: Iterable[str]) -> None:
-    """Raise WanjaxError if a folder has one of these files, which took long to make and belong to another video."""
+    """Raise WanjaxError if a folder has one of these files of another video, because they took long to make."""
     existing_names = [name for name in names if is_first() and (folder / name).exists()]
     if existing_names:
         decode_command = f"`{shlex.join(['wanjax', 'decode', '--dir', str(folder)])}` to make the video"
@@ -493,12 +493,12 @@ class VideoCommand:
         channels, expected_channels = latents.shape[1], self.pipe.model.vae.latent_channels
         if channels != expected_channels:
             raise WanjaxError(
-                f"{file} has {pluralize(channels, 'channel')} where {settings.model} has {expected_channels}: give "
-                "--model, the model that made the file"
+                f"{file} has {pluralize(channels, 'channel')}, but {settings.model} has {expected_channels}: give the "
+                "model that made the file as --model"
             )
         if shape_known and latents.shape != (shape := self.pipe.model.spec.latent_shape(settings)):
             raise WanjaxError(
-                f"{file} has latents {list(latents.shape)} where a video of {settings.width}x{settings.height} and "
+                f"{file} has latents {list(latents.shape)}, but a video of {settings.width}x{settings.height} and "
                 f"{pluralize(settings.frames, 'frame')} has {list(shape)}: run "
                 f"`wanjax denoise --dir {self.folder}` again"
             )
@@ -553,7 +553,7 @@ class VideoCommand:
             [request],
             self.pictures,
             noise=self.noise,
-            observers=[*observers, Reporting(self)],
+            observers=[*observers, ReportObserver(self)],
             **self.run_options,
         )
 
@@ -611,7 +611,9 @@ class VideoCommand:
                     self._check_other_steps,
                 )
             )
-        return self.run(*observers, SavingWindows(self) if self.in_windows else Saving(self, prints_files=prints_files))
+        return self.run(
+            *observers, WindowObserver(self) if self.in_windows else StageFileObserver(self, prints_files=prints_files)
+        )
 
     @property
     def in_windows(self) -> bool:
@@ -651,7 +653,7 @@ class VideoCommand:
             report.set_progress("chunk", 0, total)
             for done, clip in enumerate(frames, 1):
                 yield clip
-                frame_rate.deliver(len(clip))
+                frame_rate.add(len(clip))
                 report.set_progress("chunk", done, total, suffix=str(frame_rate))
 
         with report.stage("stream"):
@@ -735,8 +737,8 @@ def _describe_settings(settings: Settings) -> dict[str, str]:
     }
 
 
-class Reporting(Observer):
-    """Shows the progress of a run and previews. On request, stops the run between two steps."""
+class ReportObserver(Observer):
+    """Shows previews and the progress of a run. After Ctrl-C, it stops the run between two steps."""
 
     def __init__(self, video: VideoCommand):
         self.report, self.previews = video.report, video.previews
@@ -762,8 +764,8 @@ class Reporting(Observer):
             self.previews.wait()
 
 
-class Saving(Observer):
-    """Writes the files that one stage passes to the next. With `prints_files`, prints their names."""
+class StageFileObserver(Observer):
+    """Writes the file of each stage. With `prints_files`, it prints their names."""
 
     def __init__(self, video: VideoCommand, *, prints_files: bool):
         self.video, self.prints_files = video, prints_files
@@ -800,9 +802,9 @@ class Saving(Observer):
         )
 
 
-class SavingWindows(Observer):
-    """Prints the prompt of each window. Before the first step, writes the settings and tells the report which command
-    resumes. `ResumeObserver` saves the steps."""
+class WindowObserver(Observer):
+    """Prints the prompt of each window. Before the first step, it writes the settings, and gives the report the command
+    that resumes. `ResumeObserver` saves the steps."""
 
     def __init__(self, video: VideoCommand):
         self.video = video
@@ -978,21 +980,21 @@ class FrameRate:
 
     def __init__(self) -> None:
         self.frames = 0
-        self._first: tuple[int, float] | None = None
+        self._first_chunk: tuple[int, float] | None = None  # the frames until its end, and the time
         self._last = 0.0
 
-    def deliver(self, frames: int) -> None:
-        """Add a number of complete frames."""
+    def add(self, frames: int) -> None:
+        """Count complete frames."""
         self.frames += frames
         self._last = perf_counter()
-        if self._first is None:
-            self._first = self.frames, self._last
+        if self._first_chunk is None:
+            self._first_chunk = self.frames, self._last
 
     def __str__(self) -> str:
         """Format the number of frames. From the second chunk on, add the rate."""
-        if self._first is None or self.frames == self._first[0]:
+        if self._first_chunk is None or self.frames == self._first_chunk[0]:
             return pluralize(self.frames, "frame")
-        frames, start = self._first
+        frames, start = self._first_chunk
         return (
             f"{pluralize(self.frames, 'frame')}, "
             f"{format_number((self.frames - frames) / (self._last - start))} a second"

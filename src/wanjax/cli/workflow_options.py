@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     from wanjax.workflows.graph import Graph
     from wanjax.workflows.request import Workflow
 
-RAW = "wanjax.raw"  # the key in the `meta` of a command's context for the options on the command line
-WORKFLOW = "wanjax.workflow"  # the key in the `meta` of a command's context for the options from a workflow
-ROWS = "wanjax.rows"  # the key in the `meta` of a command's context for the requests of a folder of workflows
-OWN_JSON = "generation_config.json"
+COMMAND_LINE = "wanjax.raw"
+"""The key in the `meta` of a command's context for its arguments and the options on the command line."""
+WORKFLOW = "wanjax.workflow"
+"""The key in the `meta` of a command's context for the options from a workflow."""
+WORKFLOW_REQUESTS = "wanjax.rows"
+"""The key in the `meta` of a command's context for the requests of a folder of workflows."""
+CONFIG_FILE = "generation_config.json"
 FOLDERS = ("models", "inputs")  # options with the folders of a workflow's files
 FILE_OPTIONS = ("--from", *(f"--{name}" for name in FOLDERS))  # options that a printed command does not need
 PRINT_COMMAND = "--print-command"
@@ -62,7 +65,7 @@ class WorkflowOptions(NamedTuple):
         return [*file_notes, *self.notes]
 
 
-def parse_raw(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> None:
+def store_command_line(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> None:
     """Store the options of a command line before their callbacks run, because `--from` depends on other options.
 
     Args:
@@ -74,16 +77,18 @@ def parse_raw(command: click.Command, ctx: click.Context, arguments: Sequence[st
         options, _, _ = command.make_parser(ctx).parse_args(list(arguments))
     except click.ClickException:  # the command itself will report this error
         options = {}
-    ctx.meta[RAW] = (list(arguments), options)
+    ctx.meta[COMMAND_LINE] = (list(arguments), options)
 
 
-def raw_options(ctx: click.Context) -> set[str]:
+def options_on_command_line(ctx: click.Context) -> set[str]:
     """Return the names of the options on the command line, without arguments.
 
     Args:
         ctx: The command's context.
     """
-    return {str(x.name) for x in ctx.command.params if isinstance(x, click.Option) and x.name in ctx.meta[RAW][1]}
+    return {
+        str(x.name) for x in ctx.command.params if isinstance(x, click.Option) and x.name in ctx.meta[COMMAND_LINE][1]
+    }
 
 
 def find_workflow(file: str, *, may_be_prompts: bool = False) -> "Graph | None":
@@ -97,7 +102,7 @@ def find_workflow(file: str, *, may_be_prompts: bool = False) -> "Graph | None":
         WanjaxError: The workflow is damaged or too large.
     """
     path = Path(file).expanduser()
-    if path.suffix.lower() not in SUFFIXES or path.name == OWN_JSON or not path.is_file():
+    if path.suffix.lower() not in SUFFIXES or path.name == CONFIG_FILE or not path.is_file():
         return None
     from wanjax.workflows import reading  # imported late for a quick --help
 
@@ -145,9 +150,9 @@ def merge_options(folder: str, options: Sequence[WorkflowOptions], names: Collec
                     f"same LoRAs, so move one of them, or give --{name}"
                 )
     files_by_sentence: dict[str, list[str]] = {}
-    for each in options:
-        for sentence in dict.fromkeys(each.sentences()):
-            files_by_sentence.setdefault(sentence, []).append(Path(each.file).name)
+    for workflow_options in options:
+        for sentence in dict.fromkeys(workflow_options.sentences()):
+            files_by_sentence.setdefault(sentence, []).append(Path(workflow_options.file).name)
     notes = [
         sentence if len(files) == len(options) else f"{comma_list(files)}: {sentence}"
         for sentence, files in files_by_sentence.items()
@@ -176,7 +181,7 @@ def options_of(ctx: click.Context, file: str, graph: "Graph", command: str | Non
         return path and measure(path)
 
     try:
-        workflow = read_workflow(graph, measured, steps=_whole_number(ctx.meta[RAW][1].get("steps")))
+        workflow = read_workflow(graph, measured, steps=_whole_number(ctx.meta[COMMAND_LINE][1].get("steps")))
     except WanjaxError as error:
         raise WanjaxError(f"{file}: {error}") from error
     reader = _OptionReader(workflow, folders, downloads_nothing=(command or ctx.info_name) == "plan")
@@ -199,7 +204,7 @@ def _fit_to_command_line(ctx: click.Context, values: dict[str, Any]) -> list[str
     from wanjax.cli import listing  # imported late for a quick --help
     from wanjax.cli.options import SETTINGS
 
-    options, notes = ctx.meta[RAW][1], []
+    options, notes = ctx.meta[COMMAND_LINE][1], []
     steps, old_steps, boundary = _whole_number(options.get("steps")), values.get("steps"), values.get("boundary_step")
     if steps is not None and old_steps and boundary and "boundary_step" not in options:
         values["boundary_step"] = round(boundary * steps / old_steps)
@@ -210,11 +215,13 @@ def _fit_to_command_line(ctx: click.Context, values: dict[str, Any]) -> list[str
     model = options.get("model") or options.get("model_option")
     if isinstance(model, str) and (listed_model := listing.find_model(model)):
         known_names = {*listed_model["defaults"], "prompt", "size", "seconds"}
-        lacking = [name for name in values if name in SETTINGS and name not in known_names and name not in options]
-        for name in lacking:
+        unsupported_names = [
+            name for name in values if name in SETTINGS and name not in known_names and name not in options
+        ]
+        for name in unsupported_names:
             del values[name]
-        if lacking:
-            notes.append(f"{model} has no {' and no '.join(lacking)}: the workflow's values are left out")
+        if unsupported_names:
+            notes.append(f"{model} has no {' and no '.join(unsupported_names)}: the workflow's values are left out")
     return notes
 
 
@@ -230,20 +237,20 @@ def check_folders(ctx: click.Context) -> None:
         ctx: The command's context.
     """
     for name in FOLDERS:
-        if name in ctx.meta[RAW][1] and WORKFLOW not in ctx.meta:
+        if name in ctx.meta[COMMAND_LINE][1] and WORKFLOW not in ctx.meta:
             raise click.UsageError(
-                f"--{name} says where the files of a workflow of ComfyUI are, and there is no workflow: give one by "
-                "--from, or leave the option out"
+                f"--{name} is the folder of a workflow's files, and there is no workflow: give a workflow with --from, "
+                f"or leave --{name} out"
             )
 
 
 def _folder(ctx: click.Context, name: str) -> Path | None:
     """Return the folder of an option. Raises WanjaxError if it does not exist."""
-    text = ctx.meta[RAW][1].get(name)
+    text = ctx.meta[COMMAND_LINE][1].get(name)
     if not isinstance(text, str):
         return None
     if not (folder := Path(text).expanduser()).is_dir():
-        raise WanjaxError(f"--{name} {folder} does not exist or is no folder: give an existing folder")
+        raise WanjaxError(f"--{name} {folder} does not exist or is not a folder: give an existing folder")
     return folder
 
 
@@ -272,10 +279,10 @@ class _OptionReader:
         self._read_inputs()
         self._note_other_files()
 
-    def _add_file_note(self, parameter: str, file: Any, place: str) -> None:
+    def _add_file_note(self, parameter: str, file: Any, location: str) -> None:
         from wanjax.workflows.values import base_name
 
-        self.file_notes.setdefault(parameter, []).append(f"{base_name(file.name)}: {place}")
+        self.file_notes.setdefault(parameter, []).append(f"{base_name(file.name)}: {location}")
 
     def _locate(self, parameter: str, file: Any) -> "Located | None":
         """Find a file of weights. If the file is missing, store the sentence about it under its parameter."""
@@ -286,7 +293,7 @@ class _OptionReader:
         except WanjaxError as error:
             self.missing.setdefault(parameter, str(error))
             return None
-        self._add_file_note(parameter, file, located.place)
+        self._add_file_note(parameter, file, located.description)
         if located.to_download:
             self.downloads.setdefault(parameter, []).append(located.name)
         return located
@@ -296,7 +303,7 @@ class _OptionReader:
         from wanjax.workflows.files import check_pair
 
         located = [self._locate("model", file) for file in self.workflow.files]
-        names = [each.name for each in located if each is not None]
+        names = [file.name for file in located if file is not None]
         if len(names) == len(located) == 2:
             try:
                 check_pair(names[0], names[1], companion_files)
@@ -336,9 +343,9 @@ class _OptionReader:
             for file in value if isinstance(value, list) else [value]:
                 path = find_file(file, self.folders)
                 if path is None:
-                    place_text = self.folders.inputs or "a folder given by --inputs"
+                    folder_text = self.folders.inputs or "a folder given by --inputs"
                     self.missing[name] = (
-                        f"{file.node} loads {base_name(file.name)}, which is not in {place_text}: "
+                        f"{file.node} loads {base_name(file.name)}, which is not in {folder_text}: "
                         f"give {INPUT_SPECS[name].option} FILE, or --inputs FOLDER"
                     )
                 else:
@@ -371,12 +378,12 @@ class _OptionReader:
         )
 
 
-def check_missing(ctx: click.Context, replaced_by: Mapping[str, Sequence[str]]) -> None:
+def check_missing(ctx: click.Context, overridden: Mapping[str, Sequence[str]]) -> None:
     """Raise an error for a value that neither the workflow nor the command line has.
 
     Args:
         ctx: The command's context.
-        replaced_by: For a parameter, the parameters that it replaces.
+        overridden: `defaults.OVERRIDDEN_PARAMETERS`.
     """
     options: WorkflowOptions | None = ctx.meta.get(WORKFLOW)
     if options is None:
@@ -387,8 +394,8 @@ def check_missing(ctx: click.Context, replaced_by: Mapping[str, Sequence[str]]) 
 
     names = {parameter.name for parameter in ctx.command.params}
     for name, sentence in options.missing.items():
-        replacing = [other for other, replaced in replaced_by.items() if name in replaced]
-        if name in names and not any(map(is_on_command_line, (name, *replacing))):
+        overriding = [other for other, overridden_names in overridden.items() if name in overridden_names]
+        if name in names and not any(map(is_on_command_line, (name, *overriding))):
             raise WanjaxError(f"{options.file}: {sentence}")
 
 
@@ -434,11 +441,11 @@ def confirm_downloads(ctx: click.Context) -> None:
     described = describe_download(names)
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise WanjaxError(
-            f"{options.file} needs {described}: give --models FOLDER where they are, or run the command that "
-            f"{PRINT_COMMAND} prints, which downloads them"
+            f"{options.file} needs {described}: give --models FOLDER with these files, or run the command that "
+            f"{PRINT_COMMAND} prints to download them"
         )
     if not click.confirm(f"Download {described}?", err=True):
-        raise WanjaxError("the files are not downloaded: give --models FOLDER that has them, or another --model")
+        raise WanjaxError("the files are not downloaded: give --models FOLDER with these files, or another --model")
 
 
 def command_text(ctx: click.Context) -> str:
@@ -448,7 +455,7 @@ def command_text(ctx: click.Context) -> str:
         ctx: The command's context.
     """
     workflow: WorkflowOptions | None = ctx.meta.get(WORKFLOW)
-    if ROWS in ctx.meta:
+    if WORKFLOW_REQUESTS in ctx.meta:
         raise click.UsageError(
             f"{PRINT_COMMAND} prints the command of one workflow, and {ctx.params['prompts']} is a folder of them: "
             "give one of its files"
@@ -473,7 +480,7 @@ def command_text(ctx: click.Context) -> str:
             words += (
                 [option] if item is True else [f"{option}={item}"] if str(item).startswith("-") else [option, str(item)]
             )
-    words += _own_words(ctx)
+    words += _remaining_words(ctx)
     if prompt is not None:
         words += [prompt] if prompt.strip() and not prompt.startswith("-") else [f"--prompt={prompt}"]
         words += [] if prompt.strip() else ["--allow-empty-prompt"]
@@ -499,7 +506,7 @@ def _escaped(char: str) -> str:
 def _check_options_of_generate(ctx: click.Context) -> None:
     """Raise UsageError for an option of `batch` that `generate` lacks, or that has another meaning in `generate`."""
     assert ctx.parent is not None
-    if "out" in ctx.meta[RAW][1] and not {"count", "seeds"} & ctx.meta[RAW][1].keys():
+    if "out" in ctx.meta[COMMAND_LINE][1] and not {"count", "seeds"} & ctx.meta[COMMAND_LINE][1].keys():
         raise click.UsageError(
             f"{PRINT_COMMAND} prints a command of `wanjax generate`, whose --out names a file: leave --out out here, "
             "and give it with the printed command"
@@ -509,17 +516,17 @@ def _check_options_of_generate(ctx: click.Context) -> None:
     shared_names = {parameter.name for parameter in group.commands["generate"].params}
     for parameter in ctx.command.params:
         is_option = isinstance(parameter, click.Option) and parameter.expose_value
-        if is_option and parameter.name in ctx.meta[RAW][1] and parameter.name not in shared_names:
+        if is_option and parameter.name in ctx.meta[COMMAND_LINE][1] and parameter.name not in shared_names:
             raise click.UsageError(
                 f"{PRINT_COMMAND} prints a command of `wanjax generate`, and {parameter.opts[-1]} is only for "
                 "`wanjax batch`: leave it out"
             )
 
 
-def _own_words(ctx: click.Context) -> list[str]:
-    """Return the words of a command line without the options that `command_text` replaces."""
+def _remaining_words(ctx: click.Context) -> list[str]:
+    """Return the words of the command line that `command_text` does not replace."""
     words, skips = [], False
-    for word in ctx.meta[RAW][0]:
+    for word in ctx.meta[COMMAND_LINE][0]:
         name = word.partition("=")[0]
         if skips:
             skips = False
