@@ -20,7 +20,7 @@ from wanjax.media.inputs import INPUT_SPECS
 from wanjax.workflows import SUFFIXES
 
 if TYPE_CHECKING:
-    from wanjax.workflows.files import Located
+    from wanjax.workflows.files import FileLocation
     from wanjax.workflows.graph import Graph
     from wanjax.workflows.request import Workflow
 
@@ -284,7 +284,7 @@ class _OptionReader:
 
         self.file_notes.setdefault(parameter, []).append(f"{base_name(file.name)}: {location}")
 
-    def _locate(self, parameter: str, file: Any) -> "Located | None":
+    def _locate(self, parameter: str, file: Any) -> "FileLocation | None":
         """Find a file of weights. If the file is missing, store the sentence about it under its parameter."""
         from wanjax.workflows.files import locate
 
@@ -361,7 +361,7 @@ class _OptionReader:
         """Add notes about components whose files the workflow names, but wanjax does not read. The notes say where the
         components come from."""
         from wanjax.cli import listing
-        from wanjax.workflows.graph import shown
+        from wanjax.workflows.graph import short_text
         from wanjax.workflows.request import COMPONENTS
         from wanjax.workflows.values import base_name
 
@@ -370,7 +370,7 @@ class _OptionReader:
             return
         listed_model = listing.find_model(self.workflow.model or "")
         source = listed_model["source"] if listed_model else "the model's own repository"
-        names = ", ".join(shown(base_name(file.name)) for file in files)
+        names = ", ".join(short_text(base_name(file.name)) for file in files)
         components = join_with_and([f"the {name}" for name in dict.fromkeys(COMPONENTS[file.kind] for file in files)])
         verb = "come" if " and " in components else "comes"
         self.file_notes.setdefault("model", []).append(

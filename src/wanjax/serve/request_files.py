@@ -20,7 +20,7 @@ from wanjax.serve.limits import Limits
 from wanjax.serve.served_models import ServedModels
 from wanjax.stores.temporary import temp_dir
 from wanjax.workflows import SUFFIXES
-from wanjax.workflows.graph import shown
+from wanjax.workflows.graph import short_text
 from wanjax.workflows.reading import find_workflow
 from wanjax.workflows.request import Missing, read_workflow
 from wanjax.workflows.values import base_name
@@ -59,7 +59,7 @@ class RequestFileParser:
         Raises:
             SettingError: The file has no request, or it is damaged or too large.
         """
-        title, suffix = shown(base_name(name)), PurePath(name).suffix.lower()
+        title, suffix = short_text(base_name(name)), PurePath(name).suffix.lower()
         if suffix not in FILE_SUFFIXES:
             expected_suffixes = ", ".join(each.removeprefix(".") for each in FILE_SUFFIXES)
             raise SettingError(f"{title} has none of the suffixes {expected_suffixes}: {EXPECTED_FILE}", FIELD)
@@ -86,7 +86,7 @@ class RequestFileParser:
 
     def _from_workflow(self, workflow: Any) -> dict[str, Any]:
         """Return the fields of a workflow."""
-        title = workflow.model or shown(base_name(workflow.files[0].name))
+        title = workflow.model or short_text(base_name(workflow.files[0].name))
         model = self._choose_model(workflow.model, f"the workflow is for {title}")
         values = {}
         for name, value in {**workflow.settings, SCHEDULER.name: workflow.scheduler}.items():
@@ -109,7 +109,7 @@ class RequestFileParser:
         """Return the fields of a video's metadata."""
         recorded_model = str(metadata.get(MODEL.name))
         name = recorded_model if recorded_model in self.cards else base_name(recorded_model)
-        model = self._choose_model(name, f"the video was made with {shown(name)}")
+        model = self._choose_model(name, f"the video was made with {short_text(name)}")
         names = {*schema(Settings), SCHEDULER.name} - {*LOAD_SETTINGS, ORIGINAL_PROMPT}
         values = {name: value for name, value in metadata.items() if name in names}
         if isinstance(original := metadata.get(ORIGINAL_PROMPT), str) and original:
@@ -143,7 +143,7 @@ class RequestFileParser:
                 if value in schedulers:
                     fields[name] = value
                 else:
-                    self.notes.append(f"{model} has no solver {shown(str(value))}, and uses {schedulers[0]}")
+                    self.notes.append(f"{model} has no solver {short_text(str(value))}, and uses {schedulers[0]}")
                 continue
             if name not in settings:
                 unused += [] if value in ("", False, card["defaults"].get(name)) else [name.replace("_", " ")]
@@ -171,13 +171,13 @@ class RequestFileParser:
     def _lora_strengths(self, loras: Sequence[tuple[str, float]]) -> dict[str, Any]:
         """Return the strengths of the server's LoRAs, and note the LoRAs that the server lacks."""
         names = self.models.default_strengths
-        self.notes += [f"this server has no LoRA {shown(name)}" for name, _ in loras if name not in names]
+        self.notes += [f"this server has no LoRA {short_text(name)}" for name, _ in loras if name not in names]
         strengths = {name: strength for name, strength in loras if name in names}
         return {LORA_STRENGTH.name: strengths} if strengths else {}
 
     def _note_input(self, model: str, name: str, files: Sequence[str]) -> None:
         """Note a picture or clip: the client must send it, or the model does not take it."""
-        file_names = comma_list([shown(file) for file in files])
+        file_names = comma_list([short_text(file) for file in files])
         if name in self.cards[model]["pictures"]:
             self.notes.append(f"the file does not contain {INPUT_SPECS[name].noun}: choose {file_names}")
         else:

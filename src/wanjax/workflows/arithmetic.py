@@ -78,7 +78,7 @@ def compute(expression: str, values: Mapping[str, float]) -> float | int | bool:
 
 def _compute(part: ast.expr, values: Mapping[str, float], depth: int) -> Any:
     if depth > MAX_DEPTH:
-        raise ValueError("it has too many operators in each other")
+        raise ValueError("its operators are nested too deep")
 
     def inner(part: ast.expr) -> Any:
         return _compute(part, values, depth + 1)

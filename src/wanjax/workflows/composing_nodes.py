@@ -6,36 +6,36 @@ from dataclasses import replace
 from typing import Any
 
 from wanjax.workflows.evaluate import NodeInputs
-from wanjax.workflows.node_functions import measured, side_of
-from wanjax.workflows.values import Batch, Border, Margins, Pictures, Solid, Unknown, Widened
+from wanjax.workflows.node_functions import file_property, side_of
+from wanjax.workflows.values import Batch, MarginMask, Margins, PaddedPictures, Pictures, SolidFrames, Unknown
 
 MAX_COLOUR = 3 * 255  # the sum of the three channels of white
 MAX_CROPPING = 0.01  # the relative difference that is allowed between the aspect ratios of a clip and of its file
 
 
-def _solid_mask(node: NodeInputs) -> Solid | Unknown:
+def _solid_mask(node: NodeInputs) -> SolidFrames | Unknown:
     level = node.number("value", 1.0)
-    return level if isinstance(level, Unknown) else _solid(node, level, 1)
+    return level if isinstance(level, Unknown) else _solid_frames(node, level, 1)
 
 
-def _empty_image(node: NodeInputs) -> Solid | Unknown:
+def _empty_image(node: NodeInputs) -> SolidFrames | Unknown:
     colour, count = node.integer("color", 0), node.integer("batch_size", 1)
     if isinstance(colour, Unknown):
         return colour
     if isinstance(count, Unknown):
         return count
-    return _solid(node, sum(colour >> bits & 255 for bits in (0, 8, 16)) / MAX_COLOUR, count)
+    return _solid_frames(node, sum(colour >> bits & 255 for bits in (0, 8, 16)) / MAX_COLOUR, count)
 
 
-def _solid(node: NodeInputs, level: float, frames: int) -> Solid:
-    return Solid(
+def _solid_frames(node: NodeInputs, level: float, frames: int) -> SolidFrames:
+    return SolidFrames(
         None, node.graph_node, node.integer("width", 512), node.integer("height", 512), max(1, frames), level=level
     )
 
 
-def _invert(node: NodeInputs) -> Solid | Unknown:
+def _invert(node: NodeInputs) -> SolidFrames | Unknown:
     mask = node("mask")
-    if isinstance(mask, Solid):
+    if isinstance(mask, SolidFrames):
         return replace(mask, node=node.graph_node, level=1 - mask.level)
     return Unknown(node.graph_node, "inverts a mask when it runs, which wanjax does not support")
 
@@ -79,7 +79,7 @@ def _pad(node: NodeInputs) -> Any:
         unknown = (
             pictures
             if isinstance(pictures, Unknown)
-            else Unknown(node.graph_node, "widens pictures that nodes compose")
+            else Unknown(node.graph_node, "adds margins to pictures that nodes compose")
         )
         return unknown, unknown
     left, top, right, bottom = (node.integer(name, 0) for name in ("left", "top", "right", "bottom"))
@@ -87,8 +87,8 @@ def _pad(node: NodeInputs) -> Any:
     height = _total(side_of(node, pictures, "height"), top, bottom)
     margins = Margins(_in_pixels_of_file(node, pictures, (left, top, right, bottom)), node.integer("feathering", 0))
     return (
-        Widened(pictures.file, node.graph_node, width, height, pictures.frames, margins=margins),
-        Border(None, node.graph_node, width, height, 1, margins=margins),
+        PaddedPictures(pictures.file, node.graph_node, width, height, pictures.frames, margins=margins),
+        MarginMask(None, node.graph_node, width, height, 1, margins=margins),
     )
 
 
@@ -114,7 +114,7 @@ def _in_pixels_of_file(
         known_sides.append(side)
     for name in ("width", "height"):
         resized = getattr(pictures, name)
-        original = 1 if resized is None else measured(node, pictures.file, name)
+        original = 1 if resized is None else file_property(node, pictures.file, name)
         if isinstance(resized, Unknown):
             return resized
         if isinstance(original, Unknown):
@@ -122,7 +122,8 @@ def _in_pixels_of_file(
         ratios.append(original / max(1, resized or 1))
     if max(ratios) > (1 + MAX_CROPPING) * min(ratios):
         return Unknown(
-            node.graph_node, "widens a clip that is cropped or stretched before, which wanjax does not support"
+            node.graph_node,
+            "adds margins to a clip that was cropped or stretched before, which wanjax does not support",
         )
     return tuple(round(side * ratio) for side, ratio in zip(known_sides, ratios * 2, strict=True))
 

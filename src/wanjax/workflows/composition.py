@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from wanjax.media.inputs import BACKGROUND, IMAGE, LAST_IMAGE, MASK, VIDEO
-from wanjax.workflows.values import Batch, Border, Margins, Pictures, Solid, Unknown, Widened
+from wanjax.workflows.values import Batch, MarginMask, Margins, PaddedPictures, Pictures, SolidFrames, Unknown
 
 MAX_FRAMES = 100_000  # of a video
 GREY = 0.5  # the grey level of frames that the model replaces
@@ -57,14 +57,14 @@ def read_composition(inputs: Mapping[str, Any], frames: Any) -> Composition:
         and isinstance(masks[0], Pictures)
     ):
         return Composition({**inputs, MASK.name: masks[0]})  # one picture is the mask of all frames
-    if isinstance(video, Widened) and masks == [video.margins] * frames:
+    if isinstance(video, PaddedPictures) and masks == [video.margins] * frames:
         notes = (f"{video.node} fades the mask of its margins: in wanjax the mask has a hard edge",)
         return Composition(
             others | {VIDEO.name: Pictures(video.file, video.node, frames=video.frames)},
             {"outpaint": video.margins.sides},
             notes if video.margins.feathering else (),
         )
-    has_background = BACKGROUND.name in inputs  # the pictures to which the mask belongs
+    has_background = BACKGROUND.name in inputs  # the mask then belongs to the background
     if isinstance(video, Pictures) and video.is_loaded and mask and masks == [1.0] * frames and not has_background:
         return Composition(others | {VIDEO.name: video})
     if isinstance(video, Pictures) and masks is not None and (pictures := _end_pictures(video, masks)) is not None:
@@ -85,7 +85,7 @@ def _continued(masks: list[Any]) -> int:
 
 
 def _masks(mask: Pictures, frames: int) -> list[float | Margins | Pictures] | None:
-    """Return the level of each frame of a mask, or the margins, or the mask itself if it is of another kind.
+    """Return an entry for each frame of a mask: its grey level, its margins, or the mask itself if it has neither.
 
     Frames after the end of the mask are white, as in ComfyUI. Return None if the mask has an unknown number of frames.
     """
@@ -93,7 +93,8 @@ def _masks(mask: Pictures, frames: int) -> list[float | Margins | Pictures] | No
     if leaves is None:
         return None
     levels = [
-        leaf.level if isinstance(leaf, Solid) else leaf.margins if isinstance(leaf, Border) else leaf for leaf in leaves
+        leaf.level if isinstance(leaf, SolidFrames) else leaf.margins if isinstance(leaf, MarginMask) else leaf
+        for leaf in leaves
     ]
     return levels + [1.0] * (frames - len(levels))
 
@@ -134,7 +135,7 @@ def _end_pictures(video: Pictures, masks: list[Any]) -> dict[str, Pictures] | No
         (not unmasked or 0 in unmasked)
         and unmasked.keys() <= pictures.keys()
         and all(leaf is not None and leaf.is_loaded and leaf.frames == 1 for leaf in unmasked.values())
-        and all(isinstance(leaf, Solid) for leaf in changed)
+        and all(isinstance(leaf, SolidFrames) for leaf in changed)
     )
     return {pictures[frame]: leaf for frame, leaf in unmasked.items() if leaf is not None} if is_readable else None
 
@@ -145,7 +146,7 @@ def _colour_notes(video: Pictures, masks: list[Any]) -> tuple[str, ...]:
     nodes = [
         leaf.node
         for leaf, level in zip(leaves, masks, strict=False)
-        if level == 1 and isinstance(leaf, Solid) and abs(leaf.level - GREY) > TOLERANCE
+        if level == 1 and isinstance(leaf, SolidFrames) and abs(leaf.level - GREY) > TOLERANCE
     ]
     return tuple(
         f"{node} sets the colour of the frames that the model replaces: in wanjax they are grey, as in training"

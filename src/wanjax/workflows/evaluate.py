@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 from wanjax.errors import WanjaxError
-from wanjax.workflows.graph import Graph, Node, Output, shown
+from wanjax.workflows.graph import Graph, Node, Output, short_text
 from wanjax.workflows.values import File, Unknown
 
 Kind = TypeVar("Kind")
@@ -42,24 +42,24 @@ class Reader:
         """
         self.graph, self.functions, self.measure = graph, functions, measure
         self.problems: list[Unknown] = []
-        self._described: dict[str, tuple[Any, ...]] = {}
-        self._current: set[str] = set()
+        self._outputs_by_node: dict[str, tuple[Any, ...]] = {}
+        self._open_nodes: set[str] = set()
 
     def output(self, output: Output) -> Any:
         """Describe an output of a node. Return None for an output that does not exist."""
-        if output.node in self._current:
+        if output.node in self._open_nodes:
             raise WanjaxError(f"the nodes of the workflow form a circle at {self.graph.nodes[output.node]}: cut a link")
-        if output.node not in self._described:
+        if output.node not in self._outputs_by_node:
             if (node := self.graph.nodes.get(output.node)) is None:
                 raise WanjaxError(
-                    f"the workflow has a link to node {shown(output.node)}, which it lacks: save it again"
+                    f"the workflow has a link to node {short_text(output.node)}, which it lacks: save it again"
                 )
-            self._current.add(output.node)
+            self._open_nodes.add(output.node)
             try:
-                self._described[output.node] = self._describe(node)
+                self._outputs_by_node[output.node] = self._describe(node)
             finally:
-                self._current.discard(output.node)
-        values = self._described[output.node]
+                self._open_nodes.discard(output.node)
+        values = self._outputs_by_node[output.node]
         return values[output.slot] if 0 <= output.slot < len(values) else values[0] if len(values) == 1 else None
 
     def _describe(self, node: Node) -> tuple[Any, ...]:
@@ -70,8 +70,7 @@ class Reader:
     def require(self, value: Any, kind: type[Kind]) -> Kind | None:
         """Return a value if it is of the class `kind`.
 
-        For the output of an unknown node, record the problem, and return an input of this node that is of the class
-        `kind`.
+        For the output of an unknown node, record the problem, and return an input of that node that is of this class.
         """
         seen: set[str] = set()
         waiting = [value]
@@ -101,13 +100,13 @@ class NodeInputs:
     def has(self, name: str) -> bool:
         return self.graph_node.inputs.get(name) is not None
 
-    def take(self, name: str, kind: type[Kind]) -> Kind:
+    def require_input(self, name: str, kind: type[Kind]) -> Kind:
         """Return an input of the class `kind`. Raises WanjaxError if no value of this class is linked."""
         if (value := self.reader.require(self(name), kind)) is None:
             raise MissingInput(self.graph_node, name)
         return value
 
-    def maybe(self, name: str, kind: type[Kind]) -> Kind | None:
+    def optional_input(self, name: str, kind: type[Kind]) -> Kind | None:
         """Return an input of the class `kind`, or None."""
         return self.reader.require(self(name), kind) if self.has(name) else None
 
@@ -119,7 +118,7 @@ class NodeInputs:
         if isinstance(value, str):
             value = _to_number(value)
         if not is_number(value):
-            return Unknown(self.graph_node, f"has {repr_value(value)} as its {shown(name)}, which is not a number")
+            return Unknown(self.graph_node, f"has {repr_value(value)} as its {short_text(name)}, which is not a number")
         return value
 
     def integer(self, name: str, default: int | None = None) -> int | Unknown:

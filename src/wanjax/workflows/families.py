@@ -58,7 +58,9 @@ SERVICES = re.compile(
     r"Topaz|Tripo(?!Splat)|Veed|Veo|Vidu|Wavespeed)|^(?:Flux|Krea)\w*Node\d?$"
 )
 """Types of nodes that call a paid service."""
-READABLE = f"wanjax reads workflows that make a video with {join_with_and([family.title for family in FAMILIES])}"
+SUPPORTED_WORKFLOWS = (
+    f"wanjax reads workflows that make a video with {join_with_and([family.title for family in FAMILIES])}"
+)
 
 
 def model_of(file_name: str) -> str | None:
@@ -101,7 +103,7 @@ def default_shift(model: str) -> float | None:
     return next((family.default_shift for family in FAMILIES if model in dict(family.files).values()), None)
 
 
-def by_id(graph: Graph) -> list[Node]:
+def sorted_by_id(graph: Graph) -> list[Node]:
     """Sort nodes by the numbers in their ids. Both forms of a workflow have the same numbers.
 
     Args:

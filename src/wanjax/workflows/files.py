@@ -17,10 +17,10 @@ from wanjax.checkpoints.files import SUFFIXES
 from wanjax.checkpoints.hub import HUB_FILE, hub_files
 from wanjax.errors import WanjaxError
 from wanjax.figures import format_bytes
-from wanjax.workflows.graph import shown
+from wanjax.workflows.graph import short_text
 from wanjax.workflows.values import INPUT, File, base_name
 
-KINDS = {
+FOLDERS_BY_KIND = {
     "diffusion_models": ("diffusion_models", "unet", "checkpoints"),
     "checkpoints": ("checkpoints", "diffusion_models", "unet"),
     "loras": ("loras",),
@@ -45,11 +45,11 @@ class Folders:
     models: Path | None = None
     inputs: Path | None = None
 
-    def of(self, kind: str) -> list[Path]:
+    def folders_of_kind(self, kind: str) -> list[Path]:
         """List the folders that may have files of a kind.
 
         Args:
-            kind: A key of `KINDS`, or `INPUT`.
+            kind: A key of `FOLDERS_BY_KIND`, or `INPUT`.
         """
         if kind == INPUT:
             folders = [self.inputs] if self.inputs else []
@@ -58,21 +58,21 @@ class Folders:
             folders = []
         else:
             root = self.models / "models" if (self.models / "models").is_dir() else self.models
-            folders = [root / name for name in KINDS[kind]]
+            folders = [root / name for name in FOLDERS_BY_KIND[kind]]
         return [folder for folder in folders if folder.is_dir()]
 
 
-class Located(NamedTuple):
-    """A file that a workflow names, with its path for an option, and its location in words.
+class FileLocation(NamedTuple):
+    """The location of a file that a workflow names.
 
     Args:
-        name: The path, or OWNER/NAME/FILE on the hub.
-        place: The location of the file, in words.
+        name: The path, or OWNER/NAME/FILE on the hub; the value of an option.
+        description: The location, for a message.
         to_download: Whether it must be downloaded.
     """
 
     name: str
-    place: str
+    description: str
     to_download: bool = False
 
 
@@ -92,7 +92,7 @@ def check_name(file: File) -> str:
     return name
 
 
-def locate(file: File, folders: Folders, addresses: Mapping[str, str]) -> Located:
+def locate(file: File, folders: Folders, addresses: Mapping[str, str]) -> FileLocation:
     """Find a file of weights in a folder, in the hub's cache, or by its URL in the workflow.
 
     Args:
@@ -105,20 +105,22 @@ def locate(file: File, folders: Folders, addresses: Mapping[str, str]) -> Locate
     """
     name = check_name(file)
     if (path := find_file(file, folders)) is not None:
-        return Located(str(path), str(path))
+        return FileLocation(str(path), str(path))
     address = addresses.get(name) or addresses.get(file.name)
     match = HUB_ADDRESS.fullmatch(address) if address is not None else None
-    problem = f"{file.node} loads {shown(name)}, which is not in {folders.models or 'a folder given by --models'}"
+    problem = f"{file.node} loads {short_text(name)}, which is not in {folders.models or 'a folder given by --models'}"
     if address is not None and match is None:
-        raise WanjaxError(f"{problem}: download it from {shown(address)} to the folder {file.kind} there")
+        raise WanjaxError(f"{problem}: download it from {short_text(address)} to the folder {file.kind} there")
     if address is None or match is None:
         raise WanjaxError(f"{problem}, and the workflow has no address of it: give --models FOLDER, ComfyUI's models")
     hub_name = f"{match['repository']}/{match['file']}".replace("%20", " ")
     if not HUB_FILE.fullmatch(hub_name) or PurePosixPath(hub_name).suffix not in SUFFIXES or ".." in hub_name:
-        raise WanjaxError(f"{problem}, and its address {shown(address)} is not that of weights: give --models FOLDER")
+        raise WanjaxError(
+            f"{problem}, and its address {short_text(address)} is not that of weights: give --models FOLDER"
+        )
     if is_cached(hub_name):
-        return Located(hub_name, f"{hub_name}, in the hub's cache")
-    return Located(hub_name, f"{hub_name} on the hub", to_download=True)
+        return FileLocation(hub_name, f"{hub_name}, in the hub's cache")
+    return FileLocation(hub_name, f"{hub_name} on the hub", to_download=True)
 
 
 def find_file(file: File, folders: Folders) -> Path | None:
@@ -132,7 +134,7 @@ def find_file(file: File, folders: Folders) -> Path | None:
         WanjaxError: The name leads out of the folder, several files have it, or a link leads out of the folder.
     """
     name, relative = check_name(file), PurePosixPath(file.name.replace("\\", "/"))
-    for folder in folders.of(file.kind):
+    for folder in folders.folders_of_kind(file.kind):
         exact_path = folder / relative
         paths = [exact_path] if os.path.lexists(exact_path) else list(_with_name(folder, name))
         if len(paths) > 1:

@@ -28,8 +28,8 @@ NOTES = ("Note", "MarkdownNote")
 REROUTES = ("Reroute", "Reroute (rgthree)")
 
 
-def shown(text: str) -> str:
-    """Format a text of a workflow for a message: printable, and not too long.
+def short_text(text: str) -> str:
+    """Make a text of a workflow printable and short, for a message.
 
     Args:
         text: The text.
@@ -57,7 +57,7 @@ class Node:
     inputs: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
-        return f"node {shown(self.id)} ({shown(self.type)})"
+        return f"node {short_text(self.id)} ({short_text(self.type)})"
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def parse_graph(workflow: Any, node_types: Mapping[str, NodeType]) -> Graph:
         raise
     except (*(AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError),) as error:
         raise WanjaxError(
-            f"the workflow is damaged, at {type(error).__name__} {shown(str(error))}: save it again in ComfyUI"
+            f"the workflow is damaged, at {type(error).__name__} {short_text(str(error))}: save it again in ComfyUI"
         ) from error
 
 
@@ -227,7 +227,7 @@ class _Editor:
         outer: _Scope | None = scope
         while outer is not None and outer.user is not None:
             if outer.user["type"] == name:
-                raise WanjaxError(f"the subgraph {shown(name)} has itself inside: take it out in ComfyUI")
+                raise WanjaxError(f"the subgraph {short_text(name)} has itself inside: take it out in ComfyUI")
             outer = outer.parent
         if scope.depth == MAX_DEPTH:
             raise WanjaxError(

@@ -2,8 +2,8 @@
 """The names of the files and nodes of HunyuanVideo 1.5 in ComfyUI."""
 
 from wanjax.workflows.family import FORMATS, WorkflowFamily
-from wanjax.workflows.node_functions import condition, empty_latents
-from wanjax.workflows.node_types import shaped
+from wanjax.workflows.node_functions import conditioning_node, empty_latents
+from wanjax.workflows.node_types import video_shape_widgets
 
 NAME = r"hunyuan[ _-]?video[ _-]?1[._]?5"
 FAMILY = WorkflowFamily(
@@ -26,13 +26,13 @@ FAMILY = WorkflowFamily(
     other_nodes={"HunyuanVideo15SuperResolution": "the super-resolution of HunyuanVideo 1.5"},
     default_shift=7.0,
     node_types={
-        "EmptyHunyuanLatentVideo": shaped(),
-        "EmptyHunyuanVideo15Latent": shaped(),
-        "HunyuanVideo15ImageToVideo": shaped(),
+        "EmptyHunyuanLatentVideo": video_shape_widgets(),
+        "EmptyHunyuanVideo15Latent": video_shape_widgets(),
+        "HunyuanVideo15ImageToVideo": video_shape_widgets(),
     },
     functions={
         "EmptyHunyuanLatentVideo": empty_latents,  # other families use these nodes too
         "EmptyHunyuanVideo15Latent": empty_latents,
-        "HunyuanVideo15ImageToVideo": condition({"start_image": "image"}, "start_image"),
+        "HunyuanVideo15ImageToVideo": conditioning_node({"start_image": "image"}, "start_image"),
     },
 )

@@ -9,7 +9,7 @@ from wanjax.errors import WanjaxError
 from wanjax.media.inputs import VIDEO
 from wanjax.workflows import arithmetic
 from wanjax.workflows.evaluate import MissingInput, NodeInputs, is_number, repr_value
-from wanjax.workflows.graph import shown
+from wanjax.workflows.graph import short_text
 from wanjax.workflows.values import (
     INPUT,
     AnyLatents,
@@ -17,17 +17,17 @@ from wanjax.workflows.values import (
     Decoder,
     Encoder,
     File,
-    Film,
     Guider,
     Latents,
     Model,
     Noise,
     Pictures,
-    Sampled,
+    SampledLatents,
     Sampler,
     Shape,
     Steps,
     Unknown,
+    VideoOutput,
     Vision,
     base_name,
 )
@@ -78,19 +78,19 @@ def _load_vision(node: NodeInputs) -> Vision:
 
 @_node("CLIPVisionEncode")
 def _encode_vision(node: NodeInputs) -> Vision | None:
-    return node.maybe("clip_vision", Vision)
+    return node.optional_input("clip_vision", Vision)
 
 
 @_node("LoraLoader", "LoraLoaderModelOnly")
 def _load_lora(node: NodeInputs) -> tuple[Model, Any]:
-    return _with_lora(node, node.take("model", Model), node("lora_name"), node.number("strength_model", 1.0)), node(
-        "clip"
-    )
+    return _with_lora(
+        node, node.require_input("model", Model), node("lora_name"), node.number("strength_model", 1.0)
+    ), node("clip")
 
 
 @_node("Power Lora Loader (rgthree)")
 def _load_loras(node: NodeInputs) -> tuple[Model, Any]:
-    model = node.take("model", Model)
+    model = node.require_input("model", Model)
     for name in node.graph_node.inputs:
         entry = node(name)
         if isinstance(entry, Mapping) and entry.get("on") is True and isinstance(entry.get("lora"), str):
@@ -111,28 +111,28 @@ def _with_lora(node: NodeInputs, model: Model, name: Any, strength: float | Unkn
 
 
 @_node("ModelSamplingSD3", "ModelSamplingAuraFlow")
-def _shift(node: NodeInputs) -> Model:
-    return replace(node.take("model", Model), shift=_rounded(node.number("shift")))
+def _set_shift(node: NodeInputs) -> Model:
+    return replace(node.require_input("model", Model), shift=_round_number(node.number("shift")))
 
 
-def _rounded(number: float | Unknown) -> float | Unknown:
+def _round_number(number: float | Unknown) -> float | Unknown:
     return number if isinstance(number, Unknown) else round(float(number), 6)
 
 
 @_node("PathchSageAttentionKJ", "ModelPatchTorchSettings", "TorchCompileModel")
-def change_speed(node: NodeInputs) -> Model:
+def ignore_speed_node(node: NodeInputs) -> Model:
     """Describe the model of a node that only makes the model faster in ComfyUI.
 
     Args:
         node: The node.
     """
-    model = node.take("model", Model)
+    model = node.require_input("model", Model)
     return replace(model, notes=(*model.notes, f"{node.graph_node} changes only the speed in ComfyUI, and is left out"))
 
 
 @_node("CFGZeroStar")
 def _cfg_zero(node: NodeInputs) -> Model:
-    model = with_settings(node.take("model", Model), guidance_rule="cfg-zero:zero_steps=0")
+    model = with_settings(node.require_input("model", Model), guidance_rule="cfg-zero:zero_steps=0")
     note = (
         f"{node.graph_node} scales clean latents: cfg-zero of wanjax scales the prediction of the network, "
         "which is close but not the same"
@@ -142,7 +142,7 @@ def _cfg_zero(node: NodeInputs) -> Model:
 
 @_node("EasyCache")
 def _easy_cache(node: NodeInputs) -> Model:
-    model = node.take("model", Model)
+    model = node.require_input("model", Model)
     note = (
         f"{node.graph_node} is left out, because its threshold has another meaning here: "
         "give --cache easycache to use one"
@@ -162,15 +162,15 @@ def with_settings(model: Model, **settings: Any) -> Model:
 
 @_node("CLIPTextEncode")
 def _encode_text(node: NodeInputs) -> Condition:
-    return Condition(node.text("text"), node.maybe("clip", Encoder), node.graph_node)
+    return Condition(node.text("text"), node.optional_input("clip", Encoder), node.graph_node)
 
 
 @_node("ConditioningZeroOut")
-def _zero(node: NodeInputs) -> Condition:
-    return replace(node.take("conditioning", Condition), text=None, node=node.graph_node)
+def _zero_condition(node: NodeInputs) -> Condition:
+    return replace(node.require_input("conditioning", Condition), text=None, node=node.graph_node)
 
 
-def condition(inputs: Mapping[str, str], needed: str | None = None) -> Callable[[NodeInputs], Any]:
+def conditioning_node(inputs: Mapping[str, str], needed: str | None = None) -> Callable[[NodeInputs], Any]:
     """Return the function of a node that conditions a video on pictures.
 
     Args:
@@ -180,7 +180,7 @@ def condition(inputs: Mapping[str, str], needed: str | None = None) -> Callable[
 
     def describe(node: NodeInputs) -> tuple[Condition, Condition, Latents, int]:
         pictures = {input_name: node(node_input) for node_input, input_name in inputs.items() if node.has(node_input)}
-        positive, negative = node.take("positive", Condition), node.take("negative", Condition)
+        positive, negative = node.require_input("positive", Condition), node.require_input("negative", Condition)
         strength = node.number("strength", 1.0)
         if isinstance(strength, Unknown):
             node.reader.problems.append(strength)
@@ -190,20 +190,22 @@ def condition(inputs: Mapping[str, str], needed: str | None = None) -> Callable[
             )
         if needed and not node.has(needed):
             raise MissingInput(node.graph_node, needed)
-        vision = node.maybe("clip_vision_output", Vision) or node.maybe("clip_vision_start_image", Vision)
+        vision = node.optional_input("clip_vision_output", Vision) or node.optional_input(
+            "clip_vision_start_image", Vision
+        )
         if vision:
             pictures["vision"] = vision
         return (
             replace(positive, inputs=pictures, node=node.graph_node),
             replace(negative, inputs=pictures, node=node.graph_node),
-            Latents(_shape(node), node.graph_node),
+            Latents(_video_shape(node), node.graph_node),
             0,
         )
 
     return describe
 
 
-def _shape(node: NodeInputs) -> Shape:
+def _video_shape(node: NodeInputs) -> Shape:
     width, height = node.integer("width"), node.integer("height")
     return Shape(width, height, node.integer("length", 1), node.integer("batch_size", 1))
 
@@ -215,7 +217,7 @@ def empty_latents(node: NodeInputs) -> Latents:
     Args:
         node: The node.
     """
-    return Latents(_shape(node), node.graph_node)
+    return Latents(_video_shape(node), node.graph_node)
 
 
 def image_latents(node: NodeInputs) -> Latents:
@@ -224,12 +226,14 @@ def image_latents(node: NodeInputs) -> Latents:
     Args:
         node: The node.
     """
-    return Latents(_shape(node), node.graph_node, {"image": node("start_image")} if node.has("start_image") else {})
+    return Latents(
+        _video_shape(node), node.graph_node, {"image": node("start_image")} if node.has("start_image") else {}
+    )
 
 
 @_node("VAEEncode")
 def _encode(node: NodeInputs) -> Latents | Unknown:
-    clip = node.take("pixels", Pictures)
+    clip = node.require_input("pixels", Pictures)
     if not clip.is_loaded or clip.frames == 1:
         return Unknown(
             node.graph_node, "encodes something else than a clip from a file, which wanjax cannot start from"
@@ -244,13 +248,15 @@ def _trim(node: NodeInputs) -> Any:
 
 
 @_node("KSampler")
-def _sample(node: NodeInputs) -> Sampled:
+def _sample(node: NodeInputs) -> SampledLatents:
     steps = Steps(node.text("scheduler"), node.integer("steps"), denoise=node.number("denoise", 1.0))
-    return _sampled(node, _guider(node), steps, Sampler(node.text("sampler_name")), Noise(node.integer("seed", 0)))
+    return _sample_latents(
+        node, _guider(node), steps, Sampler(node.text("sampler_name")), Noise(node.integer("seed", 0))
+    )
 
 
 @_node("KSamplerAdvanced")
-def _sample_part(node: NodeInputs) -> Sampled:
+def _sample_part(node: NodeInputs) -> SampledLatents:
     steps = Steps(
         node.text("scheduler"),
         node.integer("steps"),
@@ -259,42 +265,48 @@ def _sample_part(node: NodeInputs) -> Sampled:
     )
     noise = Noise(node.integer("noise_seed", 0) if node("add_noise", "enable") == "enable" else None)
     is_finished = node("return_with_leftover_noise", "disable") == "disable"
-    return _sampled(node, _guider(node), steps, Sampler(node.text("sampler_name")), noise, is_finished)
+    return _sample_latents(node, _guider(node), steps, Sampler(node.text("sampler_name")), noise, is_finished)
 
 
 @_node("SamplerCustom")
-def _sample_custom(node: NodeInputs) -> tuple[Sampled, Sampled]:
+def _sample_custom(node: NodeInputs) -> tuple[SampledLatents, SampledLatents]:
     noise = Noise(node.integer("noise_seed", 0) if node("add_noise", True) is True else None)
-    latents = _sampled(node, _guider(node), node.take("sigmas", Steps), node.take("sampler", Sampler), noise)
+    latents = _sample_latents(
+        node, _guider(node), node.require_input("sigmas", Steps), node.require_input("sampler", Sampler), noise
+    )
     return latents, latents
 
 
 @_node("SamplerCustomAdvanced")
-def _sample_advanced(node: NodeInputs) -> tuple[Sampled, Sampled]:
-    guider, noise = node.take("guider", Guider), node.take("noise", Noise)
-    latents = _sampled(node, guider, node.take("sigmas", Steps), node.take("sampler", Sampler), noise)
+def _sample_advanced(node: NodeInputs) -> tuple[SampledLatents, SampledLatents]:
+    guider, noise = node.require_input("guider", Guider), node.require_input("noise", Noise)
+    latents = _sample_latents(
+        node, guider, node.require_input("sigmas", Steps), node.require_input("sampler", Sampler), noise
+    )
     return latents, latents
 
 
 @_node("CFGGuider")
 def _guider(node: NodeInputs) -> Guider:
     return Guider(
-        node.take("model", Model),
-        node.take("positive", Condition),
-        node.maybe("negative", Condition),
-        _rounded(node.number("cfg", 1.0)),
+        node.require_input("model", Model),
+        node.require_input("positive", Condition),
+        node.optional_input("negative", Condition),
+        _round_number(node.number("cfg", 1.0)),
     )
 
 
-def _sampled(
+def _sample_latents(
     node: NodeInputs, guider: Guider, steps: Steps, sampler: Sampler, noise: Noise, is_finished: bool = True
-) -> Sampled:
-    return Sampled(node.graph_node, guider, steps, sampler, noise, node.take("latent_image", AnyLatents), is_finished)
+) -> SampledLatents:
+    return SampledLatents(
+        node.graph_node, guider, steps, sampler, noise, node.require_input("latent_image", AnyLatents), is_finished
+    )
 
 
 @_node("BasicGuider")
 def _basic_guider(node: NodeInputs) -> Guider:
-    return Guider(node.take("model", Model), node.take("conditioning", Condition), None, 1.0)
+    return Guider(node.require_input("model", Model), node.require_input("conditioning", Condition), None, 1.0)
 
 
 @_node("RandomNoise")
@@ -318,13 +330,13 @@ def _schedule(node: NodeInputs) -> Steps:
         node.text("scheduler"),
         node.integer("steps"),
         denoise=node.number("denoise", 1.0),
-        model=node.maybe("model", Model),
+        model=node.optional_input("model", Model),
     )
 
 
 @_node("SplitSigmas")
 def _split(node: NodeInputs) -> tuple[Steps, Steps] | Unknown:
-    steps, number = node.take("sigmas", Steps), node.integer("step")
+    steps, number = node.require_input("sigmas", Steps), node.integer("step")
     if isinstance(number, Unknown):
         return number
     return replace(steps, end=steps.start + number), replace(steps, start=steps.start + number)
@@ -352,9 +364,9 @@ def _as_mask(node: NodeInputs) -> Pictures | Unknown:
 
 
 @_node("LoadVideo")
-def _load_video(node: NodeInputs) -> Film:
+def _load_video(node: NodeInputs) -> VideoOutput:
     file = node.file("file", INPUT)
-    return Film(Pictures(file, node.graph_node), measured(node, file, "fps"), node.graph_node)
+    return VideoOutput(Pictures(file, node.graph_node), file_property(node, file, "fps"), node.graph_node)
 
 
 @_node("VHS_LoadVideo")
@@ -374,10 +386,10 @@ def _load_clip(node: NodeInputs) -> tuple[Pictures, Any, None, None]:
             if isinstance(rate, Unknown)
             else Unknown(node.graph_node, f"changes a clip to {rate:g} frames per second")
         )
-    return Pictures(file, node.graph_node, width, height, frames), measured(node, file, "frames"), None, None
+    return Pictures(file, node.graph_node, width, height, frames), file_property(node, file, "frames"), None, None
 
 
-def measured(node: NodeInputs, file: File, name: str) -> Any:
+def file_property(node: NodeInputs, file: File, name: str) -> Any:
     """Return the size, the number of frames or the frame rate of a file, or `Unknown` if the file is missing.
 
     Args:
@@ -387,14 +399,14 @@ def measured(node: NodeInputs, file: File, name: str) -> Any:
     """
     size = node.reader.measure(file)
     if size is None:
-        return Unknown(file.node, f"loads {shown(base_name(file.name))}, which is missing", is_missing_file=True)
+        return Unknown(file.node, f"loads {short_text(base_name(file.name))}, which is missing", is_missing_file=True)
     return getattr(size, name)
 
 
 @_node("GetVideoComponents")
 def _components(node: NodeInputs) -> tuple[Pictures, None, Any]:
-    film = node.take("video", Film)
-    return film.pictures, None, film.fps
+    video_output = node.require_input("video", VideoOutput)
+    return video_output.pictures, None, video_output.fps
 
 
 @_node("GetImageSize")
@@ -413,11 +425,11 @@ def side_of(node: NodeInputs, pictures: Pictures | None, name: str) -> Any:
     """
     value = pictures and getattr(pictures, name)
     if value is None and pictures is not None and pictures.file is not None:
-        return measured(node, pictures.file, name)
+        return file_property(node, pictures.file, name)
     return Unknown(node.graph_node, "measures pictures that other nodes compose") if value is None else value
 
 
-def _resized(node: NodeInputs, pictures: Pictures, compute: Callable[[int, int], tuple[int, int]]) -> Pictures:
+def _resize_pictures(node: NodeInputs, pictures: Pictures, compute: Callable[[int, int], tuple[int, int]]) -> Pictures:
     """Return pictures with the size that `compute` returns for their size."""
     width, height = side_of(node, pictures, "width"), side_of(node, pictures, "height")
     if isinstance(width, Unknown) or isinstance(height, Unknown):
@@ -434,7 +446,11 @@ def _scale(node: NodeInputs) -> Any:
         return replace(pictures, width=width, height=height) if isinstance(pictures, Pictures) else pictures
     if not width and not height:
         return pictures
-    resized = pictures if width and height else _resized(node, pictures, lambda *sides: _fitted(sides, width, height))
+    resized = (
+        pictures
+        if width and height
+        else _resize_pictures(node, pictures, lambda *sides: _fit_into(sides, width, height))
+    )
     return replace(resized, width=width or resized.width, height=height or resized.height)
 
 
@@ -452,17 +468,19 @@ def _resize_in_proportion(node: NodeInputs) -> Any:
     elif width and height and mode != "resize":
         resized = replace(pictures, width=width, height=height)
     elif mode in ("stretch", "crop"):
-        resized = _resized(node, pictures, lambda *sides: (width or sides[0], height or sides[1]))
+        resized = _resize_pictures(node, pictures, lambda *sides: (width or sides[0], height or sides[1]))
     elif width or height:
-        resized = _resized(node, pictures, lambda *sides: _fitted(sides, width, height))
+        resized = _resize_pictures(node, pictures, lambda *sides: _fit_into(sides, width, height))
     else:
         resized = pictures
     if isinstance(divisor, int) and divisor > 1:
-        resized = _resized(node, resized, lambda *sides: (sides[0] - sides[0] % divisor, sides[1] - sides[1] % divisor))
+        resized = _resize_pictures(
+            node, resized, lambda *sides: (sides[0] - sides[0] % divisor, sides[1] - sides[1] % divisor)
+        )
     return resized, resized.width, resized.height, None
 
 
-def _fitted(sides: tuple[int, int], width: int, height: int) -> tuple[int, int]:
+def _fit_into(sides: tuple[int, int], width: int, height: int) -> tuple[int, int]:
     """Return the largest size with the aspect ratio of `sides` that fits into a frame. A frame's side of 0 sets no
     limit."""
     factor = min(limit / side for limit, side in zip((width, height), sides, strict=True) if limit)
@@ -476,7 +494,7 @@ def _scale_by(node: NodeInputs) -> Any:
         return pictures
     if isinstance(factor, Unknown):
         return replace(pictures, width=factor, height=factor)
-    return _resized(node, pictures, lambda width, height: (round(width * factor), round(height * factor)))
+    return _resize_pictures(node, pictures, lambda width, height: (round(width * factor), round(height * factor)))
 
 
 @_node("ResizeImageMaskNode")
@@ -507,9 +525,9 @@ def _decode(node: NodeInputs) -> Pictures:
     return Pictures(
         None,
         node.graph_node,
-        latents=node.take("samples", AnyLatents),
+        latents=node.require_input("samples", AnyLatents),
         is_tiled=node.graph_node.type == "VAEDecodeTiled",
-        decoder=node.maybe("vae", Decoder),
+        decoder=node.optional_input("vae", Decoder),
     )
 
 
@@ -585,25 +603,25 @@ def _switch(node: NodeInputs) -> Any:
 
 
 @_node("CreateVideo")
-def _create(node: NodeInputs) -> Film:
-    return Film(node.take("images", Pictures), node.number("fps", 24.0), node.graph_node)
+def _create(node: NodeInputs) -> VideoOutput:
+    return VideoOutput(node.require_input("images", Pictures), node.number("fps", 24.0), node.graph_node)
 
 
 @_node("SaveVideo")
-def _save(node: NodeInputs) -> Film:
-    return node.take("video", Film)
+def _save(node: NodeInputs) -> VideoOutput:
+    return node.require_input("video", VideoOutput)
 
 
 @_node("SaveWEBM", "SaveAnimatedWEBP", "SaveAnimatedPNG")
-def _save_pictures(node: NodeInputs) -> Film:
-    return Film(node.take("images", Pictures), node.number("fps", 16.0), node.graph_node)
+def _save_pictures(node: NodeInputs) -> VideoOutput:
+    return VideoOutput(node.require_input("images", Pictures), node.number("fps", 16.0), node.graph_node)
 
 
 @_node("VHS_VideoCombine")
-def _combine(node: NodeInputs) -> Film:
-    return Film(node.take("images", Pictures), node.number("frame_rate", 16.0), node.graph_node)
+def _combine(node: NodeInputs) -> VideoOutput:
+    return VideoOutput(node.require_input("images", Pictures), node.number("frame_rate", 16.0), node.graph_node)
 
 
 @_node("SaveImage", "PreviewImage")
-def _save_frames(node: NodeInputs) -> Film:
-    return Film(node.take("images", Pictures), None, node.graph_node)
+def _save_frames(node: NodeInputs) -> VideoOutput:
+    return VideoOutput(node.require_input("images", Pictures), None, node.graph_node)

@@ -56,7 +56,7 @@ class NodeType(NamedTuple):
         return (*self.widgets, *(f"{self.widgets[0]}.{name}" for name in variant_names), *self.last)
 
 
-def shaped(*names: str) -> NodeType:
+def video_shape_widgets(*names: str) -> NodeType:
     """Return the type of a node whose first widgets are the shape of a video.
 
     Args:

@@ -23,9 +23,9 @@ from wanjax.workflows.families import NODE_TYPES
 from wanjax.workflows.graph import Graph, is_workflow, parse_graph
 
 MAX_BYTES = 16 * 2**20  # the maximum bytes of a workflow's JSON; usual workflows have at most some hundred thousand
-API, EDITOR = "prompt", "workflow"  # the names that ComfyUI gives to the two forms in a file's metadata
-TURNED = range(5, 9)  # orientations in EXIF that swap the sides of a picture
-PREFIX = re.compile(rf"({API}|{EDITOR}):\s*", re.IGNORECASE)  # the maximum bytes of an entry in EXIF
+API_FORM, EDITOR_FORM = "prompt", "workflow"  # the names that ComfyUI gives to the two forms in a file's metadata
+ROTATED_ORIENTATIONS = range(5, 9)  # orientations in EXIF that swap the sides of a picture
+EXIF_PREFIX = re.compile(rf"({API_FORM}|{EDITOR_FORM}):\s*", re.IGNORECASE)  # the start of an entry in EXIF
 
 
 class UnreadJsonError(WanjaxError):
@@ -53,8 +53,8 @@ def find_workflow(file: Path) -> Graph | None:
         graphs = {name: parse_graph(value, NODE_TYPES) for name, value in documents.items()}
     except WanjaxError as error:
         raise WanjaxError(f"{file}: {error}") from error
-    graph = graphs.get(API) or graphs[EDITOR]
-    addresses = {**graph.addresses, **(graphs[EDITOR].addresses if EDITOR in graphs else {})}
+    graph = graphs.get(API_FORM) or graphs[EDITOR_FORM]
+    addresses = {**graph.addresses, **(graphs[EDITOR_FORM].addresses if EDITOR_FORM in graphs else {})}
     return replace(graph, addresses=addresses)
 
 
@@ -65,7 +65,7 @@ def _texts(file: Path) -> dict[str, str]:
         if (size := file.stat().st_size) > MAX_BYTES:
             raise _too_large(file, size)
         with suppress(OSError, UnicodeDecodeError):
-            return {EDITOR: file.read_text(encoding="utf-8-sig")}
+            return {EDITOR_FORM: file.read_text(encoding="utf-8-sig")}
         return {}
     if suffix in CLIP_SUFFIXES:
         with suppress(OSError):
@@ -79,19 +79,19 @@ def _texts(file: Path) -> dict[str, str]:
 
 def _from_tags(tags: Mapping[str, str]) -> dict[str, str]:
     """Return the entries of a workflow in a file's metadata. Some nodes write these entries as JSON in the comment."""
-    texts = {name: tags[name] for name in (API, EDITOR) if name in tags}
+    texts = {name: tags[name] for name in (API_FORM, EDITOR_FORM) if name in tags}
     if not texts and len(tags.get("comment", "")) <= MAX_BYTES:
         with suppress(ValueError, RecursionError):
             entries = json.loads(tags.get("comment", ""))
             if isinstance(entries, Mapping):
-                values = {name: entries[name] for name in (API, EDITOR) if name in entries}
+                values = {name: entries[name] for name in (API_FORM, EDITOR_FORM) if name in entries}
                 return {k: value if isinstance(value, str) else json.dumps(value) for k, value in values.items()}
     return texts
 
 
 def _from_exif(exif: Mapping[int, Any]) -> dict[str, str]:
     """Return the entries of a workflow in the EXIF of a WebP picture. Each entry begins with its name."""
-    entries = [(PREFIX.match(value), value) for value in exif.values() if isinstance(value, str)]
+    entries = [(EXIF_PREFIX.match(value), value) for value in exif.values() if isinstance(value, str)]
     return {match[1].lower(): value[match.end() :].rstrip("\0") for match, value in entries if match}
 
 
@@ -122,8 +122,8 @@ def measure(file: Path) -> MediaSize | None:
         file: The file.
     """
     with suppress(*DECODE_ERRORS), Image.open(file, formats=PICTURE_FORMATS) as image:
-        is_turned = image.getexif().get(ExifTags.Base.Orientation) in TURNED
-        width, height = reversed(image.size) if is_turned else image.size
+        is_rotated = image.getexif().get(ExifTags.Base.Orientation) in ROTATED_ORIENTATIONS
+        width, height = reversed(image.size) if is_rotated else image.size
         return MediaSize(width, height, getattr(image, "n_frames", 1), 1.0)
     with suppress(OSError):
         stream = probe(file)

@@ -19,21 +19,31 @@ from wanjax.workflows.families import (
     OTHER_NODES,
     OTHER_OUTPUTS,
     PICTURE_OUTPUTS,
-    READABLE,
     SERVICES,
+    SUPPORTED_WORKFLOWS,
     VIDEO_OUTPUTS,
     ancestors,
-    by_id,
     default_shift,
     is_component_of,
     model_of,
     other_model_of,
+    sorted_by_id,
 )
-from wanjax.workflows.graph import Graph, Node, Output, shown
+from wanjax.workflows.graph import Graph, Node, Output, short_text
 from wanjax.workflows.segments import join_segments
-from wanjax.workflows.values import Batch, File, Film, Latents, Pictures, Sampled, Steps, Unknown, base_name
+from wanjax.workflows.values import (
+    Batch,
+    File,
+    Latents,
+    Pictures,
+    SampledLatents,
+    Steps,
+    Unknown,
+    VideoOutput,
+    base_name,
+)
 
-SAME_SOLVERS = ("euler",)  # solvers with which wanjax and ComfyUI make the same video
+SAME_SOLVERS = ("euler",)  # solvers whose videos are the same in wanjax and in ComfyUI
 CLASSIFIER_FREE = "none"  # classifier-free guidance, the default rule
 ZERO_STAR = "cfg-zero"  # a guidance rule that needs a guidance scale above 1
 MIN_DENOISE = 0.01  # the minimum in ComfyUI's nodes
@@ -76,7 +86,7 @@ class Workflow:
         inputs: Pictures and clips by input. A value is a list of files, or `Missing`.
         other_files: Files with encoders and the VAE of the model, which wanjax reads from the model's own repository.
         is_tiled: Whether frames are decoded in tiles.
-        notes: Sentences on what differs.
+        notes: Sentences about differences from ComfyUI.
         addresses: URLs of files by name.
     """
 
@@ -106,8 +116,10 @@ def read_workflow(
         WanjaxError: The workflow makes no video, or has a node that wanjax cannot replace. The sentence names the node,
             and says what is left of the workflow without it.
     """
-    outputs = [node for node in by_id(graph) if node.type in VIDEO_OUTPUTS]
-    outputs = outputs or [node for node in by_id(graph) if node.type in PICTURE_OUTPUTS and _is_video(graph, node)]
+    outputs = [node for node in sorted_by_id(graph) if node.type in VIDEO_OUTPUTS]
+    outputs = outputs or [
+        node for node in sorted_by_id(graph) if node.type in PICTURE_OUTPUTS and _is_video(graph, node)
+    ]
     if len(outputs) > 1:
         outputs.sort(key=lambda output: -_segment_count(graph, output))  # the longest video first
     if not outputs:
@@ -140,21 +152,22 @@ def _segment_count(graph: Graph, output: Node) -> int:
 
 def _without_video(graph: Graph) -> str:
     """Return the error for a workflow without a video, with its product."""
-    nodes = by_id(graph)
+    nodes = sorted_by_id(graph)
     if service := _service(nodes):
         return service
     for pattern, product in OTHER_OUTPUTS:
         for node in nodes:
             if re.search(pattern, node.type):
-                return f"the workflow makes {product} with {node}, not a video: {READABLE}"
-    return f"the workflow has no node that saves a video, such as SaveVideo: {READABLE}"
+                return f"the workflow makes {product} with {node}, not a video: {SUPPORTED_WORKFLOWS}"
+    return f"the workflow has no node that saves a video, such as SaveVideo: {SUPPORTED_WORKFLOWS}"
 
 
 def _service(nodes: Sequence[Node]) -> str | None:
     """Return the message that a node calls a paid service, or None."""
     for node in nodes:
         if SERVICES.search(node.type):
-            return f"{node} calls a paid service, which wanjax does not support: {READABLE}, on your own devices"
+            problem = f"{node} calls a paid service, which wanjax does not support"
+            return f"{problem}: {SUPPORTED_WORKFLOWS}, on your own devices"
     return None
 
 
@@ -176,8 +189,10 @@ def _read_output(
             return workflow
         problem = reader.problems[0]
     if not _samplers(nodes):
-        raise WanjaxError(f"{problem.node} {problem.reason}, and no node of the workflow samples a video: {READABLE}")
-    raise WanjaxError(f"{problem.node} {problem.reason}: {_rest(problem.node, nodes, workflow)}")
+        raise WanjaxError(
+            f"{problem.node} {problem.reason}, and no node of the workflow samples a video: {SUPPORTED_WORKFLOWS}"
+        )
+    raise WanjaxError(f"{problem.node} {problem.reason}: {_describe_remainder(problem.node, nodes, workflow)}")
 
 
 def _other_model(nodes: Sequence[Node]) -> Unknown | None:
@@ -193,14 +208,16 @@ def _other_model(nodes: Sequence[Node]) -> Unknown | None:
                 and model_of(base_name(file)) is None
                 and (model := other_model_of(base_name(file)))
             ):
-                return Unknown(node, f"loads {shown(base_name(file))} of {model}, whose workflows wanjax does not read")
+                return Unknown(
+                    node, f"loads {short_text(base_name(file))} of {model}, whose workflows wanjax does not read"
+                )
     return None
 
 
-def _rest(without: Node, nodes: Sequence[Node], workflow: Workflow | None) -> str:
+def _describe_remainder(without: Node, nodes: Sequence[Node], workflow: Workflow | None) -> str:
     """Describe the video that remains if a node is removed from a workflow."""
     models = [
-        shown(base_name(value))
+        short_text(base_name(value))
         for node in nodes
         if node is not without
         for name, value in node.inputs.items()
@@ -208,9 +225,9 @@ def _rest(without: Node, nodes: Sequence[Node], workflow: Workflow | None) -> st
     ]
     if workflow is not None:
         size = f"{workflow.settings.get('width')}x{workflow.settings.get('height')}"
-        parts = [size, pluralize(workflow.settings["frames"], "frame")] if _is_whole(workflow.settings) else []
+        parts = [size, pluralize(workflow.settings["frames"], "frame")] if _has_known_shape(workflow.settings) else []
         parts += [pluralize(workflow.settings["steps"], "step")] if isinstance(workflow.settings["steps"], int) else []
-        name = workflow.model or shown(base_name(workflow.files[0].name))
+        name = workflow.model or short_text(base_name(workflow.files[0].name))
         return f"without it the workflow is a video of {name}" + "".join(f", {part}" for part in parts)
     remaining = [*dict.fromkeys(models)][:2] + [str(node) for node in _samplers(nodes) if node is not without][:1]
     return (
@@ -224,19 +241,21 @@ def _samplers(nodes: Sequence[Node]) -> list[Node]:
     return [node for node in nodes if "Sampler" in node.type and "Select" not in node.type]
 
 
-def _is_whole(settings: Mapping[str, Any]) -> bool:
+def _has_known_shape(settings: Mapping[str, Any]) -> bool:
     return all(isinstance(settings.get(name), int) for name in ("width", "height", "frames"))
 
 
-def _workflow(reader: Reader, film: Any, steps: int | None) -> Workflow:
+def _workflow(reader: Reader, video_output: Any, steps: int | None) -> Workflow:
     """Return the request for a video with these pictures and frame rate."""
-    film = reader.require(film, Film)
-    pictures = film and film.pictures
+    video_output = reader.require(video_output, VideoOutput)
+    pictures = video_output and video_output.pictures
     if isinstance(pictures, Batch):
         pictures = join_segments(pictures)
-    if film is None or pictures is None or pictures.latents is None:
-        node = film.node if film else None
-        raise WanjaxError(f"{node or 'the output'} saves pictures that no model of the workflow makes: {READABLE}")
+    if video_output is None or pictures is None or pictures.latents is None:
+        node = video_output.node if video_output else None
+        raise WanjaxError(
+            f"{node or 'the output'} saves pictures that no model of the workflow makes: {SUPPORTED_WORKFLOWS}"
+        )
     stages = _stages(pictures.latents, steps)
     first, last = stages[0], stages[-1]
     files = tuple(dict.fromkeys(stage.guider.model.file for stage in stages))
@@ -244,22 +263,22 @@ def _workflow(reader: Reader, film: Any, steps: int | None) -> Workflow:
     notes = [note for stage in stages for note in (*stage.guider.model.notes, *stage.guider.positive.notes)]
     _check_frames(first.latents, pictures, notes)
     settings = _text_settings(stages, notes)
-    settings |= _shape_settings(first.latents, film, notes)
+    settings |= _shape_settings(first.latents, video_output, notes)
     settings |= _step_settings(stages, notes)
     settings |= _shift_settings(stages, model)
     settings |= _guidance_settings(stages, settings["negative_prompt"], notes)
-    settings["seed"] = _value(first.noise.seed, "--seed")
+    settings["seed"] = _known_or_missing(first.noise.seed, "--seed")
     settings["rng"] = TORCH
     composition = _composition(first)
     notes += composition.notes
     attached = {**composition.settings, **first.guider.positive.settings}
-    settings |= {name: _value(value, f"--{name.replace('_', '-')}") for name, value in attached.items()}
+    settings |= {name: _known_or_missing(value, f"--{name.replace('_', '-')}") for name, value in attached.items()}
     inputs = _inputs(composition.inputs, first.latents, notes)
     inputs |= {name: Missing(sentence) for name, sentence in composition.missing.items()}
     components = _component_files(first, pictures)
     notes += [
-        f"{file.node} loads {shown(base_name(file.name))}, and wanjax uses the {COMPONENTS[file.kind]} of the model's "
-        "own repository, from which it may differ"
+        f"{file.node} loads {short_text(base_name(file.name))}, and wanjax uses the {COMPONENTS[file.kind]} of the "
+        "model's own repository, from which it may differ"
         for file in components
         if not is_component_of(model, base_name(file.name))
     ]
@@ -298,15 +317,15 @@ def _check_frames(latents: Any, pictures: Pictures, notes: list[str]) -> None:
         )
 
 
-def _stages(latents: Any, steps: int | None) -> list[Sampled]:
+def _stages(latents: Any, steps: int | None) -> list[SampledLatents]:
     """Return the sampling nodes in the order of their steps. `steps` replaces an unknown number of steps.
     Raises WanjaxError for a chain that wanjax cannot run."""
-    stages: list[Sampled] = []
-    while isinstance(latents, Sampled):
+    stages: list[SampledLatents] = []
+    while isinstance(latents, SampledLatents):
         stages.insert(0, latents)
         latents = latents.latents
     if not stages:
-        raise WanjaxError(f"{latents.node} makes latents that no node samples: {READABLE}")
+        raise WanjaxError(f"{latents.node} makes latents that no node samples: {SUPPORTED_WORKFLOWS}")
     if len(stages) > 2:
         raise WanjaxError(
             f"{stages[2].node} samples a third time, and a model has two experts at most: without it "
@@ -321,12 +340,12 @@ def _stages(latents: Any, steps: int | None) -> list[Sampled]:
     return stages
 
 
-def _with_steps(stage: Sampled, steps: int) -> Sampled:
+def _with_steps(stage: SampledLatents, steps: int) -> SampledLatents:
     """Replace the number of steps of a stage if this number is unknown."""
     return replace(stage, steps=replace(stage.steps, count=steps)) if isinstance(stage.steps.count, Unknown) else stage
 
 
-def _check_stage(stage: Sampled) -> None:
+def _check_stage(stage: SampledLatents) -> None:
     """Raise WanjaxError for an unknown number in a stage."""
     if isinstance(count := stage.steps.count, Unknown):
         raise WanjaxError(f"{count.node} {count.reason}: give --steps")
@@ -335,14 +354,14 @@ def _check_stage(stage: Sampled) -> None:
             raise WanjaxError(f"{value.node} {value.reason}: the steps of {stage.node} are unknown without it")
 
 
-def _check_experts(high: Sampled, low: Sampled) -> None:
+def _check_experts(high: SampledLatents, low: SampledLatents) -> None:
     """Raise WanjaxError unless two nodes sample one after the other, as the two experts of a model."""
     problem = None
     if high.guider.model.file.name == low.guider.model.file.name:
-        problem = f"samples again with the same model, {shown(base_name(low.guider.model.file.name))}"
+        problem = f"samples again with the same model, {short_text(base_name(low.guider.model.file.name))}"
     elif (high.steps.count, high.steps.schedule) != (low.steps.count, low.steps.schedule):
         problem = f"has another schedule than {high.node}"
-    elif _end(high.steps) != low.steps.start or (high.is_finished and high.node.type == "KSamplerAdvanced"):
+    elif _end_step(high.steps) != low.steps.start or (high.is_finished and high.node.type == "KSamplerAdvanced"):
         problem = f"does not begin where {high.node} ends"
     elif low.noise.seed is not None:
         problem = f"adds noise to what {high.node} has made"
@@ -356,11 +375,11 @@ def _check_experts(high: Sampled, low: Sampled) -> None:
         raise WanjaxError(f"{low.node} {problem}, which wanjax does not support: without it {high.node} is left")
 
 
-def _end(steps: Steps) -> int:
+def _end_step(steps: Steps) -> int:
     return steps.count if steps.end is None else min(steps.end, steps.count)
 
 
-def _value(value: Any, option: str) -> Any:
+def _known_or_missing(value: Any, option: str) -> Any:
     """Return a value. For an unknown value, return a `Missing` with the option to give."""
     if not isinstance(value, Unknown):
         return value
@@ -368,12 +387,12 @@ def _value(value: Any, option: str) -> Any:
     return Missing(f"{value.node} {value.reason}: give {option}{folder}")
 
 
-def _text_settings(stages: Sequence[Sampled], notes: list[str]) -> dict[str, Any]:
+def _text_settings(stages: Sequence[SampledLatents], notes: list[str]) -> dict[str, Any]:
     """Return the prompts."""
     first, last = stages[0].guider, stages[-1].guider
-    prompt = _value(first.positive.text, "a prompt")
+    prompt = _known_or_missing(first.positive.text, "a prompt")
     if prompt is None:
-        raise WanjaxError(f"{first.positive.node} removes the prompt: {READABLE}")
+        raise WanjaxError(f"{first.positive.node} removes the prompt: {SUPPORTED_WORKFLOWS}")
     negative = first.negative and first.negative.text
     if (last.positive.text, last.negative and last.negative.text) != (first.positive.text, negative):
         raise WanjaxError(
@@ -382,10 +401,10 @@ def _text_settings(stages: Sequence[Sampled], notes: list[str]) -> dict[str, Any
         )
     if negative is None and any(stage.guider.scale != 1 for stage in stages):
         notes.append("the workflow replaces the negative prompt by zeros: wanjax uses an empty negative prompt")
-    return {"prompt": prompt, "negative_prompt": _value(negative or "", "--negative-prompt")}
+    return {"prompt": prompt, "negative_prompt": _known_or_missing(negative or "", "--negative-prompt")}
 
 
-def _guidance_settings(stages: Sequence[Sampled], negative: Any, notes: list[str]) -> dict[str, Any]:
+def _guidance_settings(stages: Sequence[SampledLatents], negative: Any, notes: list[str]) -> dict[str, Any]:
     """Return the guidance rule, and the negative prompt of a rule that has one."""
     settings, is_guided = dict(stages[0].guider.model.settings), any(stage.guider.scale != 1 for stage in stages)
     if not is_guided and str(settings.get("guidance_rule")).startswith(ZERO_STAR):
@@ -400,41 +419,39 @@ def _guidance_settings(stages: Sequence[Sampled], negative: Any, notes: list[str
     return settings
 
 
-def _shape_settings(latents: Any, film: Film, notes: list[str]) -> dict[str, Any]:
+def _shape_settings(latents: Any, video_output: VideoOutput, notes: list[str]) -> dict[str, Any]:
     """Return the size, the number of frames and the frame rate."""
     assert isinstance(latents, Latents)
     shape = latents.shape
     if isinstance(shape.count, int) and shape.count != 1:
         notes.append(f"{latents.node} makes {shape.count} videos at once: give --count for several")
     settings = {
-        "width": _value(shape.width, "--width"),
-        "height": _value(shape.height, "--height"),
-        "frames": _value(shape.frames, "--frames"),
+        "width": _known_or_missing(shape.width, "--width"),
+        "height": _known_or_missing(shape.height, "--height"),
+        "frames": _known_or_missing(shape.frames, "--frames"),
     }
     if isinstance(shape.frames, int) and (shape.frames - 1) % FRAMES_PER_LATENT:
         settings["frames"] = max(1, (shape.frames - 1) // FRAMES_PER_LATENT * FRAMES_PER_LATENT + 1)
         notes.append(f"{latents.node} asks for {shape.frames} frames, but ComfyUI makes {settings['frames']}")
-    if isinstance(film.fps, Unknown):
-        notes.append(
-            f"{film.fps.node} {film.fps.reason}: the frames per second are the model's own, unless --fps is given"
-        )
-    elif film.fps is not None:
-        settings["fps"] = max(1, round(film.fps))
-        if settings["fps"] != film.fps:
+    if isinstance(fps := video_output.fps, Unknown):
+        notes.append(f"{fps.node} {fps.reason}: the frames per second are the model's own, unless --fps is given")
+    elif fps is not None:
+        settings["fps"] = max(1, round(fps))
+        if settings["fps"] != fps:
             notes.append(
-                f"{film.node} has {film.fps:g} frames per second: wanjax writes {settings['fps']}, a whole number"
+                f"{video_output.node} has {fps:g} frames per second: wanjax writes {settings['fps']}, a whole number"
             )
     return settings
 
 
-def _step_settings(stages: Sequence[Sampled], notes: list[str]) -> dict[str, Any]:
+def _step_settings(stages: Sequence[SampledLatents], notes: list[str]) -> dict[str, Any]:
     """Return the steps, the guidance scales, and the step at which the second expert takes over."""
     first, last = stages[0], stages[-1]
     steps, has_clip = first.steps, VIDEO.name in getattr(first.latents, "inputs", {})
-    if (first.steps.start and not has_clip) or _end(last.steps) < last.steps.count:
+    if (first.steps.start and not has_clip) or _end_step(last.steps) < last.steps.count:
         raise WanjaxError(
             f"{last.node if first.steps.start == 0 else first.node} runs only the steps from {first.steps.start} to "
-            f"{_end(last.steps)} of {steps.count}, which wanjax does not support: without it nothing is left"
+            f"{_end_step(last.steps)} of {steps.count}, which wanjax does not support: without it nothing is left"
         )
     if steps.denoise != 1 and not (has_clip and MIN_DENOISE <= steps.denoise < 1):
         raise WanjaxError(
@@ -444,15 +461,18 @@ def _step_settings(stages: Sequence[Sampled], notes: list[str]) -> dict[str, Any
         raise WanjaxError(
             f"{first.node} starts without noise, which wanjax does not support: without it nothing is left"
         )
-    settings: dict[str, Any] = {"steps": steps.count, "guidance_scale": _value(first.guider.scale, "--guidance-scale")}
+    settings: dict[str, Any] = {
+        "steps": steps.count,
+        "guidance_scale": _known_or_missing(first.guider.scale, "--guidance-scale"),
+    }
     if has_clip:
         total = int(steps.count / steps.denoise)
         settings |= {"steps": total, "strength": _strength(total, steps.count - steps.start)}
     if len(stages) == 2:
-        settings["guidance_scale_2"] = _value(last.guider.scale, "--guidance-scale-2")
-        settings["boundary_step"] = settings["steps"] - steps.count + _end(first.steps)
+        settings["guidance_scale_2"] = _known_or_missing(last.guider.scale, "--guidance-scale-2")
+        settings["boundary_step"] = settings["steps"] - steps.count + _end_step(first.steps)
     if isinstance(steps.schedule, Unknown) or steps.schedule not in COMFY_SCHEDULES:
-        name = steps.schedule.node if isinstance(steps.schedule, Unknown) else shown(steps.schedule)
+        name = steps.schedule.node if isinstance(steps.schedule, Unknown) else short_text(steps.schedule)
         notes.append(f"{first.node} has the schedule {name}: wanjax uses the noise levels of the schedule simple")
         return settings | {"sigmas": COMFY}
     return settings | {"sigmas": COMFY_SCHEDULES[steps.schedule]}
@@ -464,17 +484,17 @@ def _strength(steps: int, run: int) -> float:
     return math.ceil(run / max(1, steps) * 1e6) / 1e6
 
 
-def _shift_settings(stages: Sequence[Sampled], model: str | None) -> dict[str, Any]:
+def _shift_settings(stages: Sequence[SampledLatents], model: str | None) -> dict[str, Any]:
     """Return the shift. If the noise levels come from a separate model node, the shift of that node counts."""
     schedule = stages[0].steps.model
     shift = schedule.shift if schedule is not None else stages[0].guider.model.shift
-    return {"flow_shift": default_shift(model or "") if shift is None else _value(shift, "--flow-shift")}
+    return {"flow_shift": default_shift(model or "") if shift is None else _known_or_missing(shift, "--flow-shift")}
 
 
-def _solver(stage: Sampled, notes: list[str]) -> Any:
+def _solver(stage: SampledLatents, notes: list[str]) -> Any:
     name = stage.sampler.name
     if isinstance(name, Unknown) or name not in COMFY_SOLVERS:
-        name = name.node if isinstance(name, Unknown) else shown(name)
+        name = name.node if isinstance(name, Unknown) else short_text(name)
         return Missing(f"{stage.node} has the solver {name}: give --scheduler euler, unipc or dpm++ in its place")
     if name == "lcm":
         notes.append(f"{stage.node} has the solver lcm: its steps are the same, and its later noise differs")
@@ -485,7 +505,7 @@ def _solver(stage: Sampled, notes: list[str]) -> Any:
     return COMFY_SOLVERS[name]
 
 
-def _loras(stages: Sequence[Sampled]) -> tuple[LoraUse, ...]:
+def _loras(stages: Sequence[SampledLatents]) -> tuple[LoraUse, ...]:
     """Return the LoRAs. A LoRA of both experts is listed once."""
     per_stage = [[(file.name, strength) for file, strength in stage.guider.model.loras] for stage in stages]
     if len(stages) == 1 or per_stage[0] == per_stage[1]:
@@ -497,7 +517,7 @@ def _loras(stages: Sequence[Sampled]) -> tuple[LoraUse, ...]:
     )
 
 
-def _composition(stage: Sampled) -> Composition:
+def _composition(stage: SampledLatents) -> Composition:
     """Return the pictures and clips of a stage by input, with the settings of compositions that wanjax can make."""
     assert isinstance(stage.latents, Latents)
     composition = read_composition({**stage.guider.positive.inputs, **stage.latents.inputs}, stage.latents.shape.frames)
@@ -532,7 +552,7 @@ def _input(name: str, value: Any) -> Any:
     )
 
 
-def _component_files(stage: Sampled, pictures: Pictures) -> tuple[File, ...]:
+def _component_files(stage: SampledLatents, pictures: Pictures) -> tuple[File, ...]:
     """Return the encoders and the VAE that a workflow loads."""
     encoder = stage.guider.positive.encoder
     vision = stage.guider.positive.inputs.get("vision")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from wanjax.errors import WanjaxError
-from wanjax.workflows.values import Batch, Latents, Pictures, Sampled
+from wanjax.workflows.values import Batch, Latents, Pictures, SampledLatents
 
 MAX_SEGMENTS = 1000
 
@@ -59,10 +59,14 @@ def join_segments(pictures: Batch) -> Pictures:
     return replace(first, latents=replace(sampled, guider=replace(sampled.guider, positive=positive)))
 
 
-def _segment(leaf: Pictures, pictures: Pictures) -> tuple[Sampled, Latents]:
+def _segment(leaf: Pictures, pictures: Pictures) -> tuple[SampledLatents, Latents]:
     """Return the node that samples a segment, and its latents. Raises WanjaxError for other latents."""
     sampled = leaf.latents
-    if isinstance(sampled, Sampled) and isinstance(latents := sampled.latents, Latents) and latents.segment is not None:
+    if (
+        isinstance(sampled, SampledLatents)
+        and isinstance(latents := sampled.latents, Latents)
+        and latents.segment is not None
+    ):
         return sampled, latents
     raise WanjaxError(
         f"{pictures.node} joins the videos of several samplers, and wanjax makes one video of each workflow: save each "
@@ -70,7 +74,7 @@ def _segment(leaf: Pictures, pictures: Pictures) -> tuple[Sampled, Latents]:
     )
 
 
-def _check_follows(number: int, leaves: list[Pictures], segments: list[tuple[Sampled, Latents]]) -> None:
+def _check_follows(number: int, leaves: list[Pictures], segments: list[tuple[SampledLatents, Latents]]) -> None:
     """Raise WanjaxError unless a segment starts where the segment before it ends, and has the same settings."""
     sampled, latents = segments[number]
     segment, shape = latents.segment, latents.shape
@@ -99,7 +103,7 @@ def _overlap(latents: Latents) -> int:
     return 0 if latents.segment is None else latents.segment.overlap
 
 
-def _settings(sampled: Sampled) -> tuple[Any, ...]:
+def _settings(sampled: SampledLatents) -> tuple[Any, ...]:
     """Return the settings that all segments of a video must share."""
     guider = sampled.guider
     texts = guider.positive.text, guider.negative and guider.negative.text

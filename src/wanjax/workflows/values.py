@@ -15,7 +15,7 @@ class Unknown:
 
     Args:
         node: The node.
-        reason: The reason why the value is unknown. It ends a sentence that begins with the node.
+        reason: The reason why the value is unknown: the end of a sentence that begins with the node.
         is_missing_file: Whether the reason is that a picture or clip is missing.
     """
 
@@ -130,8 +130,8 @@ class Pictures:
 
 
 @dataclass(frozen=True)
-class Solid(Pictures):
-    """Frames or masks of one level that a node makes: 0 is black, and 1 is white."""
+class SolidFrames(Pictures):
+    """Frames or masks of one grey level that a node makes: 0 is black, and 1 is white."""
 
     level: float = 0.0
 
@@ -158,7 +158,7 @@ class Margins:
 
 
 @dataclass(frozen=True)
-class Widened(Pictures):
+class PaddedPictures(Pictures):
     """Pictures of a file with grey margins."""
 
     margins: Margins = Margins(())
@@ -169,7 +169,7 @@ class Widened(Pictures):
 
 
 @dataclass(frozen=True)
-class Border(Pictures):
+class MarginMask(Pictures):
     """A mask that is white in the margins of pictures."""
 
     margins: Margins = Margins(())
@@ -185,7 +185,7 @@ class Condition:
         node: The node that made the condition.
         inputs: Pictures and clips by the names of wanjax's inputs.
         settings: Settings of a video that a node attaches. A value may be `Unknown`.
-        notes: Sentences on what differs.
+        notes: Sentences about differences from ComfyUI.
     """
 
     text: Any
@@ -213,7 +213,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Latents(AnyLatents):
-    """Latents before sampling: zeros of a shape, with the inputs that a node has added.
+    """Latents before sampling: the shape of a video, with the inputs that a node has added.
 
     Args:
         shape: The shape of the video.
@@ -265,7 +265,7 @@ class Sampler:
 
 
 @dataclass(frozen=True)
-class Sampled(AnyLatents):
+class SampledLatents(AnyLatents):
     """Latents that a node has sampled."""
 
     node: Node
@@ -278,8 +278,8 @@ class Sampled(AnyLatents):
 
 
 @dataclass(frozen=True)
-class Film:
-    """A video: its pictures and frames per second, or the file from which it is loaded."""
+class VideoOutput:
+    """A video that a node loads or makes: its pictures and frames per second."""
 
     pictures: Pictures
     fps: Any

@@ -8,10 +8,10 @@ from typing import Any
 from wanjax.media.inputs import BACKGROUND, FACE, IMAGE, MASK, VIDEO
 from wanjax.workflows.evaluate import NodeInputs
 from wanjax.workflows.family import FORMATS, WorkflowFamily
-from wanjax.workflows.node_functions import change_speed, condition, image_latents, with_settings
-from wanjax.workflows.node_types import NodeType, shaped
+from wanjax.workflows.node_functions import conditioning_node, ignore_speed_node, image_latents, with_settings
+from wanjax.workflows.node_types import NodeType, video_shape_widgets
 from wanjax.workflows.segments import joined_parts
-from wanjax.workflows.values import Condition, Latents, Model, Pictures, Sampled, Segment, Shape, Unknown, Vision
+from wanjax.workflows.values import Condition, Latents, Model, Pictures, SampledLatents, Segment, Shape, Unknown, Vision
 
 FIRST = r"wan[ _-]?2[._]?1"  # matches the first generation in file names
 SECOND = r"wan[ _-]?2[._]?2"
@@ -78,8 +78,8 @@ def _nag(node: NodeInputs) -> Any:
     if unknown := [value for value in values.values() if isinstance(value, Unknown)]:
         return unknown[0]
     rule = ",".join(f"{name}={value:g}" for name, value in values.items())
-    model = with_settings(node.take("model", Model), guidance_rule=f"nag:{rule}")
-    if (negative := node.maybe("conditioning", Condition)) is None or negative.text is None:
+    model = with_settings(node.require_input("model", Model), guidance_rule=f"nag:{rule}")
+    if (negative := node.optional_input("conditioning", Condition)) is None or negative.text is None:
         return model
     return negative.text if isinstance(negative.text, Unknown) else with_settings(model, negative_prompt=negative.text)
 
@@ -97,8 +97,11 @@ def _segment(node: NodeInputs) -> tuple[Condition, Condition, Latents, int, int,
     The last three outputs are the number of latents to trim, the number of frames that the segment repeats, and the
     index of the clip's frame at which the next segment starts.
     """
-    overlap, start = _number(node, "continue_motion_max_frames", 5), _number(node, "video_frame_offset", 0)
-    previous = node.maybe("continue_motion", Pictures)
+    overlap, start = (
+        _integer_or_default(node, "continue_motion_max_frames", 5),
+        _integer_or_default(node, "video_frame_offset", 0),
+    )
+    previous = node.optional_input("continue_motion", Pictures)
     in_loop = node.has("continue_motion") and previous is None
     if previous is not None and not all(leaf.latents is not None for leaf in joined_parts(previous)):
         node.reader.problems.append(
@@ -118,10 +121,10 @@ def _segment(node: NodeInputs) -> tuple[Condition, Condition, Latents, int, int,
     }
     for node_input, input_name in SEGMENT_INPUTS.items():
         inputs.setdefault(input_name, Unknown(node.graph_node, f"has no {node_input}, which wanjax needs"))
-    if vision := node.maybe("clip_vision_output", Vision):
+    if vision := node.optional_input("clip_vision_output", Vision):
         inputs["vision"] = vision
     shape = Shape(node.integer("width"), node.integer("height"), node.integer("length"), node.integer("batch_size", 1))
-    positive, negative = node.take("positive", Condition), node.take("negative", Condition)
+    positive, negative = node.require_input("positive", Condition), node.require_input("negative", Condition)
     start = start if previous is None else max(0, start - overlap)
     settings = {"overlap": overlap} if in_loop else {"windows": 1}
     notes = (
@@ -138,7 +141,7 @@ def _segment(node: NodeInputs) -> tuple[Condition, Condition, Latents, int, int,
     )
 
 
-def _number(node: NodeInputs, name: str, default: int) -> int:
+def _integer_or_default(node: NodeInputs, name: str, default: int) -> int:
     """Return a whole number. For an unknown number, record a note and return the default."""
     if isinstance(number := node.integer(name, default), Unknown):
         node.reader.problems.append(number)
@@ -164,7 +167,7 @@ def _animate(node: NodeInputs) -> tuple[Condition, Condition, Latents, int, None
             node.reader.problems.append(Unknown(node.graph_node, problem))
     if node("continue_motion") is not None:
         node.reader.problems.append(Unknown(node.graph_node, "continues other frames, which wanjax does not support"))
-    in_loop, clip = node.has("continue_motion"), node.maybe("positive_pose", Condition)
+    in_loop, clip = node.has("continue_motion"), node.optional_input("positive_pose", Condition)
     settings: dict[str, Any] = {"clip_prompt": clip.text} if clip is not None and clip.text is not None else {}
     notes = [
         f"{node.graph_node} crops the picture and the clip to one size: "
@@ -179,9 +182,9 @@ def _animate(node: NodeInputs) -> tuple[Condition, Condition, Latents, int, None
         settings["windows"] = 1
     shape = Shape(_on_grid(node.integer("width")), _on_grid(node.integer("height")), node.integer("length"))
     inputs = {input_name: node(node_input) for node_input, input_name in ANIMATE_INPUTS.items() if node.has(node_input)}
-    if vision := node.maybe("clip_vision_output", Vision):
+    if vision := node.optional_input("clip_vision_output", Vision):
         inputs["vision"] = vision
-    positive, negative = node.take("positive", Condition), node.take("negative", Condition)
+    positive, negative = node.require_input("positive", Condition), node.require_input("negative", Condition)
     return (
         replace(positive, inputs=inputs, node=node.graph_node, settings=settings, notes=tuple(notes)),
         replace(negative, inputs=inputs, node=node.graph_node),
@@ -206,7 +209,7 @@ def _end_loop(node: NodeInputs) -> Any:
     """Describe the pictures of a loop over a clip. The iterations are Animate's segments."""
     pictures = node("output_value")
     latents = pictures.latents if isinstance(pictures, Pictures) else None
-    while isinstance(latents, Sampled):
+    while isinstance(latents, SampledLatents):
         latents = latents.latents
     if isinstance(latents, Latents) and latents.node.type in (ANIMATE_NODE, SEGMENT_NODE):
         return pictures
@@ -218,7 +221,7 @@ def _rebatch(node: NodeInputs) -> Any:
 
 
 def _animate_cache(node: NodeInputs) -> Model:
-    model = node.take("model", Model)
+    model = node.require_input("model", Model)
     if node("dtype") != "int8":
         return model
     note = f"{node.graph_node} stores keys and values in int8: in wanjax --precision int8 does this"
@@ -231,7 +234,7 @@ SKIP_NUMBERS = ("scale", "start_percent", "end_percent", "rescaling_scale")
 def _skip_layers(node: NodeInputs) -> Any:
     """Describe a model with skip-layer guidance. The percents of the node apply to the schedule before the shift that
     the model has at this node."""
-    model, layers = node.take("model", Model), node.text("double_layers")
+    model, layers = node.require_input("model", Model), node.text("double_layers")
     numbers: list[float] = []
     for value in (
         *(node.number(name) for name in SKIP_NUMBERS),
@@ -254,7 +257,7 @@ def _skip_layers(node: NodeInputs) -> Any:
 
 
 def _multiply_temporal_attention(node: NodeInputs) -> Model:
-    model = node.take("model", Model)
+    model = node.require_input("model", Model)
     note = f"{node.graph_node} changes only models with an attention over time alone, which Wan is not"
     return replace(model, notes=(*model.notes, note))
 
@@ -271,16 +274,16 @@ FAMILY = WorkflowFamily(
     other_nodes=OTHER_NODES,
     default_shift=8.0,
     node_types={
-        "WanImageToVideo": shaped(),
-        "WanFirstLastFrameToVideo": shaped(),
-        "WanFunInpaintToVideo": shaped(),
-        "WanVaceToVideo": shaped("strength"),
-        "Wan22ImageToVideoLatent": shaped(),
-        ANIMATE_NODE: shaped(
+        "WanImageToVideo": video_shape_widgets(),
+        "WanFirstLastFrameToVideo": video_shape_widgets(),
+        "WanFunInpaintToVideo": video_shape_widgets(),
+        "WanVaceToVideo": video_shape_widgets("strength"),
+        "Wan22ImageToVideoLatent": video_shape_widgets(),
+        ANIMATE_NODE: video_shape_widgets(
             *("video_frame_offset", "pose_strength", "pose_start_percent", "pose_end_percent"),
             "reference_image_strength",
         ),
-        SEGMENT_NODE: shaped("continue_motion_max_frames", "video_frame_offset"),
+        SEGMENT_NODE: video_shape_widgets("continue_motion_max_frames", "video_frame_offset"),
         "WanAnimate2Cache": NodeType(("device", "dtype")),
         "StartLoop": NodeType(),
         "EndLoop": NodeType(),
@@ -296,10 +299,12 @@ FAMILY = WorkflowFamily(
         "TorchCompileModelWanVideoV2": NodeType(),
     },
     functions={
-        "WanImageToVideo": condition({"start_image": "image"}, "start_image"),
-        "WanFirstLastFrameToVideo": condition({"start_image": "image", "end_image": "last_image"}, "start_image"),
-        "WanFunInpaintToVideo": condition({"start_image": "image", "end_image": "last_image"}),
-        "WanVaceToVideo": condition(
+        "WanImageToVideo": conditioning_node({"start_image": "image"}, "start_image"),
+        "WanFirstLastFrameToVideo": conditioning_node(
+            {"start_image": "image", "end_image": "last_image"}, "start_image"
+        ),
+        "WanFunInpaintToVideo": conditioning_node({"start_image": "image", "end_image": "last_image"}),
+        "WanVaceToVideo": conditioning_node(
             {"control_video": "video", "control_masks": "mask", "reference_image": "references"}
         ),
         "Wan22ImageToVideoLatent": image_latents,
@@ -312,7 +317,7 @@ FAMILY = WorkflowFamily(
         "WanVideoNAG": _nag,
         "SkipLayerGuidanceDiT": _skip_layers,
         "UNetTemporalAttentionMultiply": _multiply_temporal_attention,
-        "TorchCompileModelWanVideo": change_speed,
-        "TorchCompileModelWanVideoV2": change_speed,
+        "TorchCompileModelWanVideo": ignore_speed_node,
+        "TorchCompileModelWanVideoV2": ignore_speed_node,
     },
 )
