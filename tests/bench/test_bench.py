@@ -109,7 +109,7 @@ def test_attention_is_compared_with_the_reference(small, monkeypatch):
     )
     small.compare_attention()
     assert len(small.faults) == 1
-    assert "chunked is 1.0e-03 away from the reference" in small.faults[0]
+    assert "chunked has a relative error of 1.0e-03 against the reference" in small.faults[0]
 
 
 def test_relative_errors():

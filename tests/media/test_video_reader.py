@@ -28,7 +28,7 @@ from tests.support.video_files import (
 )
 from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
-from wanjax.media.damage import MIN_HOLE_BYTES, ZeroRuns, holed_frame
+from wanjax.media.damage import MIN_HOLE_BYTES, ZeroRuns, first_frame_with_hole
 from wanjax.media.inputs import INPUT_SPECS
 from wanjax.media.pictures import read_clip
 from wanjax.media.video_reader import read_video_file
@@ -144,7 +144,7 @@ def test_zeros_are_detected_across_reads_and_padding_is_none():
         zeros, data = ZeroRuns(pixels), b"".join(packets)
         for at in range(0, len(data), size):
             zeros.feed(data[at : at + size])
-        return zeros.holed_packets(np.cumsum([len(packet) for packet in packets]).tolist())
+        return zeros.packets_with_holes(np.cumsum([len(packet) for packet in packets]).tolist())
 
     full, hole = b"\x05" * 300, bytes(MIN_HOLE_BYTES)
     for size in (1, 100, 10_000):
@@ -164,7 +164,7 @@ def test_a_flat_picture_has_no_hole(tmp_path):
     for suffix, options in (("webp", {"quality": 80, "method": 0}), ("webp", {"lossless": True, "method": 0})):
         Image.fromarray(picture).save(tmp_path / f"a.{suffix}", **options)
         data = (tmp_path / f"a.{suffix}").read_bytes()
-        assert holed_frame(data, suffix.upper(), 1920 * 1080, []) is None
+        assert first_frame_with_hole(data, suffix.upper(), 1920 * 1080, []) is None
 
 
 RATES = ("8", "16", "24000/1001", "25", "30000/1001", "60")

@@ -114,7 +114,7 @@ def test_margins_of_a_resized_clip_are_in_the_pixels_of_its_file():
     scaled = node("ImageScale", image=["C", 0], width=50, height=30)
     assert widened("S", S=scaled).settings["outpaint"] == "20,0,40,12"
     cropped = widened("S", S=node("ImageScale", image=["C", 0], width=50, height=50))
-    assert "widens a clip that is cropped or stretched before" in cropped.settings["outpaint"].sentence
+    assert "adds margins to a clip that was cropped or stretched before" in cropped.settings["outpaint"].sentence
 
 
 def test_the_size_of_a_widened_clip_is_computed():

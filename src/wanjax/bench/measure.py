@@ -38,7 +38,7 @@ def mesh_of_first_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> Me
 def measure(program: AbstractCall, budget: float) -> MeasuredProgram:
     """Compile a program for the devices of its mesh, run it with synthetic arguments, and time it.
 
-    `budget` is the number of seconds for the runs.
+    `budget` is the seconds in which the program is run repeatedly.
     """
     rejected: list[str] = []
     options = dict(program.compiler_options or {})

@@ -84,9 +84,9 @@ def find_local_hardware(devices: Sequence[Any]) -> LocalHardware:
     device_kind, platform = devices[0].device_kind, devices[0].platform
     if device_kind in CHIPS_BY_DEVICE_KIND:
         slices = [
-            one
-            for one in SLICES.values()
-            if one.chip == CHIPS_BY_DEVICE_KIND[device_kind] and one.devices == len(devices)
+            tpu_slice
+            for tpu_slice in SLICES.values()
+            if tpu_slice.chip == CHIPS_BY_DEVICE_KIND[device_kind] and tpu_slice.devices == len(devices)
         ]
         return LocalHardware(slices[0] if slices else None, PRICED_BY_COMPILER)
     matches = [
@@ -106,7 +106,7 @@ PROGRAM_TITLES = {
 MAX_OPTIONS_ERRORS = {"float32": 1e-4, "bfloat16": 3e-2}
 """The maximum relative L2 error between the results with two sets of compiler options."""
 MLP_EXPANSION = 4  # the output width of the measured projection, relative to its input width
-MAX_FAST_SHARE = 0.99  # `fast` is better than `safe` if it takes less than this share of the time
+MAX_FAST_SHARE = 0.99  # `fast` is chosen if it takes less than this share of the time of `safe`
 ONE_DEVICE_AXES: Mapping[str, int] = dict.fromkeys(MESH_AXES, 1)
 Announce = Callable[[str], Any]
 
@@ -116,7 +116,7 @@ class BenchSize:
     """The size of a bench. None means the model's default.
 
     `size` is the (height, width) of the video, and `decoded_size` the (height, width) of the frames that are decoded.
-    `layers` is the maximum number of transformer layers. `budget` is the number of seconds for the runs of a program.
+    `layers` is the maximum number of transformer layers. `budget` is the seconds in which a program is run repeatedly.
     """
 
     size: tuple[int, int] | None
@@ -136,7 +136,7 @@ BENCH_SIZES = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measurement and the plan's price, `modelled`. If the time or the price is missing, `note` has the reason."""
+    """A measurement, and the seconds that a plan predicts (`modelled`). If one is missing, `note` has the reason."""
 
     name: str
     what: str
@@ -262,7 +262,8 @@ class BenchSuite:
         for name, measured_error in errors.items():
             if not measured_error <= (bound := MAX_ATTENTION_ERRORS[dtype]):
                 self.faults.append(
-                    f"{name} is {measured_error:.1e} away from the reference: at most {bound:g} is allowed"
+                    f"{name} has a relative error of {measured_error:.1e} against the reference: at most {bound:g} is "
+                    "allowed"
                 )
         return errors
 

@@ -35,8 +35,8 @@ def time_program(
 ) -> tuple[Timing, Any]:
     """Run and time a compiled program at least twice, until `budget` seconds have passed. Also return the first result.
 
-    `make_arguments` returns arguments whose buffers the program may reuse. The time to make the arguments does not
-    count. `compilation` is the number of seconds that compiling took, and becomes a part of the result.
+    `make_arguments` returns arguments whose buffers the program may reuse. Its time is not measured. `compilation` is
+    the number of seconds that compiling took; it is stored in the `Timing`.
     """
     first, result = _time_run(run, make_arguments)
     runs: list[float] = []

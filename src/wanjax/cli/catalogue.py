@@ -102,11 +102,11 @@ MODEL_ORDER = (
 
 def show_metadata(file: str, as_json: bool) -> None:
     """Print the metadata of a video, a stage's file or a generation_config.json."""
-    from wanjax.media.damage import is_cut_short  # imported late, because `models` does not need it
+    from wanjax.media.damage import is_truncated  # imported late, because `models` does not need it
     from wanjax.media.metadata import DIGESTS_KEY, find_metadata
 
     metadata = find_metadata(file)
-    if isinstance(path := parse_path(file), Path) and path.is_file() and is_cut_short(path):
+    if isinstance(path := parse_path(file), Path) and path.is_file() and is_truncated(path):
         click.echo(
             f"note: {file} is truncated: its settings are complete, but some of its frames are missing", err=True
         )

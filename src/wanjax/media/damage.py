@@ -2,7 +2,7 @@
 """Detect incomplete copies: holes (long runs of zero bytes in compressed data) and truncated files.
 
 Decoders of arithmetic codes accept such zeros, and return a wrong picture without an error. Encoders never write such
-long runs.
+long runs of zeros.
 """
 
 from bisect import bisect_right
@@ -25,7 +25,7 @@ EBML_ID, SEGMENT_ID = (
 SIGNATURES = (EBML_ID, b"RIFF", b"\x89PNG", b"GIF8", b"\xff\xd8")  # the first bytes of WebM, WebP, PNG, GIF and JPEG
 MP4_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free")  # the boxes with which an MP4 or MOV may begin
 UNKNOWN_LENGTH = 2**56 - 1  # the size of a WebM element that the writer has not finished
-START_CODE_BYTE = 1  # the byte after 00 00 in a start code
+START_CODE_BYTE = 1  # the last byte of a start code (00 00 01)
 
 
 class ZeroRuns:
@@ -52,7 +52,7 @@ class ZeroRuns:
         self._size += len(piece)
         self._tail_begin = int(nonzero[-1]) + 1 if len(nonzero) else self._tail_begin
 
-    def holed_packets(self, ends: Sequence[int]) -> set[int]:
+    def packets_with_holes(self, ends: Sequence[int]) -> set[int]:
         """Return the indices of the packets that have a hole.
 
         Zeros at the end of a packet or before a start code (00 00 01) count as padding, unless they fill the packet.
@@ -73,7 +73,7 @@ class ZeroRuns:
         return packets
 
 
-def holed_frame(data: bytes, image_format: str, pixels: int, blobs: Sequence[bytes]) -> int | None:
+def first_frame_with_hole(data: bytes, image_format: str, pixels: int, skipped_data: Sequence[bytes]) -> int | None:
     """Return the index of the first frame with a hole in its data, in a WebP or AVIF. Return None without a hole.
 
     Lossless WebP is not checked, because it may contain many zeros.
@@ -82,7 +82,7 @@ def holed_frame(data: bytes, image_format: str, pixels: int, blobs: Sequence[byt
         data: The contents of the file.
         image_format: Pillow's name of the format; only WEBP and AVIF are checked.
         pixels: Pixels of a frame.
-        blobs: Data to skip, such as EXIF, which may lie between the bytes of a frame.
+        skipped_data: Data to skip, such as EXIF, which may be between the bytes of a frame.
     """
     if image_format == "WEBP":
         frames = lossy_frames(data)
@@ -90,15 +90,17 @@ def holed_frame(data: bytes, image_format: str, pixels: int, blobs: Sequence[byt
         frames = _avif_frames(data)
     else:
         return None
-    skipped = [(position, position + len(blob)) for blob in blobs if blob and (position := data.find(blob)) >= 0]
+    skipped_ranges = [
+        (position, position + len(blob)) for blob in skipped_data if blob and (position := data.find(blob)) >= 0
+    ]
     for index, begin, end in frames:
         zero_runs, position = ZeroRuns(pixels), begin
-        for first, after in sorted(skipped):
+        for first, after in sorted(skipped_ranges):
             if position <= first and after <= end:
                 zero_runs.feed(memoryview(data)[position:first])
                 position = after
         zero_runs.feed(memoryview(data)[position:end])
-        if zero_runs.holed_packets([end - begin]):
+        if zero_runs.packets_with_holes([end - begin]):
             return index
     return None
 
@@ -117,10 +119,10 @@ def _avif_frames(data: bytes) -> Iterator[tuple[int, int, int]]:
             yield index, begin, min(end, len(data))
             begin = end
         return
-    yield from ((0, begin, end) for box_type, begin, end in _boxes(data) if box_type == b"mdat")
+    yield from ((0, begin, end) for box_type, begin, end in _top_level_boxes(data) if box_type == b"mdat")
 
 
-def _boxes(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+def _top_level_boxes(data: bytes) -> Iterator[tuple[bytes, int, int]]:
     """Yield the type, begin and end of the top-level boxes of an AVIF."""
     begin = 0
     while begin + 8 <= len(data):
@@ -156,19 +158,19 @@ def ends_mid_packet(file: Path, container: str) -> bool:
 def has_media_signature(file: Path) -> bool:
     """Return whether a file begins like an MP4, MOV, WebM, WebP, PNG, GIF or JPEG."""
     with file.open("rb") as stream:
-        head = stream.read(8)
-    return head[4:8] in MP4_BOXES or head.startswith(SIGNATURES)
+        first_bytes = stream.read(8)
+    return first_bytes[4:8] in MP4_BOXES or first_bytes.startswith(SIGNATURES)
 
 
-def is_cut_short(file: Path) -> bool:
+def is_truncated(file: Path) -> bool:
     """Return whether a video or picture is shorter than its headers say, as after an interrupted copy.
 
     Reads only the top-level headers of MP4, MOV, WebM, WebP, PNG and GIF.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
-        head = stream.read(64)
-        if head[4:8] == b"ftyp":
+        first_bytes = stream.read(64)
+        if first_bytes[4:8] == b"ftyp":
             begin = 0
             while begin < size:
                 stream.seek(begin)
@@ -179,15 +181,15 @@ def is_cut_short(file: Path) -> bool:
                     return True
                 begin += length
             return False
-        if head.startswith(b"RIFF"):
-            return 8 + int.from_bytes(head[4:8], "little") > size
-        if (segment := head.find(SEGMENT_ID)) >= 0 and head.startswith(EBML_ID):
-            length = int.from_bytes(head[segment + 4 : segment + 12]) - (
+        if first_bytes.startswith(b"RIFF"):
+            return 8 + int.from_bytes(first_bytes[4:8], "little") > size
+        if (segment := first_bytes.find(SEGMENT_ID)) >= 0 and first_bytes.startswith(EBML_ID):
+            length = int.from_bytes(first_bytes[segment + 4 : segment + 12]) - (
                 1 << 56
             )  # the size has 8 bytes; the top bit marks this width
             return segment + 12 + length > size and 0 <= length < UNKNOWN_LENGTH
         stream.seek(max(0, size - 64))
         tail = stream.read()
-    if head.startswith(b"\x89PNG"):
+    if first_bytes.startswith(b"\x89PNG"):
         return b"IEND" not in tail
-    return head.startswith(b"GIF8") and not tail.rstrip(b"\0").endswith(b";")
+    return first_bytes.startswith(b"GIF8") and not tail.rstrip(b"\0").endswith(b";")

@@ -23,7 +23,7 @@ GENERAL_MESSAGE = re.compile(
     r"Conversion failed!|Error (opening|while|marking|submitting|sending)|Task finished|Terminating thread|\s*$|"
     r"Nothing was written|Could not open encoder|Cannot determine format|\s*Last message repeated|(frame|size)="
 )
-"""Messages of ffmpeg that another message caused. The other message says why ffmpeg failed."""
+"""Matches messages of ffmpeg that follow from an earlier message, which has the cause of a failure."""
 ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # ffmpeg's own decoders of these formats drop transparency
 HDR_TRANSFERS = ("smpte2084", "arib-std-b67")  # transfer functions PQ and HLG
 HDR_WHITE, HDR_PEAK = (
@@ -32,13 +32,13 @@ HDR_WHITE, HDR_PEAK = (
 )  # cd/m² of diffuse white (BT.2408), and of the brightest light that tone mapping preserves
 HDR_KNEE = 0.8  # tones above this fraction of diffuse white, in linear light, are compressed
 WIDE_PRIMARIES = ("bt2020", "smpte431", "smpte432")  # primaries BT.2020 and P3
-# Primaries that zscale supports
+# transfer functions that zscale supports
 SDR_TRANSFERS = ("bt709", "smpte170m", "iec61966-2-1", "bt2020-10", "bt2020-12", "linear")
 FLOAT_FORMAT = "format=gbrpf32le|gbrapf32le"
 DEINTERLACE = "bwdif=mode=send_frame:parity=auto:deint=all"
 NO_VIDEO = "it has no video stream"
 METADATA_ENTRY = re.compile(r"^([^=\\\n;]+)=((?:[^\\\n]|\\.)*)", re.MULTILINE | re.DOTALL)
-"""A name and a value as ffmpeg writes metadata; a backslash stands before =, ;, #, \\ and the end of a line."""
+"""A name and a value as ffmpeg writes metadata; a backslash is before each =, ;, #, \\ and line end."""
 READ_BYTES = 2**20  # bytes of output that are read at a time
 
 
@@ -173,7 +173,7 @@ def run_with_messages(
     output."""
     command = [_ffmpeg_path(), "-hide_banner", *arguments]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as log:
-        # In its own session it does not receive Ctrl-C; the `finally` below stops it.
+        # In its own session, ffmpeg does not receive Ctrl-C; the `finally` below stops it.
         output = subprocess.PIPE if consume else out
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=log, start_new_session=True)
         assert process.stdin is not None
@@ -204,7 +204,7 @@ def run_with_messages(
 
 
 def _ffmpeg_error(status: int, messages: str) -> OSError | None:
-    """Return an error with ffmpeg's last message that says why ffmpeg failed.
+    """Return an error with the last message of ffmpeg that has the cause of the failure. Return None for status 0.
 
     If the disk is full from the first byte on, ffmpeg prints no message. The exit status is then 256 minus the system's
     error number.

@@ -12,7 +12,7 @@ from typing import Any
 from wanjax.checkpoints.files import SafetensorsFile
 from wanjax.errors import WanjaxError, reason
 from wanjax.figures import pluralize
-from wanjax.media.video import FRAME_FILE, VIDEO_ENCODERS, read_metadata, why_without_settings
+from wanjax.media.video import FRAME_FILE, VIDEO_ENCODERS, read_metadata, reason_without_settings
 from wanjax.stores.paths import AnyPath, local_copy, missing_file, parse_path
 
 CONFIG = "generation_config.json"
@@ -53,7 +53,7 @@ def find_metadata(path: str | AnyPath) -> dict[str, Any]:
     if not isinstance(metadata, dict) or not isinstance(metadata.get("prompt"), str):
         if file.name == CONFIG:  # a checkpoint's default settings
             raise WanjaxError(_folder_without_settings(file.parent))
-        raise WanjaxError(f"{file} holds no settings of a video: {why_without_settings(file)}")
+        raise WanjaxError(f"{file} holds no settings of a video: {reason_without_settings(file)}")
     return _rename_legacy(metadata)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from wanjax.checkpoints.files import SafetensorsFile
 from wanjax.errors import WanjaxError, comma_list
 
-NOISE = "noise"  # the tensor with the initial noise
+NOISE_TENSOR = "noise"  # the tensor with the initial noise
 EXAMPLE = "safetensors.numpy.save_file(dict(noise=x), 'noise.safetensors')"
 FLOATS = (np.floating, ml_dtypes.bfloat16)
 
@@ -26,10 +26,10 @@ def open_noise(path: str | Path) -> NoiseFile:
     Raises WanjaxError if the file is not a safetensors file, or if its tensor `noise` is missing or has no floats.
     """
     file = NoiseFile(path)
-    if NOISE not in file.specs:
+    if NOISE_TENSOR not in file.specs:
         tensors = f"only {comma_list(list(file.specs))}" if file.specs else "and no other"
-        raise WanjaxError(f"{path} holds no tensor '{NOISE}', {tensors}: give {file.valid_file_text}")
-    shape, dtype = file.specs[NOISE]
+        raise WanjaxError(f"{path} holds no tensor '{NOISE_TENSOR}', {tensors}: give {file.valid_file_text}")
+    shape, dtype = file.specs[NOISE_TENSOR]
     if not any(np.issubdtype(dtype, kind) for kind in FLOATS):
-        raise WanjaxError(f"'{NOISE}' in {path} is {dtype} {list(shape)}: give floats")
+        raise WanjaxError(f"'{NOISE_TENSOR}' in {path} is {dtype} {list(shape)}: give floats")
     return file

@@ -26,7 +26,7 @@ from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 from wanjax.errors import WanjaxError, WanjaxWarning, reason, repr_short
 from wanjax.media.bounds import MEDIA_LIMITS, largest_size
 from wanjax.media.colours import Conversion, srgb_conversion
-from wanjax.media.damage import holed_frame
+from wanjax.media.damage import first_frame_with_hole
 from wanjax.media.inputs import InputSpec
 from wanjax.media.video import DECODE_ERRORS, Video, read_metadata
 from wanjax.media.video_reader import read_video_file
@@ -163,7 +163,7 @@ def read_pictures(
 
 
 def _read_picture(source: Any, background: Background, specs: Iterable[InputSpec]) -> Picture | HighBitDepthPicture:
-    """Read a picture. If the file is a clip and the model takes a clip, the error names the right option."""
+    """Read a picture. If the file is a clip and the model takes clips, the error suggests the input for clips."""
     try:
         return read_picture(source, background)
     except NotAPictureError as error:
@@ -176,12 +176,12 @@ def _read_picture(source: Any, background: Background, specs: Iterable[InputSpec
 def _match_clip(mask: UInt8[np.ndarray, "_T _H _W 3"], clip: Clip | None) -> UInt8[np.ndarray, "_T _H _W 3"]:
     """Return a mask with as many frames as its clip. Raises WanjaxError if there is no clip, or the lengths differ."""
     if clip is None:
-        raise WanjaxError("a mask needs a video: give the video whose white areas are regenerated")
+        raise WanjaxError("a mask needs a video: also give the video to change where the mask is white")
     if len(mask) == 1:
         return mask.repeat(len(clip), axis=0)
     if len(mask) != len(clip):
         raise WanjaxError(
-            f"the mask has {len(mask)} frames, and the video {len(clip)}: give {len(clip)}, or one picture"
+            f"the mask has {len(mask)} frames, and the video has {len(clip)}: give {len(clip)} frames, or one picture"
         )
     return mask
 
@@ -249,7 +249,7 @@ def read_clip(source: ClipSource, frames: int, fps: int | float, background: Bac
         raise WanjaxError(f"{name} holds pictures of different sizes: give pictures of one size")
     clip = np.empty((len(pictures), *pictures[0].shape), np.uint8)
     for index in reversed(range(len(clip))):
-        # Frees each picture after copying it, because all pictures together may take gigabytes
+        # Free each picture after copying it, because all pictures together may take gigabytes
         clip[index] = pictures.pop()
     return clip
 
@@ -293,7 +293,7 @@ def _list_pictures(folder: Path) -> list[Path]:
     try:
         files = list(folder.iterdir())
     except OSError as error:
-        raise WanjaxError(f"{folder} cannot be read: {reason(error)}") from error
+        raise WanjaxError(f"{folder} cannot be read, {reason(error)}: change its permissions") from error
     pictures = natural_sort(
         path for path in files if is_picture_name(path) and not path.name.startswith(".") and path.is_file()
     )
@@ -326,7 +326,7 @@ def _read_animation(
             return
         num_skipped = int(
             image.format == "PNG" and bool(image.info.get("default_image"))
-        )  # this image is a fallback, not a frame
+        )  # the first image is a fallback, not a frame
         durations = []
         for frame_count, frame in enumerate(_decode_frames(image, str(source)), 1):
             _check_size(image, str(source), MEDIA_LIMITS.max_pixels)
@@ -373,8 +373,8 @@ def _frame_durations(
 ) -> tuple[list[float | None], float | None]:
     """Return the milliseconds of each frame, None for a frame without a time, and the milliseconds of one tick.
 
-    Missing durations, and durations of at most 10 ms, become 100 ms, as in browsers, unless the file's own metadata has
-    such a frame rate.
+    Missing durations, and durations of at most 10 ms, become 100 ms, as in browsers, unless the frame rate in the
+    file's metadata is as high.
     """
     known_durations = [duration for duration in durations if duration]
     if known_durations and fps is not None and 1000 / fps < min(known_durations) + GIF_TICK_MS:
@@ -411,10 +411,10 @@ def _resample(
     step: float,
     tolerance: float,
 ) -> Iterator[Picture | HighBitDepthPicture]:
-    """Yield the picture that is shown at each multiple of the longer one of `step` and `tick`, up to the last tick.
+    """Yield the picture at each multiple of `step` or, if it is longer, of `tick`, up to the last tick.
 
-    Times are rounded, so a picture counts as shown a little before its time: half a tick before, if no picture is
-    skipped.
+    Because times are rounded, a picture is taken to start a little earlier than its time says: half a tick earlier if
+    no picture is skipped.
 
     Args:
         timed_pictures: Pictures with their durations in milliseconds.
@@ -460,7 +460,7 @@ def _array_advice(array: np.ndarray, rank: int) -> str:
     if len(shape) == rank - 1:
         shape, x = [*shape, 1], f"{x}[..., None]"
     if len(shape) != rank:
-        return "give one of these axes"
+        return "give an array with these axes"
     if shape[-1] not in CHANNELS and shape[-3] in CHANNELS:
         shape, x = [*shape[:-3], *shape[-2:], shape[-3]], f"np.moveaxis({x}, -3, -1)"
     if shape[-1] not in CHANNELS:
@@ -530,7 +530,7 @@ def open_image(source: str | Path | BytesIO, name: str, *, pixels: int | None = 
         if image.format in ("JPEG", "MPO"):
             data = source.getvalue() if isinstance(source, BytesIO) else Path(source).read_bytes()
             if (scans := _count_scans(data)) > MAX_SCANS:
-                raise WanjaxError(f"{name} is a JPEG of {scans} scans: the limit is {MAX_SCANS}")
+                raise WanjaxError(f"{name} is a JPEG with {scans} scans, and the limit is {MAX_SCANS}: save it again")
         _check_holes(image, source, name)
         stack.enter_context(_wrap_errors(name, max_pixels))
         yield image
@@ -541,7 +541,7 @@ def _check_holes(image: Image.Image, source: str | Path | BytesIO, name: str) ->
     if image.format in CHECKED_FOR_HOLES:
         data = source.getvalue() if isinstance(source, BytesIO) else Path(source).read_bytes()
         blobs = [blob for key in ("exif", "xmp", "icc_profile") if isinstance(blob := image.info.get(key), bytes)]
-        if (frame := holed_frame(data, image.format, image.width * image.height, blobs)) is not None:
+        if (frame := first_frame_with_hole(data, image.format, image.width * image.height, blobs)) is not None:
             raise WanjaxError(DAMAGED_MESSAGE.format(name, frame + 1))
 
 
@@ -564,7 +564,7 @@ def _wrap_errors(name: str, max_pixels: int, *, is_opening: bool = False) -> Ite
         raise NotAPictureError(f"{name} is not a picture: give one of {', '.join(PICTURE_FORMATS)}") from error
     except (*DECODE_ERRORS, MemoryError) as error:
         problem = "cannot be read as a picture" if is_opening else "is damaged before its end"
-        raise WanjaxError(f"{name} {problem}: {error}") from error
+        raise WanjaxError(f"{name} {problem} ({error}): give a complete copy") from error
 
 
 def _render(image: Image.Image, background: Background) -> Picture | HighBitDepthPicture:
@@ -619,7 +619,7 @@ def _find_white(whites: tuple[int, ...], values: Sequence[GreyOfAnySize], name: 
     if white and low >= -WHITE_OVERSHOOT * white:
         return white
     ranges_text = " or ".join(f"0 to {white}" for white in whites)
-    raise WanjaxError(f"{name} has values from {low:g} to {high:g}: black to white must be {ranges_text}")
+    raise WanjaxError(f"{name} has values from {low:g} to {high:g}: give values from {ranges_text}")
 
 
 def _scale_grey(picture: HighBitDepthPicture, white: int) -> PictureOfAnySize:
@@ -640,8 +640,8 @@ def size_for_area(shape: tuple[int, ...], area: int, grid: int) -> tuple[int, in
     return height, width
 
 
-def kept_share(shape: tuple[int, ...], size: tuple[int, int]) -> float:
-    """Return the share of a picture of shape [H W 3] that remains after scaling and cropping to a (height, width)."""
+def visible_share(shape: tuple[int, ...], size: tuple[int, int]) -> float:
+    """Return the share of a picture [H W 3] that is visible after scaling and cropping to a (height, width)."""
     ratio = shape[0] * size[1] / (shape[1] * size[0])
     return min(ratio, 1 / ratio)
 

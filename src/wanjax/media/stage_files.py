@@ -148,7 +148,7 @@ def load_noise(path: str | Path, names: Sequence[str] = ("noise",)) -> dict[str,
     tensors = {name: _read(file, name, FLOAT_KINDS, first=None) for name in (names[0], *optional_names)}
     for name, tensor in tensors.items():
         if not np.isfinite(tensor).all():
-            raise WanjaxError(f"{name!r} in {path} has values that are not finite: draw it again, or leave it out")
+            raise WanjaxError(f"{name!r} in {path} has values that are not finite: generate it again, or leave it out")
     return tensors
 
 
@@ -217,7 +217,8 @@ def _read(
         WanjaxError: The tensor is missing, or its dtype or shape is not accepted.
     """
     if name not in file.specs:
-        raise WanjaxError(f"{file.path} holds no tensor {name!r}, only {', '.join(file.specs) or 'none at all'}")
+        tensors = f"only {', '.join(file.specs)}" if file.specs else "and no other"
+        raise WanjaxError(f"{file.path} holds no tensor {name!r}, {tensors}: give a complete copy of the file")
     shape, dtype = file.specs[name]
     is_valid = any(jnp.issubdtype(dtype, kind) for kind in kinds.values()) and rank in (None, len(shape))
     if not is_valid or (first is not None and shape[:1] != (first,)):

@@ -27,7 +27,7 @@ from PIL import Image, PngImagePlugin
 from wanjax.dims import readable_signature
 from wanjax.errors import WanjaxError, repr_short, wrap_write_errors
 from wanjax.figures import pluralize
-from wanjax.media.damage import has_media_signature, is_cut_short
+from wanjax.media.damage import has_media_signature, is_truncated
 from wanjax.media.ffmpeg import container_tags, run_ffmpeg
 from wanjax.media.inputs import CLIP_SUFFIXES
 from wanjax.media.webp import restore_duration
@@ -46,13 +46,13 @@ VIDEO_ENCODERS = {
         *H264_ARGUMENTS,
         "-movflags",
         "+faststart+use_metadata_tags",
-    ),  # QuickTime's own metadata has at most 64 KiB
+    ),  # without this flag, metadata in MOV can have at most 64 KiB
     ".webm": ("-c:v", "libvpx-vp9", "-crf", "20", "-b:v", "0", "-row-mt", "1", "-cpu-used", "4"),
 }
 """ffmpeg's arguments for the encoder and container of each suffix."""
 MAX_NAME_BYTES = 255  # the maximum bytes of a file's name on all common systems
 ONE_FRAME_MESSAGE = (
-    "{} is a picture, a video of one frame: give .mp4, .webm, .mov, .gif, .webp or a folder of PNG for more"
+    "{} is a picture, which has one frame: for more frames, give .mp4, .webm, .mov, .gif, .webp or a folder of PNG"
 )
 EXIF_DESCRIPTION = 0x010E  # the EXIF tag ImageDescription
 # Pillow raises these for broken files.
@@ -86,7 +86,11 @@ class Video:
         """
         for name in unknown:
             is_setting = name in ("fps", "frame_rate")
-            advice = "fps is a setting, pipe(prompt, fps=...)" if is_setting else "the path alone decides the format"
+            advice = (
+                "give fps to pipe(prompt, fps=...)"
+                if is_setting
+                else "leave it out, because the path decides the format"
+            )
             raise WanjaxError(f"{repr_short(name)} is not a keyword here: {advice}")
         return write_video(path, self.frames, self.fps, self.settings)
 
@@ -185,7 +189,7 @@ def check_suffix(path: str | AnyPath) -> str:
             raise WanjaxError(f"the name {short} has {size} bytes: give one of at most {max_size}")
     if suffix not in VIDEO_WRITERS:
         suffixes = ", ".join(filter(None, VIDEO_WRITERS))
-        raise WanjaxError(f"{path} ends in {suffix}: give {suffixes}, or no suffix for a folder of PNG")
+        raise WanjaxError(f"{path} ends in {suffix}: give one of {suffixes}, or no suffix for a folder of PNG")
     return suffix
 
 
@@ -273,16 +277,16 @@ def read_metadata(path: str | AnyPath) -> dict[str, Any]:
     except DECODE_ERRORS:  # raised if the metadata is not JSON, or the file is neither a picture nor a video
         settings = None
     if not isinstance(settings, dict):
-        raise WanjaxError(f"{file} holds no settings: {why_without_settings(file)}")
+        raise WanjaxError(f"{file} holds no settings: {reason_without_settings(file)}")
     return settings
 
 
-def why_without_settings(file: Path) -> str:
+def reason_without_settings(file: Path) -> str:
     """Return the probable reason why a video's or stage's file has no settings."""
     with suppress(OSError):
         if file.is_file() and not file.stat().st_size:
             return "it is empty: get a complete copy"
-        if is_cut_short(file):
+        if is_truncated(file):
             return "it is truncated: get a complete copy"
     match file.suffix.lower():
         case ".safetensors":
@@ -307,12 +311,12 @@ def _single_frames(chunks: Iterable[Shaped[np.ndarray, "..."]]) -> Iterator[Fram
     size = None
     for chunk in chunks:
         if chunk.dtype != np.uint8 or chunk.ndim != 4 or chunk.shape[-1] != 3 or size not in (None, chunk.shape[1:]):
-            raise WanjaxError(f"a video's frames are uint8 [T, H, W, 3] of one size, got {chunk.dtype} {chunk.shape}")
+            raise WanjaxError(f"frames must be uint8 [T, H, W, 3] of one size, got {chunk.dtype} {list(chunk.shape)}")
         for frame in chunk:
             size = frame.shape
             yield frame
     if size is None:
-        raise WanjaxError("a video cannot have no frames: give 1 or more")
+        raise WanjaxError("the video has no frames: give 1 or more")
 
 
 def _write_encoded(path: AnyPath, frames: Iterator[Frame], fps: int | float, comment: str) -> None:

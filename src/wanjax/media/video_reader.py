@@ -22,7 +22,7 @@ from jaxtyping import UInt8
 
 from wanjax.errors import WanjaxError, reason
 from wanjax.media.bounds import MEDIA_LIMITS
-from wanjax.media.damage import ZeroRuns, ends_mid_packet, is_cut_short
+from wanjax.media.damage import ZeroRuns, ends_mid_packet, is_truncated
 from wanjax.media.ffmpeg import NO_VIDEO, VideoStream, input_arguments, probe, run_with_messages
 from wanjax.stores.paths import missing_file
 from wanjax.stores.temporary import temp_dir
@@ -92,7 +92,7 @@ def unreadable_message(source: str | Path, problem: str) -> str:
     """Format the message that a file cannot be read as a video, with the reason and advice."""
     if not os.path.getsize(source):
         return f"{source} is empty: give a complete copy of the clip"
-    if is_cut_short(Path(source)):
+    if is_truncated(Path(source)):
         return f"{source} cannot be read as a video, because it is truncated ({problem}): give a complete copy"
     if problem == NO_VIDEO:
         return f"{source} cannot be read as a video, because {problem}: give another file"
@@ -294,7 +294,7 @@ def _list_packets(source: str | Path, stream: VideoStream, seconds: str, folder:
     )
     entries = _parse_framecrc(file)
     ends = list(accumulate(entry.size for entry in entries))
-    holes = zero_runs.holed_packets(ends)
+    holes = zero_runs.packets_with_holes(ends)
     return [entry._replace(is_damaged=entry.is_damaged or index in holes) for index, entry in enumerate(entries)]
 
 
@@ -342,7 +342,7 @@ def _describe_damage(
     corrupt = CORRUPT_FRAME.search(result.messages)
     good_frames = (
         [result.messages.count(DECODED_FRAME_LOG, 0, corrupt.start())] if corrupt else []
-    )  # frames before each fault
+    )  # the number of frames before each fault
     good_frames += [len(times) - 1] if truncated else []
     good_frames += [
         _frames_before(times, packet.time, index) for index, packet in enumerate(packets) if packet.is_damaged
@@ -372,7 +372,7 @@ def _first_gap(times: Sequence[float], packets: Sequence[FramecrcEntry], duratio
         )
     ]
     intervals = np.diff(times)
-    # If the frames reach the end of the video, lost frames leave a gap. Otherwise the file breaks after the last frame.
+    # If the last frame is at the end of the video, lost frames leave a gap. Otherwise the file breaks after this frame.
     gaps = (
         np.flatnonzero(intervals > 1.5 * np.median(intervals)) + 1 if duration and times[-1] > 0.97 * duration else []
     )

@@ -37,7 +37,7 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import INPUT_SPECS, REFERENCES, check_inputs
 from wanjax.media.margins import add_margins
 from wanjax.media.metadata import CACHE_TABLE_KEY
-from wanjax.media.pictures import Clip, Pictures, kept_share, read_pictures
+from wanjax.media.pictures import Clip, Pictures, read_pictures, visible_share
 from wanjax.media.video import Video
 from wanjax.pipelines.caching.cache_tables import table_digest
 from wanjax.pipelines.caching.rules import check_separate_forwards
@@ -1012,7 +1012,7 @@ def _describe_cropping(pictures: Pictures, settings: Settings) -> str | None:
     picture = pictures.first
     if picture is None or settings.resize != "crop":
         return None
-    share, (height, width) = kept_share(picture.shape, settings.size), picture.shape[:2]
+    share, (height, width) = visible_share(picture.shape, settings.size), picture.shape[:2]
     if share >= MIN_KEPT_SHARE:
         return None
     return (

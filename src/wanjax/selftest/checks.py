@@ -195,9 +195,10 @@ def check_checkpoint() -> Iterator[Check]:
         written, bundled = (loading.load(name, dtype="float32") for name in (folder / NANO, NANO))
         for name in ("text_encoder", "transformer", "vae"):
             states = (nnx.state(pipe.components.get(name)) for pipe in (written, bundled))
-            are_equal = all(jax.tree.leaves(jax.tree.map(lambda x, y: bool(jnp.array_equal(x, y)), *states)))
+            is_identical = all(jax.tree.leaves(jax.tree.map(lambda x, y: bool(jnp.array_equal(x, y)), *states)))
             yield Check(
-                f"checkpoint, {name}", fault="" if are_equal else "the loaded weights differ from the written weights"
+                f"checkpoint, {name}",
+                fault="" if is_identical else "the loaded weights differ from the written weights",
             )
 
 
@@ -215,8 +216,8 @@ def check_messages() -> Iterator[Check]:
         x = (np.arange(prod(shape.shape), dtype=np.float32) % 97).reshape(shape.shape)
         received = jax.jit(program.function)(jax.make_array_from_callback(shape.shape, shape.sharding, x.__getitem__))
         expected = numpy_operation(x, len(devices))
-        is_right = all(np.array_equal(shard.data, expected[shard.index]) for shard in received.addressable_shards)
-        yield Check(f"message {kind.replace('_', '-')}", fault="" if is_right else "the received numbers are wrong")
+        is_equal = all(np.array_equal(shard.data, expected[shard.index]) for shard in received.addressable_shards)
+        yield Check(f"message {kind.replace('_', '-')}", fault="" if is_equal else "the received numbers are wrong")
 
 
 NUMPY_COLLECTIVES: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] = {
@@ -256,7 +257,7 @@ def mesh_axes(devices: int) -> dict[str, int] | None:
 
 def check_error(name: str, measured: float, bound: float) -> Check:
     """Build the outcome of a check from its relative error, which must be within the bound."""
-    fault = "" if measured <= bound else f"it is {measured:.1e} away from the expected result: at most {bound:g} passes"
+    fault = "" if measured <= bound else f"its relative error is {measured:.1e}: at most {bound:g} is allowed"
     return Check(name, measured, bound, fault)
 
 

@@ -83,19 +83,19 @@ class Summary:
 
     def to_markdown(self) -> str:
         """Format the summary as Markdown for an issue."""
-        facts = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        version_list = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         tables = [_table(CHECK_HEADINGS, self.check_rows())]
         if self.timings:
             tables.append(_table(TIMING_HEADINGS, self.timing_rows()))
-        return "\n\n".join([f"`wanjax selftest` on {self.devices}: {self.sentence}.", facts, *tables]) + "\n"
+        return "\n\n".join([f"`wanjax selftest` on {self.devices}: {self.sentence}.", version_list, *tables]) + "\n"
 
 
 def summarize(checks: Sequence[Check], timings: Sequence[Measurement]) -> Summary:
     """Summarize checks and timings, with the devices and versions of this process."""
     devices = jax.devices()
-    facts = {"python": platform.python_version(), **versions("wanjax", "jax", "jaxlib", "libtpu")}
-    facts |= {"system": platform.platform(terse=True), "cores": str(os.cpu_count())}
-    return Summary(f"{len(devices)} x {devices[0].device_kind}", facts, list(checks), list(timings))
+    environment = {"python": platform.python_version(), **versions("wanjax", "jax", "jaxlib", "libtpu")}
+    environment |= {"system": platform.platform(terse=True), "cores": str(os.cpu_count())}
+    return Summary(f"{len(devices)} x {devices[0].device_kind}", environment, list(checks), list(timings))
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -15,18 +15,19 @@ class FileLock:
     def __init__(self, file: Path, user: str, option: str):
         """Acquire the lock.
 
-        If another process has the lock, raise WanjaxError. The message contains `user` and `option`.
+        Raises WanjaxError if another process has the lock. For the message, `user` is the noun for that process, such
+        as "server", and `option` is the option that selects another folder.
         """
         try:
             self._connection = sqlite3.connect(file, timeout=0, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
-            raise WanjaxError(f"{file} cannot be written: {error}") from error
+            raise WanjaxError(f"{file} cannot be written, {error}: give another {option}") from error
         try:
             self._connection.execute("BEGIN EXCLUSIVE")
         except sqlite3.Error as error:
             self.close()
             if getattr(error, "sqlite_errorname", "") != "SQLITE_BUSY":
-                raise WanjaxError(f"{file} cannot be written: {error}") from error
+                raise WanjaxError(f"{file} cannot be written, {error}: give another {option}") from error
             message = f"another {user} uses {file.parent}: give another {option}, or wait until it ends"
             raise WanjaxError(message) from error
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paths of local files, and of objects in a store. A URL such as s3://BUCKET/NAME names an object. The library fsspec
-reads objects.
+reads and writes objects.
 
 An object appears in a store only when it is complete, and cannot be renamed. Files are therefore written locally first
 and then uploaded. A single file takes one upload. A folder has a marker file, which is uploaded last and tells readers
@@ -130,7 +130,7 @@ class RemotePath:
         with self._store_errors("read"):
             content = self._filesystem.cat_file(self.path, start=0, end=max_bytes + 1)
         if len(content) > max_bytes:
-            raise WanjaxError(f"{self} has more than {max_bytes:,} bytes: check that it is the right file")
+            raise WanjaxError(f"{self} has more than {max_bytes:,} bytes: check the name of the file")
         return content
 
     def read_part(self, start: int, end: int) -> bytes:
@@ -289,7 +289,7 @@ def full_name(name: str | Path | RemotePath) -> str:
 
 def download_advice(address: str) -> str:
     """Return advice for a web address that is given as a file."""
-    return f"an address, and only files are read: `curl -LO {shlex.quote(address)}` gets one"
+    return f"a web address, and only files are read: download it with `curl -LO {shlex.quote(address)}`"
 
 
 def missing_file(path: str | Path, advice: str = "check its name") -> str:
@@ -298,7 +298,7 @@ def missing_file(path: str | Path, advice: str = "check its name") -> str:
         return f"{path} is {download_advice(str(path))}"
     path = Path(path)
     if os.path.islink(path):
-        return f"there is no file {path} but a link to {path.readlink().name}, which is gone: get it again"
+        return f"{path} is a link to {path.readlink().name}, which does not exist: get the file again"
     return f"there is no file {path}: {advice}"
 
 

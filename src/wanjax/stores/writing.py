@@ -58,10 +58,10 @@ def check_free_space(folder: Path, min_bytes: int, item: object) -> None:
     """Raise WanjaxError if a disk has less free space than an item needs."""
     min_bytes = max(min_bytes, MIN_FREE_BYTES)
     if (free_bytes := shutil.disk_usage(folder).free) < min_bytes:
-        message = (
-            f"{folder} has room for {format_bytes(free_bytes)} where {item} needs {format_bytes(min_bytes)} or more"
+        problem = f"{folder} has {format_bytes(free_bytes)} free, and {item} needs {format_bytes(min_bytes)} or more"
+        raise WanjaxError(f"{problem}: free some space, or give another folder") from OSError(
+            errno.ENOSPC, os.strerror(errno.ENOSPC)
         )
-        raise WanjaxError(message) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @contextmanager
