@@ -465,7 +465,7 @@ extending = combine_options(
     click.option(
         "--extend-model",
         metavar="NAME",
-        help="Name of the language model at the URL of --extend-prompt.  [default: default]",
+        help="Name of the language model at the URL of --extend-prompt.  [default: the name `default`]",
     ),
 )
 batch_guidance = click.option(
@@ -496,17 +496,17 @@ offload = combine_options(
         "--offload",
         metavar="none|stages|blocks[:N]",
         callback=_offload,
-        help="Save the device's memory. stages frees each network after its stage; --offload without a value means "
-        "stages. blocks keeps transformer blocks in the host's memory, and copies N blocks to the device at a time. "
-        "With 2, the default, one block computes while the next block is copied.  [default: stages; with several "
-        "videos, free a network only if the next network does not fit]",
+        help="Use less of the device's memory. stages frees each network after its stage; --offload without a value "
+        "means stages. blocks keeps transformer blocks in the host's memory, and copies N blocks to the device at a "
+        "time. With 2, the default, one block computes while the next block is copied. none frees no network.  "
+        "[default: stages; with several videos, free a network only if the next network does not fit]",
     ),
     click.option(
         "--no-offload",
         flag_value="none",
         default=None,
         is_eager=True,
-        help="Free no network, as --offload none does.",
+        help="Same as --offload none.",
     ),
 )
 verify = click.option(
@@ -530,8 +530,8 @@ compute = combine_options(
         show_default="the set that `wanjax bench` saved for these devices, or safe if it saved none; always safe for "
         "plan",
         help="Options of the TPU's compiler. The set safe has options in wide use. The set fast adds options that "
-        "make programs faster by the compiler's own estimate. No chip has run them yet. Options that the compiler "
-        "rejects are left out.",
+        "make programs faster by the compiler's own estimate; they have not been tested on a TPU. Options that the "
+        "compiler rejects are left out.",
     ),
 )
 mesh = combine_options(
@@ -596,8 +596,9 @@ compile_cache = combine_options(
         is_flag=True,
         expose_value=False,
         callback=_compile_cache,
-        help="Trust everyone who can write to the compile cache. Trust is needed because this command runs "
-        "programs from the cache. WANJAX_TRUST_COMPILE_CACHE=1 in the environment does the same.",
+        help="Trust everyone who can write to the compile cache: this command runs programs from the cache, so whoever "
+        "can write to the cache can run code on this machine. WANJAX_TRUST_COMPILE_CACHE=1 in the environment does "
+        "the same.",
     ),
 )
 devices = combine_options(
@@ -750,7 +751,7 @@ server_options = combine_options(
         type=click.IntRange(0, 65535),
         default=8000,
         show_default=True,
-        help="Port to listen on; 0 takes a free port.",
+        help="Port to listen on; 0 selects a free port.",
     ),
     click.option(
         "--token",
@@ -777,13 +778,14 @@ server_options = combine_options(
     ),
     database("jobs.sqlite in --dir"),
     renamed("--table", "--database"),
-    limit("--max-queue", default=32, help="The most videos that may wait."),
+    limit("--max-queue", default=32, help="Maximum number of waiting videos."),
     number(
         "--max-pixels",
-        help="The most pixels in all frames of a video.  [default: four times the pixels of the model's default video]",
+        help="Maximum number of pixels in all frames of a video.  [default: four times the pixels of the model's "
+        "default video]",
     ),
-    limit("--max-steps", default=200, help="The most steps of a video."),
-    limit("--max-upload", default=32, metavar="MIB", help="The largest size of a request, in MiB."),
+    limit("--max-steps", default=200, help="Maximum number of steps of a video."),
+    limit("--max-upload", default=32, metavar="MIB", help="Maximum size of a request, in MiB."),
     click.option(
         "--rehearse/--no-rehearse",
         default=True,

@@ -10,38 +10,38 @@ import click
 from wanjax.media.inputs import INPUT_SPECS
 
 SECTIONS = {
-    "What to make": (
+    "Model and video": (
         "model size frames seed count requests from",
         "models inputs print-command "
         "deadline price start-time download-rate compile-time prompts seeds rng windows then overlap match "
         "extend-prompt extend-model negative-prompt clip-prompt height width fps prompt allow-empty-prompt with-prompt",
     ),
-    "From what": (
+    "Inputs": (
         "image last-image video",
         "face background mask reference strength resize outpaint max-picture noise",
     ),
-    "What to learn": (
+    "What to train": (
         "full lora-rank sample-prompt",
         "lora-alpha lora-dropout lora-target lora-format expert ema-decay",
     ),
-    "From which clips": (
+    "Training data": (
         "buckets holdout-every",
         "cut min-frames latent-cache caption-dropout uncaptioned-preservation",
     ),
-    "How well": (
+    "Quality": (
         "steps guidance-scale lora",
         "guidance-scale-2 boundary boundary-step dynamic-guidance guidance-rule flow-shift follow sigmas scheduler "
         "timesteps shift logit-mean logit-std",
     ),
-    "How to learn": (
+    "Optimisation": (
         "batch-size learning-rate warmup-steps",
         "grad-accum-steps optimizer lr-scheduler max-grad-norm weight-decay",
     ),
-    "How fast": (
+    "Speed": (
         "cache dtype precision",
         "vae-dtype attention block-q block-kv block-kv-compute window batch-guidance compiler quick keep timings",
     ),
-    "Where": (
+    "Devices and servers": (
         "at chip mesh workers database ray host port token",
         "origin hosts resources retries dashboard rules processes "
         "compile-cache trust-compile-cache offload no-offload tile decoder rehearse",
@@ -55,7 +55,7 @@ SECTIONS = {
     "More": ("config help help-all", ""),
 }
 """For each section, the options of all commands: first the common options, then the other options."""
-INPUTS_SECTION = "From what"
+INPUTS_SECTION = "Inputs"
 MAX_SHORT_HELP_LINES = 50  # lines; a longer help is shortened
 OPTION_COLUMN = 24  # columns for the name of an option before its help
 SHOW_ALL, SHOW_SHORT = "wanjax.whole", "wanjax.short"  # keys of the `meta` of a command's context

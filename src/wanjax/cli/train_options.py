@@ -104,10 +104,16 @@ clips = combine_options(
         type=click.Choice(["head", "uniform", "windows"]),
         default="head",
         show_default=True,
-        help="Which frames of a long file to use: head uses the first frames, uniform evenly spaced frames, windows "
-        "all frames, in several clips.",
+        help="Which frames of a long file to use: head uses the first frames, uniform uses evenly spaced frames, and "
+        "windows cuts all frames into several clips.",
     ),
-    click.option("--resize", type=click.Choice(RESIZE_MODES), default="crop", show_default=True),
+    click.option(
+        "--resize",
+        type=click.Choice(RESIZE_MODES),
+        default="crop",
+        show_default=True,
+        help="How to fit clips to a size if their proportions differ.",
+    ),
     click.option(
         "--buckets/--one-size",
         default=True,
@@ -135,12 +141,13 @@ noise = combine_options(
     float_option(
         "--caption-dropout",
         default=0.05,
-        help="Share of clips that are trained without a caption. Guidance needs such training.",
+        help="Fraction of clips that are trained without a caption. Classifier-free guidance needs such training.",
     ),
     float_option(
         "--uncaptioned-preservation",
         default=1.0,
-        help="How strongly clips for prior preservation also preserve videos without a caption, from 0 to 1.",
+        help="Weight of prior preservation, from 0 to 1, for clips that are trained without a caption. The option has "
+        "an effect only if DATA has clips for prior preservation.",
     ),
 )
 monitoring = combine_options(
