@@ -197,7 +197,8 @@ class OrbaxCheckpoint:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WanjaxError(f"{path / TREE_FILE} cannot be read: run `wanjax convert` again") from error
         if invalid := [name for name in names if not ARRAY_NAME.fullmatch(name)]:
-            raise WanjaxError(f"{path / TREE_FILE} names {invalid[0]!r}, which is not the name of an array")
+            problem = f"{path / TREE_FILE} lists {invalid[0]!r}, which is not the name of an array"
+            raise WanjaxError(f"{problem}: run `wanjax convert` again")
         fetch(path / name / ARRAY_FILE for name in names)
         self._arrays = {name: StoredArray(path / name, fetch=fetch) for name in names}
         self.specs = {name: array.spec for name, array in self._arrays.items()}

@@ -54,6 +54,7 @@ SUFFIXES = (".safetensors", *TORCH_SUFFIXES, GGUF_SUFFIX)  # the suffixes of fil
 SHARD_NAME = re.compile(r"(?P<stem>\w+)-(?P<number>\d{1,6})-of-(?P<count>\d{1,6})\.safetensors", re.ASCII)
 HEADER_LIMIT = 100_000_000  # bytes; the safetensors library has the same limit
 MAX_RANK = 32
+COMPLETE_ADVICE = "give a complete copy of the checkpoint"
 CACHE_LINE = 64  # bytes
 FINITE_CHECK_VALUES = 1 << 18  # the number of values that are checked together
 SHARD_BYTES = 5e9  # the size of a shard in published checkpoints
@@ -233,11 +234,11 @@ def check_names(folder: str, names: Collection[str]) -> None:
         if (index := f"{stem}.safetensors.index.json") in names:
             shards = [match for name in names if (match := SHARD_NAME.fullmatch(name)) and match["stem"] == stem]
             if not shards:
-                raise WanjaxError(f"{folder} lacks the shards that {index} lists")
+                raise WanjaxError(f"{folder} lacks the shards that {index} lists: {COMPLETE_ADVICE}")
             present_numbers, count = {int(shard["number"]) for shard in shards}, int(shards[0]["count"])
             if missing := sorted(set(range(1, count + 1)) - present_numbers):
                 name = f"{stem}-{missing[0]:05}-of-{count:05}.safetensors"
-                raise WanjaxError(f"{folder} lacks {name}, which {index} lists")
+                raise WanjaxError(f"{folder} lacks {name}, which {index} lists: {COMPLETE_ADVICE}")
             return
     if not {f"{stem}.safetensors" for stem in WEIGHT_NAMES} & set(names):
         raise _no_weights(folder, names)
@@ -420,19 +421,19 @@ def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
         raise unreadable(index, error) from error
     names = sorted(set(weight_map.values()))
     if missing := [name for name in names if not (index.parent / name).is_file()]:
-        raise WanjaxError(f"{index.parent} lacks {', '.join(missing)}, which {index.name} lists")
+        raise WanjaxError(f"{index.parent} lacks {', '.join(missing)}, which {index.name} lists: {COMPLETE_ADVICE}")
     files: dict[str, SafetensorsFile] = {}
     for name in names:
         shard = SafetensorsFile(index.parent / name)
         for key in shard.specs:
             if key in files:
-                raise WanjaxError(f"{key!r} is in two shards, {files[key].path} and {shard.path}")
+                raise WanjaxError(f"{key!r} is in two shards, {files[key].path} and {shard.path}: {COMPLETE_ADVICE}")
             files[key] = shard
     for key in sorted(files.keys() | weight_map.keys()):
         expected, actual = weight_map.get(key), files[key].path.name if key in files else None
         if expected != actual:
             raise WanjaxError(
-                f"{index} says that {key!r} is in {expected or 'no file'}, but it is in {actual or 'none'}"
+                f"{index} lists {key!r} in {expected or 'no file'}, but it is in {actual or 'none'}: {COMPLETE_ADVICE}"
             )
     return files
 

@@ -179,7 +179,7 @@ class LoraScales:
         try:
             return regex.compile(rf"(.*\.)?({text})$")
         except (regex.error, RecursionError, OverflowError, MemoryError) as error:
-            raise WanjaxError(f"{problem}, which is not a regular expression ({error})") from error
+            raise WanjaxError(f"{problem}, which is not a regular expression: {error}; give a valid one") from error
 
     def _matches(self, pattern: Any, text: str, module: str) -> bool:
         start = monotonic()

@@ -76,7 +76,7 @@ def plan(
     find_priceable_hardware(chip)
     workload = None if workload_options.requests is None else Workload(**workload_options._asdict())
     if fit and (workload or training_options.train):
-        raise WanjaxError("--fit is for a video, and --train and --requests price something else: leave it out")
+        raise WanjaxError("--fit is for one video, not for --train or --requests: leave out --fit")
     if workload and training_options.train:
         raise WanjaxError("--train prices a step of training and --requests prices videos: give one of them")
     mesh, loras = options.mesh, loras_of(options)

@@ -25,7 +25,7 @@ from jax._src import compilation_cache  # JAX has no public interface for caches
 from jax._src.compilation_cache_interface import CacheInterface
 
 from wanjax.errors import WanjaxError, WanjaxWarning, reason
-from wanjax.stores.paths import AnyPath, MissingObjectError, RemotePath, read
+from wanjax.stores.paths import AnyPath, MissingObjectError, RemotePath, read_if_exists
 from wanjax.stores.writing import missing_first_folder, write_atomically
 
 HEARTBEAT_INTERVAL = 5.0  # seconds between two renewals of a lease
@@ -58,7 +58,7 @@ class Lease:
         """Wait for a short time. Then return the lease of the other process and the time of its last renewal. Return
         None if the lease was released."""
         self._ended.wait(pause)
-        if (content := read(self._file())) is None:
+        if (content := read_if_exists(self._file())) is None:
             return None
         if content != last_seen[0]:
             return content, monotonic()
@@ -134,16 +134,16 @@ class SharedCache(CacheInterface):
     def _read_or_lease(self, key: str) -> bytes | None:
         held_leases, file = getattr(self._leases, "held_leases", None), self.folder / f"{key}-cache"
         # the processes of a run compile a program together, so no process may wait for a lease
-        if (entry := read(file)) is not None or held_leases is None or jax.process_count() > 1:
+        if (entry := read_if_exists(file)) is not None or held_leases is None or jax.process_count() > 1:
             return entry
         lease, pause, last_seen = Lease(self.folder, key), POLL_INTERVALS[0], (b"", monotonic())
         while not lease.acquire():
             lease_state = lease.wait(pause, last_seen)
-            if (entry := read(file)) is not None or lease_state is None:
+            if (entry := read_if_exists(file)) is not None or lease_state is None:
                 return entry
             pause, last_seen = min(1.5 * pause, POLL_INTERVALS[1]), lease_state
         held_leases.append(lease)
-        return read(file)  # another process may have written the entry before this process acquired the lease
+        return read_if_exists(file)  # another process may have written the entry before this process acquired the lease
 
     def _warn_once(self, problem: str) -> None:
         if not self._reported:

@@ -19,7 +19,7 @@ from wanjax.jobs.maker import Task, batch_key
 from wanjax.jobs.store import FAILED, Job, JobStore, NewJob
 from wanjax.jobs.worker import DISK_FULL, INVALID_REQUEST
 from wanjax.pipelines.request import PER_VIDEO
-from wanjax.stores.paths import AnyPath, read
+from wanjax.stores.paths import AnyPath, read_if_exists
 
 MANIFEST = "manifest.jsonl"
 MAX_RUN_JOBS = 32  # the maximum number of jobs in a run; a run encodes all prompts before it makes the first video
@@ -120,7 +120,7 @@ class Manifest:
 
     def __init__(self, folder: AnyPath):
         self.file = folder / MANIFEST
-        self._lines = (read(self.file) or b"").splitlines()
+        self._lines = (read_if_exists(self.file) or b"").splitlines()
         self._written_at, self._has_unwritten = monotonic(), False
         entries = [entry for line in self._lines if (entry := _parse_line(line)) is not None]
         self.done_names, self.failed = (

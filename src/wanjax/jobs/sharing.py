@@ -12,7 +12,7 @@ import psutil
 
 from wanjax.errors import WanjaxError, wrap_write_errors
 from wanjax.jobs.store import JobStore
-from wanjax.stores.paths import AnyPath, StoreError, read
+from wanjax.stores.paths import AnyPath, StoreError, read_if_exists
 from wanjax.stores.temporary import HOST_NAME, sibling_path
 
 SERVE_FILE, BATCH_FILE = "serve.place", "batch.place"  # names of the files with the id
@@ -68,7 +68,7 @@ def check_namespace(store: JobStore, folder: AnyPath, name: str) -> None:
 
 
 def _read_id(file: AnyPath) -> str:
-    return (read(file) or b"").decode(errors="replace").strip()
+    return (read_if_exists(file) or b"").decode(errors="replace").strip()
 
 
 def _create_file(file: AnyPath, id: str) -> None:

@@ -302,7 +302,7 @@ def missing_file(path: str | Path, advice: str = "check its name") -> str:
     return f"there is no file {path}: {advice}"
 
 
-def read(file: AnyPath) -> bytes | None:
+def read_if_exists(file: AnyPath) -> bytes | None:
     """Return the bytes of a file, or None if it does not exist; raise WanjaxError for an object that is too large."""
     try:
         return file.read_object(MAX_OBJECT_BYTES) if isinstance(file, RemotePath) else file.read_bytes()
