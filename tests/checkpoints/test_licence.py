@@ -28,7 +28,7 @@ def test_the_licence_of_a_single_file_is_printed_before_its_download(server, tmp
 
     with registered(presets=(bound,)):
         for _ in range(2):
-            with pytest.raises(WanjaxError, match="holds no"):  # the tiny model is that of no repository
+            with pytest.raises(WanjaxError, match="contains no"):  # the tiny model is that of no repository
                 wanjax.load("bound", note=note)
     [(licence, downloads_before)] = messages
     assert has_line_with(licence, f"bound CC-BY-NC-4.0 {ID}")

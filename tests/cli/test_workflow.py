@@ -288,7 +288,7 @@ def test_a_batch_is_made_from_a_folder_of_workflows():
 
 def test_workflows_of_a_folder_share_their_model():
     Path("flows").mkdir()
-    assert "flows holds no workflow of ComfyUI: give a file" in wanjax("batch", "flows").stderr
+    assert "flows contains no workflow of ComfyUI: give a file" in wanjax("batch", "flows").stderr
     saved(small_workflow(), "flows/a.json")
     Path("flows/b.json").write_text(Path("flows/a.json").read_text()[:100])
     for arguments in (("batch", "flows"), ("batch", "prompts.txt", "--from", "flows/b.json")):
@@ -417,7 +417,7 @@ def test_only_generate_reads_a_video_of_wanjax(tmp_path):
     for command in (("plan", "--from", "a.mp4"), ("batch", "p.txt", "--from", "a.mp4")):
         result = wanjax(*command)
         assert result.exit_code == 2
-        assert "holds no workflow of ComfyUI" in result.stderr
+        assert "contains no workflow of ComfyUI" in result.stderr
     missing = wanjax("plan", "--from", "missing.json")
     assert missing.exit_code == 2
     assert "there is no file missing.json: give --from" in missing.stderr

@@ -192,7 +192,7 @@ def test_umt5_in_the_authors_folder(diffusers, spm, tmp_path):
 
 def test_only_a_text_encoder_is_no_model(tmp_path):
     write_umt5(tmp_path / "umt5-xxl-encoder-Q8_0.gguf")
-    with pytest.raises(WanjaxError, match="holds only the text_encoder of Wan"):
+    with pytest.raises(WanjaxError, match="contains only the text_encoder of Wan"):
         open_source(tmp_path / "umt5-xxl-encoder-Q8_0.gguf")
 
 

@@ -151,7 +151,7 @@ def test_components_are_read_when_they_are_needed(authors, diffusers):
     pipe = loading.load(authors)
     latents = pipe.denoise(encoded, size=(32, 32), frames=5, steps=1)
     assert pipe.decode(latents).shape == (5, 32, 32, 3)
-    with pytest.raises(WanjaxError, match="holds no text_encoder"):
+    with pytest.raises(WanjaxError, match="contains no text_encoder"):
         _ = pipe.text_encoder
 
 

@@ -256,7 +256,7 @@ class Conversion(ABC):
     def _compare(
         self, name: str, file: str, specs: Mapping[str, Spec], reader: TensorReader, progress: Callable[[int], object]
     ) -> None:
-        """Raise WanjaxError unless a component's file holds these tensors."""
+        """Raise WanjaxError unless a component's file contains these tensors."""
         written = SafetensorsFile(self.partial / name / file)
         for key, spec in specs.items():
             if written.specs.get(key) != spec or written.read(key).tobytes() != reader.read(key).tobytes():
@@ -313,7 +313,7 @@ class Conversion(ABC):
         return self._has_same_request(self.partial / REQUEST_FILE)
 
     def _has_same_request(self, file: AnyPath) -> bool:
-        """Return whether a file holds the same request."""
+        """Return whether a file contains the same request."""
         try:
             with local_copy(file) as copy:
                 return json.loads(copy.read_bytes()) == self._request()

@@ -279,7 +279,7 @@ class SafetensorsFolder:
 def _no_weights(folder: str | Path, names: Iterable[str]) -> WanjaxError:
     expected = " or ".join(f"{stem}.safetensors" for stem in WEIGHT_NAMES)
     other_files = sorted(name for name in names if name.endswith((".safetensors", ".bin", ".pth")))
-    content = f"it holds {', '.join(other_files)}" if other_files else "it holds no weights"
+    content = f"it contains {', '.join(other_files)}" if other_files else "it contains no weights"
     return WanjaxError(f"{folder} must have {expected}, or shards with an index, but {content}")
 
 

@@ -264,7 +264,7 @@ def dequantise(raw: np.ndarray, tensor_type: str) -> np.ndarray:
         tensor_type: The type of the blocks, as the package `gguf` names it.
     """
     gguf = _library()
-    with np.errstate(all="ignore"):  # a damaged block may hold any number
+    with np.errstate(all="ignore"):  # a damaged block may contain any number
         if tensor_type not in FAST_DEQUANTIZERS:
             return np.asarray(gguf.dequantize(raw, gguf.GGMLQuantizationType[tensor_type]), np.float32)
         block, nbytes = _block_size(tensor_type)

@@ -98,7 +98,7 @@ def locate_file(source: str | Path, *, companions: Sequence[str] = (), revision:
     except WanjaxError as error:
         raise WanjaxError(f"there is no file {file}; {error}") from error
     if not (folder / match["file"]).is_file():
-        raise WanjaxError(f"there is no file {file}, and {match['repository']} on the hub holds no {match['file']}")
+        raise WanjaxError(f"there is no file {file}, and {match['repository']} on the hub contains no {match['file']}")
     return folder / match["file"]
 
 

@@ -53,7 +53,7 @@ class LayerFormat(NamedTuple):
         hadamard_size: The number of values of a row that are rotated together; 0 without rotation.
         scale_block: The number of values of a row that share a scale, if scales are in the tensor cores' order; 0 if
             the shape of the scales determines it.
-        packed: Whether a byte holds two numbers.
+        packed: Whether a byte contains two numbers.
         row_by_row: Whether scales of blocks lie row by row, and the first number of a byte is in its lower half.
     """
 

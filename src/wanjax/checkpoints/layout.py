@@ -125,7 +125,7 @@ def open_fallback(name: str, repository: str, component: str) -> Source:
     """Open the diffusers repository of a checkpoint's model, for a component that the checkpoint lacks."""
     if repository == name:
         raise WanjaxError(
-            f"{name} holds no {component}, and no published model has one that fits its transformer: give a "
+            f"{name} contains no {component}, and no published model has one that fits its transformer: give a "
             "complete checkpoint"
         )
     return open_diffusers(repository, *folder_of(repository))
@@ -154,9 +154,9 @@ def model_index(pipeline: str, classes: Mapping[str, tuple[str, str]]) -> dict[s
 
 
 def needs_transformer(name: object, components: Iterable[str], model: str) -> WanjaxError:
-    """Build the error for a checkpoint without a transformer; it may hold other components."""
+    """Build the error for a checkpoint without a transformer; it may contain other components."""
     component_names = " and the ".join(components)
-    problem = f"{name} holds {f'only the {component_names} of {model}' if component_names else 'no transformer'}"
+    problem = f"{name} contains {f'only the {component_names} of {model}' if component_names else 'no transformer'}"
     return WanjaxError(
         f"{problem}: give a file or folder with {model}'s transformer; missing components are downloaded"
     )

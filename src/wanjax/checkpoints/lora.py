@@ -190,7 +190,7 @@ class LoraFile:
     def _check_norms(self, name: str, change: LoraChange, shape: Shape, target: LoraTarget) -> None:
         """Raise WanjaxError if DoRA's norms do not fit a weight, or are norms of the columns of fused weights."""
         axis = self._norms_axis(change, shape)
-        problem = f"{self._reader.path} holds {change.magnitude_key}"
+        problem = f"{self._reader.path} contains {change.magnitude_key}"
         if axis is None:
             problem += f" of shape {list(self._reader.specs[str(change.magnitude_key)].shape)}"
             problem += f", not a norm for each row of {name}, {list(shape)}"
@@ -204,7 +204,7 @@ class LoraFile:
         """Return a tensor of the file in float32; raise WanjaxError if the tensor is not finite."""
         x, path = self._reader.read(key).astype(np.float32), self._reader.path
         if not np.isfinite(x).all():
-            raise WanjaxError(f"{path} holds {key} with values that are not finite: the file is damaged, get it again")
+            raise WanjaxError(f"{path} contains {key} with values that are not finite: get the file again")
         return x
 
     def _shape(self, change: LoraChange) -> Shape:

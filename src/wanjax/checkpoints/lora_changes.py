@@ -58,7 +58,7 @@ class LoraChange(NamedTuple):
 
 def duplicate_error(path: object, *keys: str) -> WanjaxError:
     """Build the error for two keys of a file that change the same tensor."""
-    return WanjaxError(f"{path} holds both {' and '.join(keys)}, which change the same weights: keep one of them")
+    return WanjaxError(f"{path} contains both {' and '.join(keys)}, which change the same weights: keep one of them")
 
 
 def parse_changes(
@@ -109,7 +109,7 @@ def _module_changes(
             continue
         first_key = next(iter(factors.values()))
         if not formula.is_complete(factors.keys()):
-            problem = f"{reader.path} holds {' and '.join(factors.values())}"
+            problem = f"{reader.path} contains {' and '.join(factors.values())}"
             raise WanjaxError(f"{problem}, which are not a complete {formula.name}: give a complete file")
         if formula is DIFF:
             yield next(filter(tensors.__contains__, (name + WEIGHT, name)), name + WEIGHT), LoraChange(DIFF, factors)
@@ -128,7 +128,7 @@ def _module_changes(
         )
         magnitude_key = None
     if magnitude_key is not None:
-        raise WanjaxError(f"{reader.path} holds {magnitude_key} without its factors: give a complete file")
+        raise WanjaxError(f"{reader.path} contains {magnitude_key} without its factors: give a complete file")
     for (role, suffix), part in module.items():
         if role == "scaled diff":
             yield name + suffix, LoraChange(DIFF, {"diff": part.key}, scale)
@@ -145,13 +145,13 @@ def _group_by_module(
     if experts and expert is None:
         key = next(filter(key_expert, reader.specs))
         raise WanjaxError(
-            f"{path} holds {key}, for one of two experts, but this model has one network: give a LoRA for this model"
+            f"{path} contains {key}, for one of two experts, but this model has one network: give a LoRA for this model"
         )
     for key, spec in reader.specs.items():
         check_supported(key, path)
         part = parse_key(key, names)
         if (part is None or part.role != "alpha") and not jnp.issubdtype(spec.dtype, jnp.floating):
-            raise WanjaxError(f"{path} holds {key} as {spec.dtype}, not a floating dtype: get a file of floats")
+            raise WanjaxError(f"{path} contains {key} as {spec.dtype}, not a floating dtype: get a file of floats")
         if expert and (key_expert(key) or (HIGH if LOW in experts else expert)) != expert:
             continue
         if part is None:

@@ -124,7 +124,7 @@ def check_supported(key: str, path: object) -> None:
     """Raise WanjaxError for a key of an unsupported kind of change."""
     if match := UNSUPPORTED_KEY.search(key):
         kind = UNSUPPORTED_KINDS.get(match["part"]) or f"the kind {match['kind']}"
-        raise WanjaxError(f"{path} holds {key}, a change of an unsupported kind, {kind}: {SUPPORTED_KINDS}")
+        raise WanjaxError(f"{path} contains {key}, a change of an unsupported kind, {kind}: {SUPPORTED_KINDS}")
 
 
 def _wrappers(name: str) -> Iterator[tuple[str, str]]:

@@ -123,7 +123,7 @@ class LoraScales:
         `key` names a tensor in messages.
         """
         if not self._is_adalora:
-            problem = f"{self._reader.path} holds {key}, a part of AdaLoRA"
+            problem = f"{self._reader.path} contains {key}, a part of AdaLoRA"
             raise WanjaxError(f"{problem}, whose scale is in PEFT's {PEFT_CONFIG}: put {PEFT_CONFIG} beside the file")
         rank = self._number(self._config.get("init_r", ADAPTIVE_RANK), "init_r")
         alpha = self._number(self._config.get("lora_alpha", DEFAULT_ALPHA), "lora_alpha")
@@ -132,15 +132,15 @@ class LoraScales:
         return (alpha if alpha > 0 else rank) / (rank + ADAPTIVE_EPSILON)
 
     def _read_number(self, key: str) -> float:
-        """Read a tensor that holds one number."""
+        """Read a tensor that contains one number."""
         shape, dtype = self._reader.specs[key]
         if math.prod(shape) != 1 or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
             raise WanjaxError(
-                f"{self._reader.path} holds {key} as {dtype} {list(shape)}, expected one number: get the file again"
+                f"{self._reader.path} contains {key} as {dtype} {list(shape)}, expected one number: get the file again"
             )
         number = float(self._reader.read(key).astype(np.float32).item())
         if not math.isfinite(number):
-            raise WanjaxError(f"{self._reader.path} holds {key} with {number}, which is not finite: get the file again")
+            raise WanjaxError(f"{self._reader.path} contains {key} = {number}, which is not finite: get the file again")
         return number
 
     def _lookup(self, table: str, module: str, default: Any) -> Any:

@@ -54,7 +54,7 @@ class Lora:
     def resolve_folder(self) -> "Lora":
         """Replace a folder by the one file of weights in the folder. A LoRA that names a file is returned unchanged.
 
-        Raises WanjaxError unless the folder holds exactly one file of weights.
+        Raises WanjaxError unless the folder contains exactly one file of weights.
         """
         folder = Path(self.file).expanduser()
         if not os.path.isdir(folder):  # os.path raises no error for an invalid name
@@ -62,7 +62,7 @@ class Lora:
         files = sorted(path.name for path in folder.iterdir() if path.suffix in SUFFIXES)
         if len(files) != 1:
             problem = f"{len(files)} files of weights, {', '.join(files[:4])}" if files else "no file of weights"
-            raise WanjaxError(f"the folder {folder} holds {problem}: give the path of one LoRA")
+            raise WanjaxError(f"the folder {folder} contains {problem}: give the path of one LoRA")
         return replace(self, file=str(folder / files[0]))
 
     @classmethod

@@ -46,8 +46,8 @@ class QuantizedKernel(NamedTuple):
 
     Attributes:
         layer: The projection.
-        values: The name of the parameter that holds the numbers.
-        scale: The name of the parameter that holds the scale.
+        values: The name of the parameter that contains the numbers.
+        scale: The name of the parameter that contains the scale.
     """
 
     layer: QuantizedLinear

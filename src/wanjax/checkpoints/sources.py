@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describe checkpoints of all layouts, and open checkpoints in the layout of diffusers.
 
-A `Source` describes a checkpoint, and holds its components by diffusers' names. A `Component` has functions that read
-the component's config and weights. To merge a LoRA, to add zeros or to use trained weights, make a copy of the source
-in which some components are replaced.
+A `Source` describes a checkpoint, and contains its components by diffusers' names. A `Component` has functions that
+read the component's config and weights. To merge a LoRA, to add zeros or to use trained weights, make a copy of the
+source in which some components are replaced.
 """
 
 import json
@@ -363,7 +363,7 @@ def check_small_files(folder: Path) -> None:
         raise WanjaxError(missing_file(missing[0]))
     empty = [path for path in files if path.suffix in (".json", ".model") and not path.stat().st_size]
     if empty or not files:
-        problem = f"{empty[0]} is empty" if empty else f"{folder} holds no files"
+        problem = f"{empty[0]} is empty" if empty else f"{folder} contains no files"
         raise WanjaxError(f"{problem}: give a complete copy of the checkpoint")
 
 

@@ -148,7 +148,7 @@ class _Archive:
         self._archive, self._file = archive, file
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
-            raise CorruptError(f"it holds {len(pickles) or 'no'} data.pkl, expected one")
+            raise CorruptError(f"it contains {len(pickles) or 'no'} data.pkl, expected one")
         self._root = pickles[0].removesuffix("data.pkl")
 
     def record(self, name: str) -> tuple[int, int]:
@@ -183,7 +183,7 @@ def _locations(archive: _Archive) -> dict[str, TensorLocation]:
         raise CorruptError(f"its pickle has more than {MAX_PICKLE_BYTES} bytes")
     data = archive.read("data.pkl")
     if library := next((name for name in QUANTIZER_MODULES if f"{name}.".encode() in data), None):
-        raise CorruptError(f"it holds objects of {library} instead of tensors: give its safetensors")
+        raise CorruptError(f"it contains objects of {library} instead of tensors: give its safetensors")
     table = describe(data)
     if isinstance(table, dict):
         table = _select_weights(table)
@@ -225,7 +225,7 @@ def _locate(key: str, value: object, archive: _Archive) -> TensorLocation:
         case ("storage", PickledName("torch" | "torch.storage", kind), str(record), _, _) if kind in STORAGES:
             dtype = STORAGES[kind]
         case _:
-            raise CorruptError(f"{key!r} lies in a storage of an unknown kind")
+            raise CorruptError(f"{key!r} is in a storage of an unknown kind")
     if untyped_dtype is not None:
         if not isinstance(untyped_dtype, PickledName) or untyped_dtype.name not in UNTYPED_DTYPES:
             raise CorruptError(f"{key!r} has an unknown dtype")

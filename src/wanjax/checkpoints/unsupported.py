@@ -44,10 +44,10 @@ def find_unsupported(names: Iterable[str], unsupported_models: UnsupportedModels
 
 
 def describe_without_transformer(names: Iterable[str], unsupported_models: UnsupportedModels) -> str:
-    """Return the end of an error message about a file without a known transformer: what the file holds, and advice."""
+    """Return the end of an error message about a file without a known transformer: its content, and advice."""
     names = list(names)
     if any(map(LORA_KEY.search, names)):
         return "is a LoRA: give --model the model that it changes, and --lora this file"
     if model := find_unsupported(names, {**unsupported_models, **OTHER_MODELS}):
-        return f"holds {model}"
-    return "holds no known transformer: give a file or folder with one"
+        return f"contains {model}"
+    return "contains no known transformer: give a file or folder with one"

@@ -215,7 +215,7 @@ def _check_prompts(file: str | None) -> None:
         advice += f"; for one prompt use `{shlex.join(['wanjax', 'generate', str(file)])}`"
     check_file(file, advice)
     if file is not None and os.path.isdir(file):
-        raise WanjaxError(f"the folder {file} holds no workflow of ComfyUI: give a file with a prompt on each line")
+        raise WanjaxError(f"the folder {file} contains no workflow of ComfyUI: give a file with a prompt on each line")
 
 
 def _check_rows(

@@ -42,7 +42,7 @@ def convert(
     if preset and preset.loras and source == preset.name:
         raise WanjaxError(f"{source} is {preset.source} with a LoRA: convert {preset.source}, with --lora to merge one")
     if (missing := checkpoint.missing_components) and checkpoint.published_name != checkpoint.name:
-        report.note(f"{source} holds no {', '.join(missing)}: reading it from {checkpoint.fallback_repo}")
+        report.note(f"{source} contains no {', '.join(missing)}: reading it from {checkpoint.fallback_repo}")
     checkpoint.storage.check_room()
     check_complete(checkpoint)
     folder, description = parse_path(target), read_configs(source, checkpoint, preset)

@@ -175,8 +175,8 @@ def find_metadata(ctx: click.Context, parameter: click.Parameter, file: str | No
     if ctx.info_name != "generate":
         check_file(file, "give --from an existing workflow of ComfyUI")
         raise WanjaxError(
-            f"{file} holds no workflow of ComfyUI: `wanjax generate --from` reads a video of wanjax, and `wanjax info` "
-            "shows its settings"
+            f"{file} contains no workflow of ComfyUI: `wanjax generate --from` reads a video of wanjax, and `wanjax "
+            "info` shows its settings"
         )
     metadata = _load_metadata(file)
     # an option may replace a wrong value of the metadata

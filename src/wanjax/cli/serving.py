@@ -140,7 +140,7 @@ def open_store(folder: AnyPath, database: str | None) -> Iterator[JobStore]:
         with created_output_folder(folder):
             if database is None:
                 if not isinstance(folder, Path):
-                    problem = f"--dir {folder} is in a store, which cannot hold a database"
+                    problem = f"--dir {folder} is in a store, which cannot contain a database"
                     raise WanjaxError(f"{problem}: give --database with a file of this machine or a URL of PostgreSQL")
                 stack.enter_context(locked(folder / LOCK_FILE, "server", "--dir"))
                 database = str(folder / DATABASE)

@@ -292,7 +292,7 @@ def check_no_results(folder: Path, names: Iterable[str]) -> None:
             f"{KEEP_ADVICE[False]} to keep it",
             "or --force to replace it",
         ]
-        raise WanjaxError(f"{folder} holds {RESULT_FILES[existing_names[0]]}: give {', '.join(choices)}")
+        raise WanjaxError(f"{folder} contains {RESULT_FILES[existing_names[0]]}: give {', '.join(choices)}")
 
 
 class VideoCommand:
@@ -434,7 +434,7 @@ class VideoCommand:
         return exists
 
     def check_unfinished(self) -> None:
-        """Raise WanjaxError if the folder, which the user named, holds steps of a video with other settings.
+        """Raise WanjaxError if the folder, which the user named, contains steps of a video with other settings.
 
         Call this before the files of that video are replaced. The steps of windows are checked when they are read,
         because a stopped video may get more windows.
@@ -630,10 +630,10 @@ class VideoCommand:
         self.report.note(f"resumed after {done} of {pluralize(total, 'step')}")
 
     def _check_other_steps(self, steps: int) -> None:
-        """Raise WanjaxError if the folder, which the user named, holds completed steps of other settings."""
+        """Raise WanjaxError if the folder, which the user named, contains completed steps of other settings."""
         if steps and self.run_folder is None and not self._force_options:
             raise WanjaxError(
-                f"{self.folder} holds {pluralize(steps, 'completed step')} of a video with other settings: give the "
+                f"{self.folder} contains {pluralize(steps, 'completed step')} of a video with other settings: give the "
                 "settings of that video to resume it, another --dir to keep it, or --force to start again"
             )
 

@@ -130,7 +130,7 @@ def check_name(url: str) -> None:
     file = Path(url).expanduser()
     # `os.path` raises no error for an invalid name
     if file.suffix.lower() not in SQLITE_SUFFIXES and not os.path.exists(file):
-        name = "that file" if "@" in url else str(file)  # a URL without its scheme may hold a password
+        name = "that file" if "@" in url else str(file)  # a URL without its scheme may contain a password
         raise WanjaxError(
             f"the database {name} does not exist, and a new one ends in {' or '.join(SQLITE_SUFFIXES)}: "
             f"give such a name, or {POSTGRES_EXAMPLE}"

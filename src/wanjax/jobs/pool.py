@@ -289,7 +289,7 @@ class Pool:
             self.note(f"waiting for the cluster's resources, or loading: {missing}")
 
     def run(self, should_stop: Callable[[], bool]) -> None:
-        """Poll the workers until a condition holds. Continue after outages of the database.
+        """Poll the workers until a condition is true. Continue after outages of the database.
 
         Args:
             should_stop: Returns True to stop.

@@ -13,7 +13,7 @@ from typing import Any
 
 from wanjax.errors import WanjaxError, install_extra, reason
 
-OBJECT_STORE_BYTES = 100 * 2**20  # the object store of a local cluster holds only requests and metadata
+OBJECT_STORE_BYTES = 100 * 2**20  # the object store of a local cluster contains only requests and metadata
 CONNECT_TIMEOUT = 5.0  # seconds to wait for a cluster to accept a connection
 ADDRESS_PATTERN = re.compile(r".+:\d{1,5}")
 LOCAL = "local"  # the word, in place of an address, that starts a cluster on this machine

@@ -222,7 +222,7 @@ class Stats:
 
 
 class JobStore:
-    """The jobs of one namespace in a database. A pickled store holds only its arguments, and reconnects when loaded.
+    """The jobs of one namespace in a database. A pickled store contains only its arguments, and reconnects when loaded.
 
     Args:
         url: Path of an SQLite file, or URL of a PostgreSQL database. The tables of the database are created or migrated

@@ -29,8 +29,8 @@ LEGACY_NAMES = {"model_id": "model", "num_inference_steps": "steps", "num_frames
 def find_metadata(path: str | AnyPath) -> dict[str, Any]:
     """Return the metadata in a video, a picture, a stage's file, generation_config.json, or a folder with one of these.
 
-    The path may be the URL of a store. The file of the first stage holds only the settings that shape the conditioning.
-    Raises WanjaxError if the file is missing or holds no metadata.
+    The path may be the URL of a store. The file of the first stage contains only the settings that shape the
+    conditioning. Raises WanjaxError if the file is missing or contains no metadata.
     """
     if not isinstance(file := parse_path(path), Path):
         with local_copy(file) as copy:
@@ -53,7 +53,7 @@ def find_metadata(path: str | AnyPath) -> dict[str, Any]:
     if not isinstance(metadata, dict) or not isinstance(metadata.get("prompt"), str):
         if file.name == CONFIG:  # a checkpoint's default settings
             raise WanjaxError(_folder_without_settings(file.parent))
-        raise WanjaxError(f"{file} holds no settings of a video: {reason_without_settings(file)}")
+        raise WanjaxError(f"{file} contains no settings of a video: {reason_without_settings(file)}")
     return _rename_legacy(metadata)
 
 
@@ -71,10 +71,10 @@ def _folder_without_settings(folder: Path) -> str:
         advice = "give a video, a folder of its frames, or a stage's folder"
         if any(name.endswith(".json") for name in names):  # a checkpoint's folder has such files
             advice += f"; if it is a checkpoint, `{shlex.join(['wanjax', 'models', str(folder)])}` describes it"
-        return f"the folder {folder} holds no video: {advice}"
+        return f"the folder {folder} contains no video: {advice}"
     video = os.path.join(folder, videos[0])  # "./-a.mp4" in ".", because a command would read "-a.mp4" as an option
     advice = f"give one of them, such as {video}" if len(videos) > 1 else f"give {video}"
-    return f"{folder} is a folder that holds {pluralize(len(videos), 'video')}: {advice}"
+    return f"{folder} is a folder that contains {pluralize(len(videos), 'video')}: {advice}"
 
 
 def load_settings(folder: Path) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def load_settings(folder: Path) -> dict[str, Any]:
         if not folder.exists():
             advice = f"run `wanjax encode PROMPT --dir {folder}` first, or give the folder of another video"
             raise WanjaxError(f"there is no folder {folder}: {advice}") from error
-        raise WanjaxError(f"{folder} holds no {CONFIG}, which `wanjax encode` writes: run it first") from error
+        raise WanjaxError(f"{folder} contains no {CONFIG}, which `wanjax encode` writes: run it first") from error
     except (OSError, ValueError) as error:
         raise WanjaxError(f"{file} cannot be read, {reason(error)}: run `wanjax encode` again") from error
     if not isinstance(settings, dict):
@@ -106,7 +106,7 @@ def load_stage_settings(folder: Path) -> dict[str, Any]:
 def stage_file(folder: Path, name: str) -> Path:
     """Return the path of a stage's file in a folder. Raises WanjaxError if the file is missing."""
     if not (folder / name).is_file():
-        raise WanjaxError(f"{folder} holds no {name}: run `{STAGE_COMMANDS[name]} --dir {folder}` first")
+        raise WanjaxError(f"{folder} contains no {name}: run `{STAGE_COMMANDS[name]} --dir {folder}` first")
     return folder / name
 
 
@@ -141,5 +141,5 @@ def _read_json(file: Path) -> Any:
         return json.loads(text) if text.strip() else None
     except (OSError, ValueError, RecursionError) as error:
         raise WanjaxError(
-            f"{file} holds no settings of a video: it is not valid JSON, {reason(error)}; get a complete copy"
+            f"{file} contains no settings of a video: it is not valid JSON, {reason(error)}; get a complete copy"
         ) from error

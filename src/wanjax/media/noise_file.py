@@ -17,7 +17,7 @@ FLOATS = (np.floating, ml_dtypes.bfloat16)
 class NoiseFile(SafetensorsFile):
     """A safetensors file with the initial noise of a video."""
 
-    valid_file_text = f"a safetensors file whose tensor 'noise' holds floats, as `{EXAMPLE}` writes"
+    valid_file_text = f"a safetensors file whose tensor 'noise' contains floats, as `{EXAMPLE}` writes"
 
 
 def open_noise(path: str | Path) -> NoiseFile:
@@ -28,7 +28,7 @@ def open_noise(path: str | Path) -> NoiseFile:
     file = NoiseFile(path)
     if NOISE_TENSOR not in file.specs:
         tensors = f"only {comma_list(list(file.specs))}" if file.specs else "and no other"
-        raise WanjaxError(f"{path} holds no tensor '{NOISE_TENSOR}', {tensors}: give {file.valid_file_text}")
+        raise WanjaxError(f"{path} contains no tensor '{NOISE_TENSOR}', {tensors}: give {file.valid_file_text}")
     shape, dtype = file.specs[NOISE_TENSOR]
     if not any(np.issubdtype(dtype, kind) for kind in FLOATS):
         raise WanjaxError(f"'{NOISE_TENSOR}' in {path} is {dtype} {list(shape)}: give floats")

@@ -244,9 +244,9 @@ def read_clip(source: ClipSource, frames: int, fps: int | float, background: Bac
     with closing(_iterate_pictures(source, frames, fps, background)) as sequence:
         pictures = _to_8_bits(list(islice(sequence, frames)), str(name))
     if not pictures:
-        raise WanjaxError(f"{name} holds no pictures: give at least one")
+        raise WanjaxError(f"{name} contains no pictures: give at least one")
     if any(picture.shape != pictures[0].shape for picture in pictures):
-        raise WanjaxError(f"{name} holds pictures of different sizes: give pictures of one size")
+        raise WanjaxError(f"{name} contains pictures of different sizes: give pictures of one size")
     clip = np.empty((len(pictures), *pictures[0].shape), np.uint8)
     for index in reversed(range(len(clip))):
         # Free each picture after copying it, because all pictures together may take gigabytes
@@ -572,7 +572,7 @@ def _render(image: Image.Image, background: Background) -> Picture | HighBitDept
     ImageOps.exif_transpose(image, in_place=True)
     to_srgb = (
         srgb_conversion(image) if background == "white" else None
-    )  # masks and control clips hold values, not colours
+    )  # masks and control clips contain values, not colours
     if image.mode in WHITE_VALUES:
         whites = (
             (65535,) if image.mode == "I" and image.format == "PPM" else WHITE_VALUES[image.mode]

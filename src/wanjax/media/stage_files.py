@@ -133,7 +133,7 @@ def load_latents(folder: Path, settings: Mapping[str, Any]) -> Any:
         if name.endswith(MODALITY_SUFFIX):
             modalities[name.removesuffix(MODALITY_SUFFIX)] = _read(file, name, FLOAT_KINDS)
     if not all(jnp.isfinite(x).all() for x in modalities.values()):
-        raise WanjaxError(f"{file.path} holds latents that are not finite: run `wanjax denoise` again")
+        raise WanjaxError(f"{file.path} contains latents that are not finite: run `wanjax denoise` again")
     return modalities if len(modalities) > 1 else modalities[VIDEO_MODALITY]
 
 
@@ -218,7 +218,7 @@ def _read(
     """
     if name not in file.specs:
         tensors = f"only {', '.join(file.specs)}" if file.specs else "and no other"
-        raise WanjaxError(f"{file.path} holds no tensor {name!r}, {tensors}: give a complete copy of the file")
+        raise WanjaxError(f"{file.path} contains no tensor {name!r}, {tensors}: give a complete copy of the file")
     shape, dtype = file.specs[name]
     is_valid = any(jnp.issubdtype(dtype, kind) for kind in kinds.values()) and rank in (None, len(shape))
     if not is_valid or (first is not None and shape[:1] != (first,)):

@@ -184,7 +184,7 @@ def check_suffix(path: str | AnyPath) -> str:
         raise WanjaxError("a video cannot be written to standard output (-): give the name of a file, or ./-")
     if not isinstance(name := parse_path(path), RemotePath):
         size, max_size = len(os.fsencode(name.name)), max_name_bytes()
-        if size > max_size:  # the limit also holds for the name of the temporary file
+        if size > max_size:  # the limit also applies to the name of the temporary file
             short = f"{name.name[:40]}..."
             raise WanjaxError(f"the name {short} has {size} bytes: give one of at most {max_size}")
     if suffix not in VIDEO_WRITERS:
@@ -196,8 +196,8 @@ def check_suffix(path: str | AnyPath) -> str:
 def prepare_output_path(path: str | AnyPath, frames: int = 1) -> AnyPath:
     """Return the absolute path of a video to be written, and create its folder; a store is not contacted.
 
-    Raises WanjaxError if the suffix is unknown, the folder is not writable, a folder of PNG holds other files or would
-    be in a store, or a .png would hold several frames.
+    Raises WanjaxError if the suffix is unknown, the folder is not writable, a folder of PNG contains other files or
+    would be in a store, or a .png would contain several frames.
     """
     suffix, target = check_suffix(path), parse_path(path).absolute()
     if suffix == ".png" and frames != 1:
@@ -205,7 +205,7 @@ def prepare_output_path(path: str | AnyPath, frames: int = 1) -> AnyPath:
     if isinstance(target, RemotePath):
         if not suffix or not target.parent.path:
             raise WanjaxError(
-                f"{path} is a folder of PNG, which a store cannot hold: give a file such as BUCKET/NAME.mp4"
+                f"{path} is a folder of PNG, which a store cannot contain: give a file such as BUCKET/NAME.mp4"
             )
         return target
     if suffix and os.path.isdir(target):  # os.path raises no error for a name that is too long
@@ -217,7 +217,7 @@ def prepare_output_path(path: str | AnyPath, frames: int = 1) -> AnyPath:
             )
         names = sorted(os.listdir(target))
         if other_files := [name for name in names if not FRAME_FILE_PATTERN.fullmatch(name)]:
-            raise WanjaxError(f"{path} holds {other_files[0]}, which is not a frame: give a new or empty folder")
+            raise WanjaxError(f"{path} contains {other_files[0]}, which is not a frame: give a new or empty folder")
     check_folder(target.parent)
     return target
 
@@ -277,7 +277,7 @@ def read_metadata(path: str | AnyPath) -> dict[str, Any]:
     except DECODE_ERRORS:  # raised if the metadata is not JSON, or the file is neither a picture nor a video
         settings = None
     if not isinstance(settings, dict):
-        raise WanjaxError(f"{file} holds no settings: {reason_without_settings(file)}")
+        raise WanjaxError(f"{file} contains no settings: {reason_without_settings(file)}")
     return settings
 
 
@@ -290,7 +290,7 @@ def reason_without_settings(file: Path) -> str:
             return "it is truncated: get a complete copy"
     match file.suffix.lower():
         case ".safetensors":
-            return "it holds weights or arrays alone: give a LoRA to --lora, and a model to --model"
+            return "it contains weights or arrays alone: give a LoRA to --lora, and a model to --model"
         case ".json":
             return "it is neither wanjax's metadata nor a workflow of ComfyUI: give one of them, or a video"
         case suffix if suffix in (*CLIP_SUFFIXES, *VIDEO_WRITERS, ".png", ".jpg", ".jpeg"):
@@ -392,7 +392,7 @@ def _png_text(comment: str) -> PngImagePlugin.PngInfo:
 
 def _write_pngs(path: AnyPath, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
     del fps  # unused: for a folder of PNG, fps is only in the settings
-    assert isinstance(path, Path), "a store cannot hold a folder of PNG"
+    assert isinstance(path, Path), "a store cannot contain a folder of PNG"
     text = _png_text(comment)
     partial_folder, replaced_folder = (sibling_path(path, kind) for kind in ("partial", "old"))
     try:

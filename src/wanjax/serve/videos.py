@@ -58,7 +58,7 @@ def new_folder(folder: AnyPath) -> Iterator[Path]:
 
 @contextmanager
 def local_files(folder: AnyPath, names: list[str]) -> Iterator[Path]:
-    """Yield a local folder that holds some files of a folder. Files in a store are downloaded for the block."""
+    """Yield a local folder that contains some files of a folder. Files in a store are downloaded for the block."""
     if isinstance(folder, Path):
         yield folder
         return

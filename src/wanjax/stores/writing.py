@@ -43,7 +43,7 @@ def write_atomically(file: Path, content: bytes) -> None:
     """Write a file atomically, with the permissions of the process's umask.
 
     A failed write leaves no file. Unlike `atomic_write`, this function is safe for threads that write the same cache
-    file, and does not list the folder, which may hold thousands of files.
+    file, and does not list the folder, which may contain thousands of files.
     """
     partial_path = file.with_name(f".{uuid4().hex}.part")  # `tempfile` would make the file unreadable for other users
     try:

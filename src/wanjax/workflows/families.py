@@ -64,7 +64,7 @@ SUPPORTED_WORKFLOWS = (
 
 
 def model_of(file_name: str) -> str | None:
-    """Return the name of the published model that a file holds, or None.
+    """Return the name of the published model that a file contains, or None.
 
     Args:
         file_name: The file's name, without folders.
@@ -74,7 +74,7 @@ def model_of(file_name: str) -> str | None:
 
 
 def other_model_of(file_name: str) -> str | None:
-    """Return the name of the unsupported model that a file holds, or None.
+    """Return the name of the unsupported model that a file contains, or None.
 
     Args:
         file_name: The file's name, without folders.

@@ -15,7 +15,7 @@ class WorkflowFamily(NamedTuple):
 
     Args:
         title: The family's name in sentences.
-        files: Patterns of names of files, each with the published model that such a file holds. The first match wins.
+        files: Patterns of file names, each with the published model that such a file contains. The first match wins.
         components: Patterns of names of files with the text encoders, vision encoders and VAEs of these models.
         other_files: Patterns of file names of unsupported related models, each with the model's name.
         other_nodes: Types of nodes of unsupported related models, each with the model's name.

@@ -106,7 +106,7 @@ def is_workflow(value: Any) -> bool:
 
 def _parse(workflow: Any, node_types: Mapping[str, NodeType]) -> Graph:
     if not is_workflow(workflow):
-        raise WanjaxError("the file holds no workflow: save it in ComfyUI, as a workflow or for the API")
+        raise WanjaxError("the file contains no workflow: save it in ComfyUI, as a workflow or for the API")
     if isinstance(workflow.get("nodes"), list):
         return _Editor(workflow, node_types).graph()
     nodes = workflow["prompt"] if isinstance(workflow.get("prompt"), Mapping) else workflow

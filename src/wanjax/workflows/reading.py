@@ -35,8 +35,8 @@ class UnreadJsonError(WanjaxError):
 def find_workflow(file: Path) -> Graph | None:
     """Return the graph of the workflow in a file, or None if the file has none.
 
-    A file that ComfyUI made holds both forms. The graph then has the nodes of the API's form, which were executed, and
-    the URLs of the editor's form.
+    A file that ComfyUI made contains both forms. The graph then has the nodes of the API's form, which were executed,
+    and the URLs of the editor's form.
 
     Args:
         file: A JSON file, a video or a picture.

@@ -46,7 +46,7 @@ class File:
 
     Args:
         name: The name of the file in the workflow, which may have folders.
-        kind: The folder of ComfyUI that holds the file, such as "loras".
+        kind: The folder of ComfyUI that contains the file, such as "loras".
         node: The node.
     """
 
