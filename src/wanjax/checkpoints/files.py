@@ -96,13 +96,13 @@ def main_dtype(specs: Iterable[Spec]) -> str | None:
 
 def progress_counter(progress: Callable[[int, int], object] | None, total: int) -> Callable[[int], None]:
     """Return a function that adds its argument, a number of bytes, to a sum, and reports the sum and the total."""
-    done = 0
+    bytes_done = 0
 
     def add(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
+        nonlocal bytes_done
+        bytes_done += nbytes
         if progress:
-            progress(done, total)
+            progress(bytes_done, total)
 
     return add
 

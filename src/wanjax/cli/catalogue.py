@@ -133,9 +133,11 @@ def _print_lines(lines: Mapping[str, str]) -> None:
     name_width = max(map(len, lines))
     text_width = columns - name_width - 2 if (columns := stdout_width()) else None
     for name, text in lines.items():
-        first, *rest = fold_text(text, text_width)
+        first_line, *other_lines = fold_text(text, text_width)
         click.echo(
-            "\n".join([f"{name:{name_width}}  {first}".rstrip(), *(f"{'':{name_width}}  {line}" for line in rest)])
+            "\n".join(
+                [f"{name:{name_width}}  {first_line}".rstrip(), *(f"{'':{name_width}}  {line}" for line in other_lines)]
+            )
         )
 
 

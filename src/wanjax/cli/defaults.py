@@ -383,8 +383,8 @@ def _checked_value(location: str, key: str, value: Any, parameter: click.Paramet
     is_multiple = getattr(parameter, "multiple", False)
     values = value if is_multiple and isinstance(value, list) else [value]
     if any(type(item) not in types for item in values):
-        shown = str(value).lower() if isinstance(value, bool) else repr(value)  # in the form of TOML and JSON
-        raise WanjaxError(f"{location} gives {key} as {shown}: write {expected_text}")
+        value_text = str(value).lower() if isinstance(value, bool) else repr(value)  # in the form of TOML and JSON
+        raise WanjaxError(f"{location} gives {key} as {value_text}: write {expected_text}")
     # File names and metadata cannot contain this character
     if any("\0" in item for item in values if isinstance(item, str)):
         raise WanjaxError(f"{location} gives {key} as {value!r}: write a text without the character \\0")

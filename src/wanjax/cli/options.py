@@ -330,13 +330,13 @@ model = model_option_of(
 
 def _choose_model(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str:
     """Return the model of the argument or of --model. If both are missing, the model is nano."""
-    other = ctx.params.pop("model_option", None)
-    if other and value != other and on_command_line("model_option", ctx):
+    option_value = ctx.params.pop("model_option", None)
+    if option_value and value != option_value and on_command_line("model_option", ctx):
         if value is None or not on_command_line("model", ctx):  # an option replaces the model of a file
             ctx.set_parameter_source("model", ParameterSource.COMMANDLINE)
-            return other
-        raise click.UsageError(f"the model is {value} and --model is {other}: give one of them")
-    return value or other or "nano"
+            return option_value
+        raise click.UsageError(f"the model is {value} and --model is {option_value}: give one of them")
+    return value or option_value or "nano"
 
 
 model_argument = combine_options(

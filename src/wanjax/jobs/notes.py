@@ -105,8 +105,8 @@ def prompt_notes(model: str, prompts: Sequence[str]) -> Iterator[str]:
     if not all(prompt.strip() for prompt in prompts):
         yield "the prompt is empty, so the model chooses what the video shows"
     if (domain := domain_of(model)) and (unknown := domain.unknown_words(" ".join(prompts))):
-        words = ", ".join(map(repr, unknown[:MAX_WORDS])) + (" ..." if len(unknown) > MAX_WORDS else "")
-        yield f"{model} does not know {words}: it was trained on {domain.about}"
+        quoted_words = ", ".join(map(repr, unknown[:MAX_WORDS])) + (" ..." if len(unknown) > MAX_WORDS else "")
+        yield f"{model} does not know {quoted_words}: it was trained on {domain.about}"
 
 
 def texts_of(settings: Settings) -> Iterator[tuple[str, str]]:

@@ -366,22 +366,22 @@ def _write_animation(path: AnyPath, frames: Iterator[Frame], fps: int | float, u
 
     Times are rounded to multiples of `unit` milliseconds. The rounding errors do not add up.
     """
-    first, *rest = [Image.fromarray(frame) for frame in frames]
-    end_times = [round(1000 * i / fps / unit) * unit for i in range(len(rest) + 2)]
+    first_image, *other_images = [Image.fromarray(frame) for frame in frames]
+    end_times = [round(1000 * i / fps / unit) * unit for i in range(len(other_images) + 2)]
     durations = [b - a for a, b in pairwise(end_times)]
     with atomic_write(path) as partial_file:
-        first.save(partial_file, save_all=True, append_images=rest, duration=durations, loop=0, **options)
-        if rest and path.suffix.lower() == ".webp":
-            restore_duration(partial_file, first.size, end_times[-1])
+        first_image.save(partial_file, save_all=True, append_images=other_images, duration=durations, loop=0, **options)
+        if other_images and path.suffix.lower() == ".webp":
+            restore_duration(partial_file, first_image.size, end_times[-1])
 
 
 def _write_picture(path: AnyPath, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
     del fps  # unused: for a picture, fps is only in the settings
-    first, *rest = frames
-    if rest:
+    first_frame, *other_frames = frames
+    if other_frames:
         raise WanjaxError(ONE_FRAME_MESSAGE.format(path))
     with atomic_write(path) as partial_file:
-        Image.fromarray(first).save(partial_file, pnginfo=_png_text(comment))
+        Image.fromarray(first_frame).save(partial_file, pnginfo=_png_text(comment))
 
 
 def _png_text(comment: str) -> PngImagePlugin.PngInfo:

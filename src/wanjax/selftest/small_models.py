@@ -138,8 +138,8 @@ def random_inputs(inputs: tuple[InputSpec, ...], settings: Settings) -> dict[str
 def run_stages(pipe: Pipeline) -> dict[str, np.ndarray]:
     """Make a video of random inputs; return the results of its stages: encodings, latents and frames."""
     settings = pipe.defaults
-    needed = tuple(spec for spec in pipe.model.spec.inputs if spec.required or spec.name == "video")
-    conditioning = pipe.encode("a prompt", size=settings.size, **random_inputs(needed, settings))
+    input_specs = tuple(spec for spec in pipe.model.spec.inputs if spec.required or spec.name == "video")
+    conditioning = pipe.encode("a prompt", size=settings.size, **random_inputs(input_specs, settings))
     latents = pipe.denoise(conditioning)
     frames = pipe.decode(latents, jnp.float32)
     encodings = [np.asarray(x, np.float64).ravel() for x in conditioning if isinstance(x, jnp.ndarray)]
