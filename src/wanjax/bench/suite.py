@@ -331,7 +331,8 @@ class BenchSuite:
     def build_programs(
         self, mesh: Mesh | AbstractMesh, compiler: str, attention: AttentionConfig = AUTO
     ) -> dict[str, AbstractCall]:
-        """Build the programs of a video by name, for a mesh, with the number of layers of the bench.
+        """Build the programs of a video for a mesh, and return them by name. The networks have the bench's number of
+        layers.
 
         A model with sparse attention uses it, and ignores `attention`.
         """

@@ -9,7 +9,7 @@ shows which numbers each value of the scale applies to. Some weights also have a
 - `weight_scale`: ComfyUI's newer files (QUANTIZATION.md in ComfyUI), LightX2V (tools/convert/converter.py) and
   compressed-tensors, which may add a zero point.
 - `weight_scale_inv`: DeepSeek and transformers. Despite this name, the weight is multiplied by the scale.
-- `SCB`: bitsandbytes. The scale belongs to the number 127 (functional.int8_vectorwise_dequant).
+- `SCB`: bitsandbytes. The scale is the value of the number 127 (functional.int8_vectorwise_dequant).
 - TurboDiffusion (turbodiffusion/ops/core.py), quanto (tensor/weights/qbytes.py) and torchao
   (prototype/safetensors/safetensors_support.py) also rename the numbers. torchao may add a zero point.
 

@@ -232,9 +232,9 @@ def _generate_several(
 
 
 class _BatchRequest:
-    """Several videos from a server. A few of them are in the server's queue at a time, and they are written in order.
-    `missing_tasks` has the remaining tasks with the fields of their requests. `pending_paths` has the server's
-    paths of submitted videos.
+    """Request several videos from a server. At most a few of the videos are in the server's queue at a time. The
+    videos are written in the order of the requests. `missing_tasks` has the remaining tasks with the fields of their
+    requests. `pending_paths` has the server's paths of submitted videos.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class _BatchRequest:
                 if error.status == QUEUE_FULL:
                     return
                 if error.status not in REQUEST_ERRORS or not (self.ended or self._submitted):
-                    # an error in the first request is probably in all requests
+                    # all requests probably have the error of the first request
                     raise task.request.add_row_number(error) from error
                 self._end(task, error, is_wrong=True)
             else:

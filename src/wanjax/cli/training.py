@@ -39,7 +39,7 @@ def train(report: Report, options: PipelineOptions, ctx: click.Context, *, data:
         except WanjaxError as error:
             # the same command may succeed later, when the disk has room
             if not (isinstance(error, WriteError) or is_failure(error)):
-                report.resume_command = None  # the same command would have the same error
+                report.resume_command = None  # the same command would fail again
             raise
     report.resume_command = None
     report.table()

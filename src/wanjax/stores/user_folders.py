@@ -39,8 +39,8 @@ def lasting_cache() -> Path | None:
 def user_cache() -> Path:
     """Return the folder for files that can be regenerated.
 
-    The folder is wanjax's folder in the user's cache. If the user has no home folder, it is a temporary folder that is
-    removed when the process exits.
+    The folder is wanjax's folder in the user's cache. A user without a home folder gets a temporary
+    folder that is removed when the process exits.
     """
     return lasting_cache() or _process_cache()
 

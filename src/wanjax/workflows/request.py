@@ -297,7 +297,7 @@ def _workflow(reader: Reader, video_output: Any, steps: int | None) -> Workflow:
 
 
 def _check_frames(latents: Any, pictures: Pictures, notes: list[str]) -> None:
-    """Raise WanjaxError for a segment that is saved without the segment before it. Note frames that the workflow does
+    """Raise WanjaxError if a workflow saves a segment without the previous segment. Note frames that the workflow does
     not save."""
     assert isinstance(latents, Latents)
     if latents.segment is not None and latents.segment.previous is not None:

@@ -32,7 +32,7 @@ def join_segments(pictures: Batch) -> Pictures:
         pictures: The joined frames.
 
     Returns:
-        The description. The pictures unchanged if a part does not come from a model.
+        The description, or `pictures` itself if a model did not make all parts.
 
     Raises:
         WanjaxError: The parts are not the segments of one video.
