@@ -8,8 +8,8 @@ This module reads the header itself, because a header from an untrusted source n
 also make an array for each of the 256,000 tokens in the file of a text encoder. The package (the extra `gguf`)
 dequantises the numbers, except for the types in `gguf_blocks.py`.
 
-A row must consist of whole blocks. ComfyUI-GGUF stores a tensor with other rows as rows of 256 values, and has its
-original shape in a field of the header.
+A row must consist of whole blocks. If a tensor's rows do not, ComfyUI-GGUF stores its values in rows of 256, and
+writes the original shape of the tensor to a field of the header.
 """
 
 import math

@@ -38,7 +38,7 @@ def with_loras(source: Source, loras: Sequence[Lora], kinds: Kinds, note: Note |
             fit, by a warning.
 
     Raises:
-        WanjaxError: A LoRA file cannot be read, or fits the transformer too little, or is for an expert that the
+        WanjaxError: A LoRA file cannot be read, has too few keys that fit the transformer, or is for an expert that the
             checkpoint lacks.
     """
     transformers = [name for name in EXPERTS if name in source.components]

@@ -663,10 +663,9 @@ def out(default: str) -> Decorator:
         "-o",
         "--out",
         show_default=default,
-        help="The file of the video. The suffix is .mp4, .mov, .webm, .gif or .webp, or .png for a single "
-        "frame. A name without a suffix is a folder of PNG files. Missing folders are created. A "
-        "different "
-        "video with this name is replaced only with --force.",
+        help="The file of the video. The suffix is .mp4, .mov, .webm, .gif or .webp, or .png for a single frame. A "
+        "name without a suffix is a folder of PNG files. Missing folders are created. A different video with this "
+        "name is replaced only with --force.",
     )
 
 
