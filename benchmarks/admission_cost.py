@@ -21,7 +21,7 @@ from wanjax.pricing.exporting import CompilerError
 from wanjax.pricing.lowering import AbstractCall
 
 
-def seconds_of(functions: Sequence[Callable[[], Any]], chip: str) -> float:
+def compile_seconds(functions: Sequence[Callable[[], Any]], chip: str) -> float:
     """Return the seconds to trace and compile functions in one process, including the start of the process."""
     start = perf_counter()
     for result in compile_programs([(AbstractCall(function, ()), chip) for function in functions]):
@@ -34,16 +34,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", default="v6e-1")
     chip = parser.parse_args().chip
-    started = seconds_of([lambda: jnp.zeros(8)], chip)
+    process_seconds = compile_seconds([lambda: jnp.zeros(8)], chip)
     totals = {False: 0.0, True: 0.0}
     for kernel in KERNELS:
-        runs = [lambda trial=trial: trial.run(False) for trial in kernel.trials()]
-        seconds = seconds_of(runs, chip) - started
+        functions = [lambda trial=trial: trial.run(False) for trial in kernel.trials()]
+        seconds = compile_seconds(functions, chip) - process_seconds
         is_rare = kernel.name in TRIED_WHEN_NEEDED
         totals[is_rare] += seconds
-        print(f"{kernel.name}: {len(runs)} trials, {seconds:.2f} s{', when needed' if is_rare else ''}", flush=True)
-    print(f"of every model: {totals[False]:.1f} s; when needed: {totals[True]:.1f} s")
-    print(f"the start of a compiler's process, {started:.1f} s, is not counted")
+        print(
+            f"{kernel.name}: {len(functions)} trials, {seconds:.2f} s{', when needed' if is_rare else ''}", flush=True
+        )
+    print(f"kernels of every model: {totals[False]:.1f} s; kernels tried when needed: {totals[True]:.1f} s")
+    print(f"the start of the compiler's process, {process_seconds:.1f} s, is not counted")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 """Compare the speed with diffusers and transformers in torch: same weights, inputs and CPU, in float32.
 
 Text encoding, denoising steps, decoding, and gradients in training (Wan), at the widths of Wan 2.1 1.3B, CogVideoX-1.5
-5B or HunyuanVideo-1.5. Only a few layers run, since all cost the same. benchmarks/rivals/ has each family's stages.
+5B or HunyuanVideo-1.5. Only a few layers run, since all cost the same. benchmarks/comparison/ has each family's stages.
 
     python -m benchmarks.against_diffusers [--model FAMILY] [--json FILE] [--stage NAME ...] [--repeats 5]
 """
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.rivals import cogvideox, hunyuanvideo, wan
-from benchmarks.rivals.cases import Result, Sizes, measure, show
+from benchmarks.comparison import cogvideox, hunyuanvideo, wan
+from benchmarks.comparison.cases import Result, Sizes, measure, show
 
 FAMILIES = {"wan": wan.STAGES, "cogvideox": cogvideox.STAGES, "hunyuanvideo": hunyuanvideo.STAGES}
 STAGES = list(dict.fromkeys(stage for stages in FAMILIES.values() for stage in stages))
@@ -30,7 +30,7 @@ def processor() -> str:
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     features = sorted(set(re.findall(r"\b(?:amx_bf16|avx512_bf16|avx512f|avx2)\b", text)))
-    return f"{name[1] if name else platform.machine()} ({', '.join(features) or 'no vectors that are known'})"
+    return f"{name[1] if name else platform.machine()} ({', '.join(features) or 'no known vector instructions'})"
 
 
 def machine() -> dict[str, str]:
@@ -51,8 +51,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     width, height = map(int, options.vae_size.split("x"))
-    across, down, frames = map(int, options.step_size.split("x"))
-    sizes = Sizes(options.layers, height, width, options.vae_frames, (down, across, frames), options.step_dtype)
+    step_width, step_height, frames = map(int, options.step_size.split("x"))
+    sizes = Sizes(
+        options.layers, height, width, options.vae_frames, (step_height, step_width, frames), options.step_dtype
+    )
     stages = FAMILIES[options.model]
     if missing := [stage for stage in options.stage or () if stage not in stages]:
         parser.error(f"{options.model} has no stage {missing[0]}: give {', '.join(stages)}")
@@ -63,8 +65,8 @@ def main() -> None:
             results.append(measure(case, options.repeats))
             print(results[-1], flush=True)
             if options.json:
-                record = {"machine": machine(), "results": [asdict(result) for result in results]}
-                options.json.write_text(json.dumps(record, indent=2) + "\n")
+                report = {"machine": machine(), "results": [asdict(result) for result in results]}
+                options.json.write_text(json.dumps(report, indent=2) + "\n")
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
     show(results)
 

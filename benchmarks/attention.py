@@ -5,10 +5,10 @@
     python -m benchmarks.attention [WORKLOAD ...] --price v6e [--gradient | --qk int8]
 
 benchmarks.workloads has the names of the workloads; `all` selects all of them. The reference is omitted if its scores
-exceed 1 GB. With `--one-core` everything runs on one core, and CPU time is measured, which other processes hardly
-change. With `--price` nothing runs: the TPU compiler's schedules are priced, and compared with those of JAX's splash
-attention (benchmarks/attention_prices.py). With `--qk int8`, flash_tpu is compared with its form whose q kᵀ is in int8;
-benchmarks.int8_attention_error measures the error of that form.
+exceed 1 GB. With `--one-core` everything runs on one core, and the benchmark measures CPU time, because other processes
+hardly change it. With `--price` nothing runs: the benchmark prices the TPU compiler's schedules, and compares them with
+those of JAX's splash attention (benchmarks/attention_prices.py). With `--qk int8` it compares flash_tpu with the
+variant that computes q kᵀ in int8; benchmarks.int8_attention_error measures the error of this variant.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.attention_prices import CHIPS, gradient_table, price_table
-from benchmarks.timing import speed_ratio, time_rivals
+from benchmarks.timing import speed_ratio, time_alternately
 from benchmarks.workloads import WORKLOADS, Workload
 from wanjax.kernels.attention import IMPLEMENTATIONS, attention, choose_implementation, chunked
 
-DEFAULT = ("wan_1_3b_256x256x17_self", "wan_1_3b_256x256x17_cross", "wan_1_3b_480x832x17_self")
-PRICED = (
+DEFAULT_WORKLOADS = ("wan_1_3b_256x256x17_self", "wan_1_3b_256x256x17_cross", "wan_1_3b_480x832x17_self")
+PRICED_WORKLOADS = (
     "wan_14b_720p_self_on_4",
     "wan_14b_720p_self_on_8",
     "wan_14b_480p_self_on_4",
@@ -42,7 +42,7 @@ PRICED = (
     "hunyuanvideo_720p_self_on_4",
 )
 LARGEST_SCORES = 1e9  # bytes
-BAR_SPEED, BAR_MEMORY = 0.9, 0.25
+TARGET_SPEED, TARGET_MEMORY = 0.9, 0.25
 
 
 def torch_attention(arrays: list[np.ndarray], dtype: str) -> Callable[[], Any]:
@@ -58,7 +58,7 @@ def torch_attention(arrays: list[np.ndarray], dtype: str) -> Callable[[], Any]:
     return run
 
 
-def ours(workload: Workload, dtype: str, name: str, config: Any) -> tuple[Callable, int]:
+def compile_implementation(workload: Workload, dtype: str, name: str, config: Any) -> tuple[Callable, int]:
     """Return the compiled call, and the bytes that it needs in addition to its operands and its result."""
     function = jax.jit(partial(attention, implementation=name, config=config))
     compiled: Any = function.lower(*workload.operands(jnp.dtype(dtype))).compile()
@@ -71,7 +71,7 @@ def measure(workload: Workload, dtype: str, config: Any, repeats: int, one_core:
     arrays = [random.standard_normal(x.shape, np.float32) for x in workload.operands()]
     operands = [jnp.asarray(x, dtype) for x in arrays]
     scores = 4 * workload.scores
-    rivals, memory = {"torch": torch_attention(arrays, dtype)}, {}
+    functions, memory = {"torch": torch_attention(arrays, dtype)}, {}
     for name in IMPLEMENTATIONS:
         if name == "reference" and scores > LARGEST_SCORES:
             continue
@@ -80,21 +80,23 @@ def measure(workload: Workload, dtype: str, config: Any, repeats: int, one_core:
         except NotImplementedError as refusal:
             print(f"{name} is left out: {refusal}")
             continue
-        compiled, memory[name] = ours(workload, dtype, name, config if name == "chunked" else None)
-        rivals[name] = partial(compiled, *operands)
-    expected = rivals["torch"]().float().numpy()
+        compiled, memory[name] = compile_implementation(workload, dtype, name, config if name == "chunked" else None)
+        functions[name] = partial(compiled, *operands)
+    expected = functions["torch"]().float().numpy()
     for name in memory:
-        relative_error = np.linalg.norm(np.asarray(rivals[name](), np.float32) - expected) / np.linalg.norm(expected)
+        relative_error = np.linalg.norm(np.asarray(functions[name](), np.float32) - expected) / np.linalg.norm(expected)
         assert relative_error < {"float32": 1e-5, "bfloat16": 1e-2}[dtype], (name, relative_error)
     clock = time.process_time if one_core else time.perf_counter
-    timings = time_rivals(rivals, repeats, warm_up=0, clock=clock)  # the functions have just run
+    timings = time_alternately(functions, repeats, warm_up=0, clock=clock)  # the functions have just run
     shape = f"[1 {workload.num_queries} {workload.heads} {workload.head_dim}] × {workload.num_keys}"
     title = f"{workload.name}, {dtype}: {shape}"
     table = Table("", "best, ms", "GFLOP/s", "torch / this", "memory, MB", "memory / scores", title=title)
     for name, timing in timings.items():
-        share = [f"{memory[name] / 1e6:.1f}", f"{memory[name] / scores:.3f}"] if name in memory else ["", ""]
+        memory_cells = [f"{memory[name] / 1e6:.1f}", f"{memory[name] / scores:.3f}"] if name in memory else ["", ""]
         rate = f"{workload.flops / timing.best / 1e9:.0f}"
-        table.add_row(name, f"{1e3 * timing.best:.1f}", rate, f"{speed_ratio(timing, timings['torch']):.2f}", *share)
+        table.add_row(
+            name, f"{1e3 * timing.best:.1f}", rate, f"{speed_ratio(timing, timings['torch']):.2f}", *memory_cells
+        )
     return table
 
 
@@ -112,7 +114,7 @@ def main() -> None:
     options = parser.parse_args()
     names = list(WORKLOADS) if options.workload == ["all"] else options.workload
     if options.price:
-        for name in names or PRICED:
+        for name in names or PRICED_WORKLOADS:
             table = gradient_table if options.gradient else partial(price_table, qk=options.qk)
             Console(width=150).print(table(WORKLOADS[name], options.price))
         return
@@ -123,10 +125,10 @@ def main() -> None:
         torch.set_num_threads(1)
     sizes = {"block_q": options.block_q, "block_kv": options.block_kv}
     chosen_sizes = {name: size for name, size in sizes.items() if size}
-    for name in names or DEFAULT:
+    for name in names or DEFAULT_WORKLOADS:
         config = replace(chunked.default_config("cpu", WORKLOADS[name].head_dim), **chosen_sizes)
         Console(width=120).print(measure(WORKLOADS[name], options.dtype, config, options.repeats, options.one_core))
-    print(f"bars for chunked on a CPU: {BAR_SPEED} × torch's speed, memory {BAR_MEMORY} × the scores")
+    print(f"targets for chunked on a CPU: {TARGET_SPEED} × torch's speed, memory {TARGET_MEMORY} × the scores")
 
 
 if __name__ == "__main__":

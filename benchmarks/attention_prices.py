@@ -27,7 +27,7 @@ from wanjax.pricing.pallas_kernels import rare_work
 from wanjax.sharding import pad_to
 
 CHIPS = ("v5e", "v5p", "v6e", "v7x")
-SHARE = "wan_14b_720p_self_on_8"  # the default workload
+DEFAULT_WORKLOAD = "wan_14b_720p_self_on_8"  # the default workload
 SPLASH_TILES = ((2048, 1024, 512), (3328, 2816, 256))  # block_q, block_kv and block_kv_compute
 LARGEST_SCORES = 16e9  # bytes; with more, the plain formula fits no chip
 INT8 = "flash_tpu:qk=int8"
@@ -35,10 +35,10 @@ WITH_RARE_WORK = dict.fromkeys(
     ("flash_tpu", INT8), "every head on the running-max path"
 )  # priced without and with its data-dependent branches
 Name = TypeVar("Name")
-IMPLEMENTED = [name for name in IMPLEMENTATIONS if name not in ("reference", "cudnn")]
+PRICED_IMPLEMENTATIONS = [name for name in IMPLEMENTATIONS if name not in ("reference", "cudnn")]
 
 
-def ours(implementation: str) -> Callable:
+def wanjax_attention(implementation: str) -> Callable:
     return partial(attention, implementation=implementation)
 
 
@@ -65,9 +65,9 @@ def splash_kernel(heads: int, queries: int, keys: int, tiles: tuple[int, int, in
 
     block_q, block_kv, block_kv_compute = tiles
     block_kv = min(block_kv, round_up(keys, block_kv_compute))
-    whole_q, whole_kv = round_up(queries, block_q), round_up(keys, block_kv)
+    padded_queries, padded_keys = round_up(queries, block_q), round_up(keys, block_kv)
     kernel: Any = splash_attention_kernel.make_splash_mha(
-        splash_attention_mask.MultiHeadMask([splash_attention_mask.FullMask((whole_q, whole_kv))] * heads),
+        splash_attention_mask.MultiHeadMask([splash_attention_mask.FullMask((padded_queries, padded_keys))] * heads),
         block_sizes=splash_attention_kernel.BlockSizes(
             block_q=block_q,
             block_kv=block_kv,
@@ -82,10 +82,10 @@ def splash_kernel(heads: int, queries: int, keys: int, tiles: tuple[int, int, in
     )
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
-        def padded(x: jax.Array, length: int) -> jax.Array:  # [N L D]
+        def heads_first(x: jax.Array, length: int) -> jax.Array:  # [N L D]
             return pad_to(jnp.moveaxis(x[0], 1, 0), 1, length)
 
-        out = kernel(padded(q * scale, whole_q), padded(k, whole_kv), padded(v, whole_kv))
+        out = kernel(heads_first(q * scale, padded_queries), heads_first(k, padded_keys), heads_first(v, padded_keys))
         return jnp.moveaxis(out[:, :queries], 0, 1)[None]
 
     return run
@@ -104,27 +104,27 @@ def program(mesh: AbstractMesh, workload: Workload, function: Callable) -> Abstr
     return replicated(run, mesh, shapes)
 
 
-def smallest(chip: str) -> str:
+def smallest_slice(chip: str) -> str:
     """Return the smallest slice of a chip."""
     slices = (tpu_slice for tpu_slice in SLICES.values() if tpu_slice.chip.name == chip)
     return min(slices, key=lambda tpu_slice: tpu_slice.devices).name
 
 
-def compile_forms(
+def compile_functions(
     workload: Workload, chip: str, functions: Mapping[Name, Callable]
 ) -> dict[Name, Compiled | CompilerError]:
-    """Compile functions of q, k and v, with schedules, for one chip; `functions` has them by their names."""
-    tpu_slice = smallest(chip)
+    """Compile named functions of q, k and v for one chip, with their schedules; return the results by name."""
+    tpu_slice = smallest_slice(chip)
     mesh = abstract_mesh(find_slice(tpu_slice))
     programs = [(program(mesh, workload, function), tpu_slice) for function in functions.values()]
     return dict(zip(functions, compile_programs(programs, schedules=True), strict=True))
 
 
-def forms(workload: Workload, qk: str | None = None) -> Mapping[str, Callable]:
-    """Return the functions to compare, by their names in the table; with `qk`, only flash_tpu with it and without."""
+def functions_to_compare(workload: Workload, qk: str | None = None) -> Mapping[str, Callable]:
+    """Return the functions by their names in the table. With `qk`, compare only flash_tpu with and without `qk`."""
     if qk:
-        return {name: ours(name) for name in ("flash_tpu", f"flash_tpu:qk={qk}")}
-    functions: dict[str, Callable] = {name: ours(name) for name in IMPLEMENTED}
+        return {name: wanjax_attention(name) for name in ("flash_tpu", f"flash_tpu:qk={qk}")}
+    functions: dict[str, Callable] = {name: wanjax_attention(name) for name in PRICED_IMPLEMENTATIONS}
     for tiles in SPLASH_TILES:
         functions[f"splash {', '.join(map(str, tiles))}"] = splash(workload, tiles)
     if 4 * workload.scores <= LARGEST_SCORES:
@@ -133,18 +133,18 @@ def forms(workload: Workload, qk: str | None = None) -> Mapping[str, Callable]:
 
 
 def gradient_table(workload: Workload, chip: str) -> Table:
-    """Price attention with its gradients, beside attention alone."""
+    """Price attention with its gradients, and attention alone."""
     functions = {
-        "flash_tpu alone": ours("flash_tpu"),
-        "flash_tpu": gradients(ours("flash_tpu")),
-        "chunked": gradients(ours("chunked")),
+        "flash_tpu alone": wanjax_attention("flash_tpu"),
+        "flash_tpu": gradients(wanjax_attention("flash_tpu")),
+        "chunked": gradients(wanjax_attention("chunked")),
         "splash": gradients(splash(workload, SPLASH_TILES[0])),
     }
     title = f"{workload.name} on one {chip}, bfloat16, priced: attention and its gradients"
     table = Table("", "ms", "kernels", "around them", "memory, MiB", title=title)
-    for name, result in compile_forms(workload, chip, functions).items():
+    for name, result in compile_functions(workload, chip, functions).items():
         if isinstance(result, CompilerError):
-            table.add_row(name, _short(result))
+            table.add_row(name, _short_message(result))
             continue
         priced = price_compiled(result)
         if name.startswith("flash_tpu"):  # with all keys valid, rare branches are not taken
@@ -156,8 +156,8 @@ def gradient_table(workload: Workload, chip: str) -> Table:
 
 
 def price_table(workload: Workload, chip: str, qk: str | None = None) -> Table:
-    """Compile and price all forms of a workload on one chip; for `qk` see `forms`."""
-    results = compile_forms(workload, chip, forms(workload, qk))
+    """Compile and price all implementations of a workload on one chip; for `qk` see `functions_to_compare`."""
+    results = compile_functions(workload, chip, functions_to_compare(workload, qk))
     compiled = {name: result for name, result in results.items() if isinstance(result, Compiled)}
     prices = {name: price_compiled(result, skip=_rare(name, result)).total.mid for name, result in compiled.items()}
     splash_best = min((prices[name] for name in prices if name.startswith("splash")), default=float("nan"))
@@ -167,7 +167,7 @@ def price_table(workload: Workload, chip: str, qk: str | None = None) -> Table:
     table = Table(*columns, title=f"{workload.name} on one {chip}, bfloat16, priced: {shape}")
     for name, result in results.items():
         if isinstance(result, CompilerError):
-            table.add_row(name, _short(result))
+            table.add_row(name, _short_message(result))
             continue
         table.add_row(name, *_row(result, _rare(name, result), workload, splash_best))
         if name in WITH_RARE_WORK:
@@ -176,7 +176,7 @@ def price_table(workload: Workload, chip: str, qk: str | None = None) -> Table:
 
 
 def _rare(name: str, compiled: Compiled) -> Mapping[str, Container[int]]:
-    """Return the blocks of a kernel whose branch guards work that few inputs need."""
+    """Return a kernel's blocks of instructions that only few inputs run."""
     return rare_work(compiled) if name in WITH_RARE_WORK else {}
 
 
@@ -187,9 +187,9 @@ def _row(compiled: Compiled, skip: Mapping[str, Container[int]], workload: Workl
     kernels = [compiled.schedules[item.name] for item in priced.items if item.kind == "kernels"]
     if kernels:
         largest = max(kernels, key=lambda schedule: schedule.bundles)
-        full = largest.occupancy(largest.run(skip.get(largest.name, ())).run_counts)
-        spilt = [full[unit] * largest.slots[unit] for unit in ("VLOAD:FILL", "VSTORE:SPILL")]
-        units = [f"{full['MXU']:.0%}", f"{full['VALU']:.0%}", f"{spilt[0]:.2f}, {spilt[1]:.2f}"]
+        occupancy = largest.occupancy(largest.run(skip.get(largest.name, ())).run_counts)
+        spills = [occupancy[unit] * largest.slots[unit] for unit in ("VLOAD:FILL", "VSTORE:SPILL")]
+        units = [f"{occupancy['MXU']:.0%}", f"{occupancy['VALU']:.0%}", f"{spills[0]:.2f}, {spills[1]:.2f}"]
         units.append(f"{largest.vmem / 2**20:.1f}")
     return [
         f"{1e3 * total.mid:.2f}",
@@ -203,5 +203,5 @@ def _row(compiled: Compiled, skip: Mapping[str, Container[int]], workload: Workl
     ]
 
 
-def _short(error: CompilerError) -> str:
+def _short_message(error: CompilerError) -> str:
     return str(error).partition(": ")[2].splitlines()[0][:60]

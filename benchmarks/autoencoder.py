@@ -12,7 +12,7 @@ import math
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.recorded import programs
+from benchmarks.video_programs import video_programs
 from wanjax.kernels.compiler_options import XLA_LEVEL_O1, XLA_LEVEL_O2
 from wanjax.pipelines.settings import DTYPES
 from wanjax.plan.price import PRICER
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="wan2.1-t2v-14b", choices=models)
     parser.add_argument("--chip", default="v6e-8", help="a slice of TPUs; frames are sharded over all of it")
     parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS)
-    parser.add_argument("--dtype", choices=DTYPES, help="what it computes in; the model's own if left out")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the computation; default: the model's")
     parser.add_argument("--encode", action="store_true", help="the encoder, for models that take pictures")
     options = parser.parse_args()
     video, tpu_slice = presets()[options.model].defaults, find_slice(options.chip)
@@ -44,7 +44,7 @@ def main() -> None:
     names = (f"{stage}_first", f"{stage}_next")
     columns = "program", "level", "compiled in, s", "priced, ms", "runs", "peak, GiB"
     table = Table(*columns, title=f"{options.model}, {video.width}x{video.height}, {options.chip}")
-    for run in (run for run in programs(options.model, video, mesh) if run.name in names):
+    for run in (run for run in video_programs(options.model, video, mesh) if run.name in names):
         for level in options.levels:
             [price] = PRICER.price_all(tpu_slice, [at_level(run.abstract_call, LEVELS[level])])
             cost, peak = f"{1e3 * (price.seconds or math.nan):.1f}", f"{price.peak_bytes / 2**30:.2f}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure a GPU in nine minutes: self-test, attention, steps and decoding at real size, also in torch.
 
-Nothing is downloaded: weights are random. Each part runs in its own process. The process frees the card's memory when
-it ends. If it fails or times out, the other parts still run. Torch and diffusers are measured if torch sees the card.
+Nothing is downloaded: weights are random. Each part runs in a separate process, which frees the card's memory when it
+ends. If a part fails or times out, the other parts still run. Torch and diffusers are measured if torch sees the card.
 
     python -m benchmarks.card [--out FOLDER] [--minutes 9]
 
@@ -29,8 +29,8 @@ from wanjax.stores.writing import write_atomically
 ROOT = Path(__file__).parents[1]
 MODELS = ("wan2.1-t2v-1.3b", "wan2.2-ti2v-5b")
 SELFTEST = "selftest"
-BUDGET = 10.0  # seconds of timed runs of a program
-LEAST = 20.0  # a part starts only if at least these seconds are left
+TIMED_SECONDS = 10.0  # seconds of timed runs of a program
+MIN_PART_SECONDS = 20.0  # a part starts only if at least these seconds are left
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def attention(small: bool) -> Iterator[Figure]:
             continue
         sizes = {"queries": shape[1], "keys": shape[1], "heads": shape[2], "head_dim": shape[3], "dtype": dtype}
         abstract_call = attention_program(mesh_of_first_devices({}, devices()), name, **sizes)
-        yield measured(what, f"wanjax, {name}", partial(measure, abstract_call, BUDGET))
+        yield time_program(what, f"wanjax, {name}", partial(measure, abstract_call, TIMED_SECONDS))
 
 
 def attention_shape(small: bool) -> tuple[str, tuple[int, int, int, int], str]:
@@ -118,13 +118,13 @@ def programs(model: str, small: bool) -> Iterator[Figure]:
         param_dtype=settings.dtype,
     )
     traced = programs_of(trace_programs(pipe, settings, needed_pictures(pipe, settings)))
-    step_name, decode_name = names_of(model, settings)
+    step_name, decode_name = figure_names(model, settings)
     for program in traced:
         if program.name == STEP:
-            yield measured(step_name, "wanjax", partial(measure, program.abstract_call, BUDGET))
+            yield time_program(step_name, "wanjax", partial(measure, program.abstract_call, TIMED_SECONDS))
     total, compiling = 0.0, 0.0
     for program in (priced for priced in traced if priced.stage == "decode"):
-        figure = measured(decode_name, "wanjax", partial(measure, program.abstract_call, BUDGET / 2))
+        figure = time_program(decode_name, "wanjax", partial(measure, program.abstract_call, TIMED_SECONDS / 2))
         if figure.seconds is None:
             yield figure
             return
@@ -133,13 +133,13 @@ def programs(model: str, small: bool) -> Iterator[Figure]:
     yield Figure(decode_name, "wanjax", total, compiling, "the sum of its programs")
 
 
-def names_of(model: str, settings: Any) -> tuple[str, str]:
+def figure_names(model: str, settings: Any) -> tuple[str, str]:
     """Return the names of a model's step and decoding, which include their sizes."""
     video = f"{settings.width}x{settings.height}, {settings.frames} frames"
     return f"a step with guidance, {model}, {video}", f"decoding, {model}, {video}"
 
 
-def measured(name: str, library: str, run: Callable[[], Any]) -> Figure:
+def time_program(name: str, library: str, run: Callable[[], Any]) -> Figure:
     """Return a measured time, or the first line of the error."""
     try:
         timing = run().timing
@@ -165,7 +165,7 @@ def torch_attention(small: bool) -> Iterator[Figure]:
     name, (batch, length, heads, size), dtype = attention_shape(small)
     shape, kind = (batch, heads, length, size), getattr(torch, dtype)
     q, k, v = (torch.randn(shape, dtype=kind, device=torch_device()) for _ in range(3))
-    yield by_torch(name, lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    yield time_torch(name, lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v))
 
 
 def torch_programs(model: str, small: bool) -> Iterator[Figure]:
@@ -174,9 +174,9 @@ def torch_programs(model: str, small: bool) -> Iterator[Figure]:
 
     description = describe_sized_model(model, small)
     torch.set_default_dtype(getattr(torch, description.settings.dtype))
-    for name, make in zip(names_of(model, description.settings), (torch_step, torch_decoding), strict=True):
+    for name, make in zip(figure_names(model, description.settings), (torch_step, torch_decoding), strict=True):
         with torch.device(torch_device()):
-            yield by_torch(name, make(description))
+            yield time_torch(name, make(description))
 
 
 def torch_step(description: Any) -> Callable[[], Any]:
@@ -211,22 +211,22 @@ def torch_decoding(description: Any) -> Callable[[], Any]:
     return lambda: decoder.decode(latents, return_dict=False)
 
 
-def by_torch(name: str, run: Callable[[], Any]) -> Figure:
+def time_torch(name: str, run: Callable[[], Any]) -> Figure:
     """Return the time of a torch function, after one run for warm-up."""
     import torch
 
-    def once() -> None:
+    def run_once() -> None:
         run()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
     try:
         with torch.no_grad():
-            once()
+            run_once()
             seconds: list[float] = []
-            while len(seconds) < 2 or (sum(seconds) < BUDGET and len(seconds) < 20):
+            while len(seconds) < 2 or (sum(seconds) < TIMED_SECONDS and len(seconds) < 20):
                 start = perf_counter()
-                once()
+                run_once()
                 seconds.append(perf_counter() - start)
     except Exception as error:
         return Figure(name, "torch", note=first_line(error))
@@ -239,24 +239,24 @@ PARTS: dict[str, Part] = {
     "torch attention": torch_attention,
     **{f"torch {model}": partial(torch_programs, model) for model in MODELS},
 }
-"""The parts by name, in the order of their worth; those of torch are left out where it does not see the card."""
+"""The parts by name, the most important first. Torch's parts are skipped if torch does not see the card."""
 
 
 def run_part(name: str, small: bool, seconds: float) -> Iterator[Figure]:
     """Run a part in its own process; yield its figures, and the reason if it failed or timed out."""
-    if seconds < LEAST:
+    if seconds < MIN_PART_SECONDS:
         yield Figure(name, "", note="left out: no time was left")
         return
     command = [sys.executable, "-m", "benchmarks.card", "--part", name, *(["--small"] if small else [])]
     try:
         process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
-        output, why = process.stdout, (process.stderr.strip().splitlines() or [""])[-1] if process.returncode else ""
+        output, reason = process.stdout, (process.stderr.strip().splitlines() or [""])[-1] if process.returncode else ""
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-        why = f"it was stopped after {seconds:.0f} s"
+        reason = f"it was stopped after {seconds:.0f} s"
     yield from (Figure(**json.loads(line)) for line in output.splitlines() if line.startswith("{"))
-    if why:
-        yield Figure(name, "", note=why[:200])
+    if reason:
+        yield Figure(name, "", note=reason[:200])
 
 
 def selftest(out: Path, seconds: float) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def selftest(out: Path, seconds: float) -> dict[str, Any]:
         return {"passed": False, "error": first_line(error)}
 
 
-def lines(card: str, outcome: dict[str, Any], figures: Sequence[Figure]) -> list[str]:
+def report_lines(card: str, outcome: dict[str, Any], figures: Sequence[Figure]) -> list[str]:
     """Return the lines for docs/measured.md: a table of the times of each library."""
     checks = outcome.get("checks", [])
     wrong = [check["name"] for check in checks if check["outcome"] == "wrong"]
@@ -278,15 +278,15 @@ def lines(card: str, outcome: dict[str, Any], figures: Sequence[Figure]) -> list
     table += ["| what | by | time | torch / wanjax |", "|---|---|---|---|"]
     torch = {figure.what: figure.seconds for figure in figures if figure.library == "torch"}
     for figure in figures:
-        rival = torch.get(figure.what) if figure.library.startswith("wanjax") else None
-        ratio = format_number(rival / figure.seconds) if rival and figure.seconds else ""
+        torch_seconds = torch.get(figure.what) if figure.library.startswith("wanjax") else None
+        ratio = format_number(torch_seconds / figure.seconds) if torch_seconds and figure.seconds else ""
         time = figure.note if figure.seconds is None else format_duration(figure.seconds)
         table.append(f"| {figure.what} | {figure.library} | {time} | {ratio} |")
     return table
 
 
 def card_name() -> str:
-    """Return the kind of the first device, found by a separate process so that this one uses no memory of it."""
+    """Return the kind of the first device. A separate process reads it, so that this process uses no device memory."""
     code = "import jax; print(jax.devices()[0].device_kind)"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split("\n")[
         -2
@@ -294,7 +294,7 @@ def card_name() -> str:
 
 
 def has_torch(small: bool) -> bool:
-    """Return whether torch and diffusers are installed and torch sees a card; with small sizes, any device will do."""
+    """Return whether torch and diffusers are installed and torch sees a card. Small sizes need no card."""
     if not all(map(find_spec, ("torch", "diffusers"))):
         return False
     code = "import torch; print(torch.cuda.is_available())"
@@ -306,7 +306,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument(
-        "--minutes", type=float, default=9.0, help="after which nothing more is begun, and all is ended"
+        "--minutes", type=float, default=9.0, help="time limit: then the running part stops, and no other part starts"
     )
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--small", action="store_true", help="small models, as the tests run it")
@@ -327,7 +327,7 @@ def main() -> None:
         figures.extend(run_part(name, options.small, end - perf_counter()))
         record = {"card": card, SELFTEST: outcome, "figures": [asdict(figure) for figure in figures]}
         write_atomically(file, (json.dumps(record, indent=2) + "\n").encode())
-    print("\n".join(lines(card, outcome, figures)))
+    print("\n".join(report_lines(card, outcome, figures)))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare forms of a computation on the CPU. The first form is the one in use; docs/performance.md says why.
+"""Compare implementations of a computation on the CPU. wanjax uses the first one; docs/performance.md says why.
 
 python -m benchmarks.choices [conv] [dense] [casts] [--repeats 5]
 """
@@ -17,7 +17,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.timing import Run, time_rivals
+from benchmarks.timing import Run, time_alternately
 from wanjax.kernels import compiler_options
 from wanjax.layers.conv import CausalConv
 from wanjax.layers.linear import linear
@@ -33,7 +33,7 @@ def conv(repeats: int) -> Table:
     table = Table("channels", "frame", *("2-D per tap", "3-D", "2-D of stacked taps", "torch"), title="conv, GFLOP/s")
     for channels, height, width in ((96, 120, 208), (384, 30, 52)):
         x = np.random.default_rng(0).standard_normal((1, 6, height, width, channels), np.float32)
-        timings = time_rivals(_conv_forms(x), repeats)
+        timings = time_alternately(_conv_forms(x), repeats)
         flops = 2 * 27 * channels**2 * 4 * height * width
         rates = [f"{flops / timing.median / 1e9:.0f}" for timing in timings.values()]
         table.add_row(str(channels), f"{width} × {height}", *rates)
@@ -54,12 +54,12 @@ def _conv_forms(frames: np.ndarray) -> dict[str, Run]:
         return nnx.merge(graphdef, weights)(x[:, 2:], x[:, :2])[0]
 
     @jax.jit
-    def whole(kernel, x):
+    def conv_3d(kernel, x):
         padding = ((0, 0), (1, 1), (1, 1))
         return jax.lax.conv_general_dilated(x, kernel, (1, 1, 1), padding, dimension_numbers=AXES_3D)
 
     @jax.jit
-    def stacked(kernel, x):
+    def conv_2d_of_taps(kernel, x):
         taps = jnp.concatenate([x[0, tap : tap + 4] for tap in range(3)], axis=-1)
         kernel = jnp.concatenate(list(kernel), axis=2)
         return jax.lax.conv_general_dilated(taps, kernel, (1, 1), ((1, 1), (1, 1)), dimension_numbers=AXES)
@@ -70,14 +70,14 @@ def _conv_forms(frames: np.ndarray) -> dict[str, Run]:
 
     return {
         "per tap": partial(per_tap, weights, x),
-        "whole": partial(whole, kernel, x),
-        "stacked": partial(stacked, kernel, x),
+        "whole": partial(conv_3d, kernel, x),
+        "stacked": partial(conv_2d_of_taps, kernel, x),
         "torch": in_torch,
     }
 
 
 def dense(repeats: int) -> Table:
-    """Time the gradient of a dense layer at the sizes of two training steps: the layer's own form, and XLA's."""
+    """Time the gradient of a dense layer at the sizes of two training steps: wanjax's code, and XLA's own gradient."""
     table = Table("x", "kernel", "by hand", "XLA's", "XLA's, x as a matrix", title="gradient of a dense layer, ms")
     random = np.random.default_rng(0)
     for shape, width in (((64, 80, 192), 512), ((1, 1280, 1536), 8960)):
@@ -91,7 +91,7 @@ def dense(repeats: int) -> Table:
             "XLA's": partial(_gradient(lambda kernel, x: x @ kernel), kernel, x),
             "flat": partial(_gradient(lambda kernel, x: x.reshape(-1, x.shape[-1]) @ kernel), kernel, x),
         }
-        timings = time_rivals(forms, repeats)
+        timings = time_alternately(forms, repeats)
         times = (f"{1e3 * timing.median:.1f}" for timing in timings.values())
         table.add_row(str(list(shape)), str(list(kernel.shape)), *times)
     return table

@@ -9,7 +9,7 @@
 
 `rate` compares two nodes, each with a worker on one core, with one such worker and with one process on both cores.
 Loading and the first video do not count. `overhead` measures workers that do nothing. `plan` measures the driver's
-memory, and its time to read, check and name requests. Nine in ten of the videos exist already. `chaos` kills workers,
+memory, and its time to read, check and name requests; 90 % of the videos already exist. `chaos` kills workers,
 drivers and nodes with SIGKILL during a batch, and restarts the driver until the batch is done. With `--hosts 2`, one
 worker has both nodes, and one of its processes is killed at a time.
 """
@@ -45,9 +45,9 @@ from wanjax.jobs.worker import Failure, Lease
 from wanjax.media.video import read_metadata
 from wanjax.pipelines.request import VideoRequest
 
-SMALL = ("--size", "32x32", "--frames", "5", "--steps", "20")
-STORE = 80 * 2**20  # bytes
-PATIENCE = 900.0  # the most seconds between two videos of a driver
+SMALL_VIDEO_OPTIONS = ("--size", "32x32", "--frames", "5", "--steps", "20")
+OBJECT_STORE_BYTES = 80 * 2**20
+MAX_STALL_SECONDS = 900.0  # the most seconds between two videos of a driver
 
 
 @contextmanager
@@ -62,13 +62,13 @@ def pinned(core: int | None) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def patient(start: Callable[[], Any], tries: int = 5) -> Any:
-    """Start a node with a longer timeout, since Ray's 30 seconds are too short on a busy machine."""
-    for left in reversed(range(tries)):
+def start_with_retries(start: Callable[[], Any], tries: int = 5) -> Any:
+    """Start a node; try again if it fails, since Ray's timeout of 30 seconds is too short on a busy machine."""
+    for tries_left in reversed(range(tries)):
         try:
             return start()
         except Exception:
-            if not left:
+            if not tries_left:
                 raise
 
 
@@ -83,9 +83,9 @@ class LocalCluster:
             "num_cpus": 0,
             "node_ip_address": "127.0.0.1",
             "include_dashboard": False,
-            "object_store_memory": STORE,
+            "object_store_memory": OBJECT_STORE_BYTES,
         }
-        self.cluster = patient(lambda: Cluster(initialize_head=True, head_node_args=node_options))
+        self.cluster = start_with_retries(lambda: Cluster(initialize_head=True, head_node_args=node_options))
         self.nodes: list[Any] = []
 
     @property
@@ -95,8 +95,12 @@ class LocalCluster:
     def add(self, core: int | None = None) -> None:
         """Start a node, and pin it to a core if one is named."""
         with pinned(core):
-            node_options: Any = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": STORE}
-            self.nodes.append(patient(lambda: self.cluster.add_node(**node_options)))
+            node_options: Any = {
+                "num_cpus": 1,
+                "node_ip_address": "127.0.0.1",
+                "object_store_memory": OBJECT_STORE_BYTES,
+            }
+            self.nodes.append(start_with_retries(lambda: self.cluster.add_node(**node_options)))
 
     def kill(self, index: int) -> None:
         """Kill a node as a power cut does."""
@@ -125,7 +129,7 @@ def write_requests(file: Path, count: int) -> Path:
 
 def driver(file: Path, out: Path, *options: str, core: int | None = None) -> "subprocess.Popen[str]":
     """Start `wanjax batch`."""
-    command = [sys.executable, "-m", "wanjax", "batch", str(file), "--out", str(out), *SMALL, *options]
+    command = [sys.executable, "-m", "wanjax", "batch", str(file), "--out", str(out), *SMALL_VIDEO_OPTIONS, *options]
     with pinned(core):
         log = (out.parent / f"{out.name}.log").open("a")
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, text=True)
@@ -135,10 +139,10 @@ def videos(out: Path) -> list[Path]:
     return sorted(out.glob("[!.]*.mp4"))
 
 
-def rate(out: Path) -> tuple[float, float]:
-    """Return the videos a second after the first video, and the sum of the same rates of each worker.
+def video_rates(out: Path) -> tuple[float, float]:
+    """Return the videos per second of all workers, and the sum of the rates of the single workers.
 
-    The times are those at which files were written.
+    A rate counts from the end of the first video. The times are the files' modification times.
     """
     by_worker: dict[str, list[float]] = {}
     for entry in read_manifest(out):
@@ -163,10 +167,10 @@ def compare_rates(requests: int, repeats: int) -> None:
             for index, (name, options) in enumerate(settings.items()):
                 out = folder / f"{index}-{repeat}"
                 assert driver(file, out, *options).wait() == 0, (out.parent / f"{out.name}.log").read_text()
-                total_rate, steady_rate = rate(out)
+                total_rate, steady_rate = video_rates(out)
                 rates[name].append(total_rate)
-                node_options = f"{total_rate:.2f} videos a second, {steady_rate:.2f} once all workers are at work"
-                print(f"{name}: {node_options}, load {os.getloadavg()[0]:.1f}", flush=True)
+                rates_text = f"{total_rate:.2f} videos a second, {steady_rate:.2f} once all workers are at work"
+                print(f"{name}: {rates_text}, load {os.getloadavg()[0]:.1f}", flush=True)
         are_equal = [(folder / "0-0" / path.name).read_bytes() == path.read_bytes() for path in videos(folder / "1-0")]
         print(f"{sum(are_equal)} of {len(are_equal)} files of 2 workers and of 1 are equal")
         median = {name: statistics.median(total_rate) for name, total_rate in rates.items()}
@@ -174,7 +178,7 @@ def compare_rates(requests: int, repeats: int) -> None:
         print(f"2 workers beside 1: {first / second:.2f}, beside one process: {first / third:.2f}")
 
 
-class Idle:
+class IdleMaker:
     """A maker that does no work."""
 
     models = ("nano",)
@@ -191,8 +195,8 @@ class Idle:
         return Failure("", str(error))
 
 
-def idle(store: JobStore) -> Idle:
-    return Idle()
+def make_idle_maker(store: JobStore) -> IdleMaker:
+    return IdleMaker()
 
 
 def measure_overhead(requests: int) -> None:
@@ -201,7 +205,7 @@ def measure_overhead(requests: int) -> None:
     for label, max_batch in (("batches as they come", 32), ("one at a time", 1)):
         with tempfile.TemporaryDirectory() as name:
             store = JobStore(f"{name}/jobs.sqlite")
-            start = partial(LocalWorker, store, idle, {"max_batch": max_batch})
+            start = partial(LocalWorker, store, make_idle_maker, {"max_batch": max_batch})
             pool = Pool(store, lambda number, start=start: start(number=number), Autoscaler(2, 2), print)
             while store.stats().workers.get("ready") != 2:
                 pool.poll()
@@ -293,16 +297,16 @@ def chaos(
     With two hosts, both nodes form one worker, and its mesh has a device of each node.
     """
     file, out, rng = write_requests(folder / "requests.jsonl", requests), folder / "videos", random.Random(seed)
-    parts = ("worker",) if hosts == 1 else ("leader", "follower")
-    kills = [parts[i % len(parts)] for i in range(workers)] + ["driver"] * drivers + ["node"] * nodes
+    process_kinds = ("worker",) if hosts == 1 else ("leader", "follower")
+    kills = [process_kinds[i % len(process_kinds)] for i in range(workers)] + ["driver"] * drivers + ["node"] * nodes
     rng.shuffle(kills)
-    after = sorted(
+    kill_after = sorted(
         rng.sample(range(1, max(requests - 1, len(kills) + 1)), len(kills))
     )  # the number of videos before each kill
-    remaining_kills, start = list(zip(after, kills, strict=True)), time.perf_counter()
+    remaining_kills, start = list(zip(kill_after, kills, strict=True)), time.perf_counter()
     with local_cluster(2) as cluster:
-        shape = ("--workers", "2") if hosts == 1 else ("--hosts", str(hosts), "--mesh", f"dp={hosts}")
-        options = (*shape, "--ray", cluster.address, "--retries", "5")
+        worker_options = ("--workers", "2") if hosts == 1 else ("--hosts", str(hosts), "--mesh", f"dp={hosts}")
+        options = (*worker_options, "--ray", cluster.address, "--retries", "5")
         process, num_videos, last_progress = driver(file, out, *options), 0, time.monotonic()
         while (status := process.poll()) != 0:
             if status is not None:
@@ -311,7 +315,7 @@ def chaos(
                 process = driver(file, out, *options)
             if (new_count := len(videos(out))) > num_videos:
                 num_videos, last_progress = new_count, time.monotonic()
-            assert time.monotonic() - last_progress < PATIENCE, (folder / "videos.log").read_text()
+            assert time.monotonic() - last_progress < MAX_STALL_SECONDS, (folder / "videos.log").read_text()
             if remaining_kills and num_videos >= remaining_kills[0][0]:
                 _, kind = remaining_kills.pop(0)
                 if kind == "driver":
@@ -330,10 +334,10 @@ def chaos(
                 print(f"{num_videos} of {requests}: {kind} killed, load {os.getloadavg()[0]:.1f}", flush=True)
             time.sleep(0.1)
     entries = [entry["file_name"] for entry in read_manifest(out) if "error" not in entry]
-    records = [read_metadata(path) for path in videos(out)]
+    all_metadata = [read_metadata(path) for path in videos(out)]
     return {
-        "videos": len(records),
-        "seeds": sorted(record["seed"] for record in records),
+        "videos": len(all_metadata),
+        "seeds": sorted(record["seed"] for record in all_metadata),
         "listed": sorted(entries) == [path.name for path in videos(out)],
         "spared": len(remaining_kills),
         "failed": [entry for entry in read_manifest(out) if "error" in entry],

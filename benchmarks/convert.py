@@ -25,9 +25,8 @@ from typing import Any
 from benchmarks.real_shapes import run
 from benchmarks.synthetic import MODELS, write_checkpoint
 
-MEMORY, RATE = 4e9, 0.6  # bars: the most bytes while converting, and the least fraction of a copy's rate
-
-
+MAX_MEMORY = 4e9  # target: bytes while converting
+MIN_RELATIVE_RATE = 0.6  # target: the rate of a conversion, as a fraction of the rate of a copy
 RESTORE = "restore the "  # followed by a network's name
 
 
@@ -47,13 +46,13 @@ def convert(source: Path, target: Path) -> dict:
     from wanjax.checkpoints.convert import ToWanjax
     from wanjax.registry import kinds, open_source
 
-    start, ends = time.perf_counter(), {}
+    start, end_seconds = time.perf_counter(), {}
 
     def progress(stage: str, num_done: int, total: int) -> None:
-        ends[stage] = time.perf_counter() - start
+        end_seconds[stage] = time.perf_counter() - start
 
     assert ToWanjax(open_source(source), target, kinds()).run(progress)
-    return {"seconds": time.perf_counter() - start, "written after": ends["converting"]}
+    return {"seconds": time.perf_counter() - start, "written after": end_seconds["converting"]}
 
 
 def verify(source: Path, target: Path) -> dict:
@@ -74,11 +73,11 @@ def compare(source: Path, target: Path) -> dict:
     start, count = time.perf_counter(), 0
     converted: Any = open_source(target)
     for name in networks(source):
-        here = SafetensorsFolder(source / name)
-        there = converted[name].original(converted[name].tensors(network(converted, name, kinds()).rules))
-        assert here.specs.keys() == there.specs.keys()
-        for key in here.specs:
-            x, y = here.read(key), there.read(key)
+        source_reader = SafetensorsFolder(source / name)
+        restored_reader = converted[name].original(converted[name].tensors(network(converted, name, kinds()).rules))
+        assert source_reader.specs.keys() == restored_reader.specs.keys()
+        for key in source_reader.specs:
+            x, y = source_reader.read(key), restored_reader.read(key)
             bits = f"u{x.dtype.itemsize}"
             assert x.dtype == y.dtype, key
             assert (x.view(bits) == y.view(bits)).all(), key
@@ -121,7 +120,7 @@ def synchronise(folder: Path) -> None:
             os.close(descriptor)
 
 
-def measured(part: str, source: Path, target: Path) -> dict:
+def measure_part(part: str, source: Path, target: Path) -> dict:
     """Run a part in its own process and return its figures."""
     for folder in (source, target):
         synchronise(folder)
@@ -129,8 +128,8 @@ def measured(part: str, source: Path, target: Path) -> dict:
         command = [sys.executable, "-m", "benchmarks.convert", "--part", part, str(source), str(target), result.name]
         _, peak = run(command, os.environ)
         figures = json.loads(Path(result.name).read_text()) | {"peak": peak}
-    listed = ", ".join(f"{name} {value:,.1f}" for name, value in figures.items() if name != "peak")
-    print(f"{part}: {listed}, peak {peak / 1e9:.2f} GB", flush=True)
+    figures_text = ", ".join(f"{name} {value:,.1f}" for name, value in figures.items() if name != "peak")
+    print(f"{part}: {figures_text}, peak {peak / 1e9:.2f} GB", flush=True)
     return figures
 
 
@@ -147,9 +146,9 @@ def main() -> None:
         part, source, target, result = options.part
         Path(result).write_text(json.dumps(function_of(part)(Path(source), Path(target))))
         return
-    home = Path(tempfile.mkdtemp(prefix="wanjax-convert-", dir=options.folder))
+    work_folder = Path(tempfile.mkdtemp(prefix="wanjax-convert-", dir=options.folder))
     try:
-        source = options.source or home / "source"
+        source = options.source or work_folder / "source"
         if not options.source:
             write_checkpoint(options.model, source)
         size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
@@ -157,19 +156,21 @@ def main() -> None:
         figures: dict = {"bytes": size, "copy": [], "convert": []}
         for _ in range(options.rounds):
             for part in ("copy", "convert"):
-                shutil.rmtree(home / "target", ignore_errors=True)
-                figures[part].append(measured(part, source, home / "target"))
+                shutil.rmtree(work_folder / "target", ignore_errors=True)
+                figures[part].append(measure_part(part, source, work_folder / "target"))
         for part in (*list(PARTS)[2:], *(f"{RESTORE}{name}" for name in networks(source))):
-            figures[part] = measured(part, source, home / "target")
+            figures[part] = measure_part(part, source, work_folder / "target")
     finally:
-        shutil.rmtree(home)
+        shutil.rmtree(work_folder)
     peak = max(run["peak"] for run in figures["convert"])
     for key in ("written after", "seconds"):
         seconds = min(run[key] for run in figures["convert"])
         ratio = min(run["seconds"] for run in figures["copy"]) / seconds
-        words = "converted" if key == "written after" else "converted, verified and on the disk"
-        print(f"{words}: {size / seconds / 1e6:.0f} MB/s, {ratio:.2f} of the rate of a copy ({RATE})")
-    print(f"at most {peak / 1e9:.2f} GB of memory, {'within' if peak <= MEMORY else 'beyond'} {MEMORY / 1e9:.0f}")
+        label = "converted" if key == "written after" else "converted, verified and on the disk"
+        print(f"{label}: {size / seconds / 1e6:.0f} MB/s, {ratio:.2f} of the rate of a copy ({MIN_RELATIVE_RATE})")
+    print(
+        f"at most {peak / 1e9:.2f} GB of memory, {'within' if peak <= MAX_MEMORY else 'beyond'} {MAX_MEMORY / 1e9:.0f}"
+    )
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from benchmarks.recorded import programs
+from benchmarks.video_programs import video_programs
 from wanjax import registry
 from wanjax.figures import format_bytes
 from wanjax.kernels.attention import AttentionConfig
@@ -38,14 +38,14 @@ SHAPE = re.compile(r"\b(f32|bf16|f16|s32|u32|s8|u8|pred)\[([\d,]+)\]")
 BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
 
 
-def largest(text: str) -> tuple[int, str]:
+def largest_array(text: str) -> tuple[int, str]:
     """Return the bytes and the type of the largest array of a compiled module that is not an argument."""
     parameters = {match[0] for line in text.splitlines() if " parameter(" in line for match in SHAPE.finditer(line)}
     arrays = {match[0]: BYTES[match[1]] * math.prod(map(int, match[2].split(","))) for match in SHAPE.finditer(text)}
     return max((size, name) for name, size in arrays.items() if name not in parameters)
 
 
-def compiled(abstract_call: AbstractCall) -> jax.stages.Compiled:
+def compile_program(abstract_call: AbstractCall) -> jax.stages.Compiled:
     """Compile a program for the devices of its arguments."""
     function = jax.jit(abstract_call.function, donate_argnums=abstract_call.donate)
     return function.lower(*abstract_call.arguments).compile()
@@ -64,17 +64,17 @@ def main() -> None:
     defaults, size = registry.model_description(options.model).settings, options.size
     height, width = defaults.size if size is None else registry.find_size(options.model, {"size": size})
     settings = defaults.updated({"dtype": "bfloat16", "height": height, "width": width})
-    for program in programs(options.model, settings, mesh, attention=options.attention):
+    for program in video_programs(options.model, settings, mesh, attention=options.attention):
         if options.only and program.name not in options.only:
             continue
-        executable: Any = compiled(program.abstract_call)
+        executable: Any = compile_program(program.abstract_call)
         memory = executable.memory_analysis()
         argument_bytes, temp_bytes = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-        largest_bytes, kind = largest(executable.as_text())
+        largest_bytes, array_type = largest_array(executable.as_text())
         print(
             f"{program.name}: {format_bytes(argument_bytes, 1024)} of arguments, "
             f"{format_bytes(temp_bytes, 1024)} of temporary memory; "
-            f"largest {kind}, {format_bytes(largest_bytes, 1024)}"
+            f"largest {array_type}, {format_bytes(largest_bytes, 1024)}"
         )
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How quickly quantised weights are read, as numbers a second of one core, relative to 8-bit floats with a scale.
+"""Measure how many quantised weights one core reads per second, relative to 8-bit floats with a scale.
 
 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 python -m benchmarks.dequantized [--rows 2560]
 
-A weight has 5,120 columns, as the 14B's. Nothing is read from a disk.
+A weight matrix has 5,120 columns, as in Wan 14B. Nothing is read from a disk.
 """
 
 import argparse
@@ -22,7 +22,7 @@ COLUMNS, REPEATS = 5120, 9
 GGUF_TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q5_0")
 
 
-def seconds(read: Callable[[], object]) -> float:
+def least_seconds(read: Callable[[], object]) -> float:
     """Return the least processor time of several calls."""
     times = []
     for _ in range(REPEATS):
@@ -49,13 +49,13 @@ def main() -> None:
         "8-bit integers": DequantizedReader(Tensors({"a.weight": integers} | scale)),
         "ConvRot": DequantizedReader(Tensors({"a.weight": integers} | scale | convrot_entry)),
     }
-    times = {name: seconds(lambda reader=reader: reader.read("a.weight")) for name, reader in readers.items()}
+    times = {name: least_seconds(lambda reader=reader: reader.read("a.weight")) for name, reader in readers.items()}
     for name in GGUF_TYPES:
         block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
         raw = random.integers(0, 120, (rows, COLUMNS // block * nbytes), dtype=np.uint8)
-        times[f"GGUF {name}"] = seconds(lambda raw=raw, name=name: dequantise(raw, name))
-    for name, spent in times.items():
-        print(f"{name:16} {rows * COLUMNS / spent / 1e6:6.0f} M a second, {times['8-bit floats'] / spent:.2f} x")
+        times[f"GGUF {name}"] = least_seconds(lambda raw=raw, name=name: dequantise(raw, name))
+    for name, seconds in times.items():
+        print(f"{name:16} {rows * COLUMNS / seconds / 1e6:6.0f} M a second, {times['8-bit floats'] / seconds:.2f} x")
 
 
 if __name__ == "__main__":

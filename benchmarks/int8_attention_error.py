@@ -3,7 +3,7 @@
 
     python -m benchmarks.int8_attention_error [--queries N] [--keys N]
 
-Each line has operands with another distribution. Heads have a size of 128.
+Each line of the table uses operands of a different distribution. Heads have a size of 128.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def operands(queries: int, keys: int, *, std: float, mean: float = 0.0, outlier:
     return tuple(jnp.asarray(x[None, :, None], jnp.bfloat16) for x in (q, k, v))
 
 
-def exact(q: jax.Array, k: jax.Array, v: jax.Array) -> np.ndarray:
+def exact_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> np.ndarray:
     """Return attention in float64."""
     q64, k64, v64 = (np.asarray(x, np.float64)[0, :, 0] for x in (q, k, v))
     logits = q64 @ k64.T * HEAD_DIM**-0.5
@@ -55,13 +55,13 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=512)
     parser.add_argument("--keys", type=int, default=8192)
     options = parser.parse_args()
-    fixed = {"key_mask": None, "window": None, "bias": None, "scale": HEAD_DIM**-0.5}
+    fixed_arguments = {"key_mask": None, "window": None, "bias": None, "scale": HEAD_DIM**-0.5}
     table = Table("", *CONFIGS, title=f"relative error, {options.queries:,} queries, {options.keys:,} keys")
     for name, case in CASES.items():
         q, k, v = operands(options.queries, options.keys, **case)
-        expected, errors = exact(q, k, v), []
+        expected, errors = exact_attention(q, k, v), []
         for config in CONFIGS.values():
-            out = np.asarray(jax.jit(partial(attention, config=config, **fixed))(q, k, v), np.float64)
+            out = np.asarray(jax.jit(partial(attention, config=config, **fixed_arguments))(q, k, v), np.float64)
             errors.append(f"{np.linalg.norm(out - expected) / np.linalg.norm(expected):.4f}")
         table.add_row(name, *errors)
     Console(width=100).print(table)

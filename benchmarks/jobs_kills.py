@@ -27,16 +27,17 @@ import httpx
 import psutil
 
 from benchmarks.cluster import driver, videos, write_requests
-from benchmarks.serving import served
+from benchmarks.serving import running_server
 from tests.support.batches import read_manifest
 from tests.support.postgres import Server, running
 from wanjax.jobs.databases import ENV_VARIABLE
 from wanjax.media.video import read_metadata
 
-AWAY = 1.0  # seconds from a kill of the database to its restart
-PATIENCE = 900.0  # seconds in which another video is made
+DOWNTIME = 1.0  # seconds from a kill of the database to its restart
+MAX_STALL_SECONDS = 900.0  # the benchmark fails if no video is made for so long
 SMALL_VIDEO = {"prompt": "a red circle", "size": "32x32", "frames": 5, "steps": 20}
-WAITING, DELETED = 8, 7  # unfinished videos of a server; one in so many videos is deleted
+MAX_UNFINISHED = 8  # unfinished videos of a server
+DELETE_EVERY = 7  # one in so many videos is deleted
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
@@ -54,30 +55,32 @@ class Kills:
         self.random, self.postgres = random.Random(0), postgres
         self.random.shuffle(self.kinds)
         self.requests, self.wait = requests, max(1, requests // (len(self.kinds) + 1))
-        self.done, self.since = 0, time.monotonic()
+        self.done, self.last_kill_time = 0, time.monotonic()
 
     def poll(self, done: int, process: "subprocess.Popen[str]") -> None:
         """Kill the next process if enough videos were made since the last kill."""
-        assert time.monotonic() - self.since < PATIENCE, f"{done} of {self.requests} videos, and no more"
+        assert time.monotonic() - self.last_kill_time < MAX_STALL_SECONDS, (
+            f"no further video in {MAX_STALL_SECONDS:.0f} s after {done} of {self.requests}"
+        )
         if not self.kinds or done < self.done + self.wait:
             return
         victims = [psutil.Process(process.pid)] if self.kinds[0] == "driver" else workers_of(process.pid)
         if self.kinds[0] == "database":
             assert self.postgres is not None
             self.postgres.stop("immediate")
-            time.sleep(AWAY)
+            time.sleep(DOWNTIME)
             self.postgres.start()
         elif victims:
             self.random.choice(victims).kill()
         else:
             return
-        self.done, self.since = done, time.monotonic()
+        self.done, self.last_kill_time = done, time.monotonic()
         print(f"{done} of {self.requests}: {self.kinds.pop(0)} killed, load {os.getloadavg()[0]:.1f}", flush=True)
 
 
 def kill_batch(folder: Path, kills: Kills) -> dict[str, Any]:
     """Make a batch with two workers during the kills, and again without kills; return the checks."""
-    file, out, undisturbed = (
+    file, out, reference_out = (
         write_requests(folder / "requests.jsonl", kills.requests),
         folder / "videos",
         folder / "alone",
@@ -89,15 +92,15 @@ def kill_batch(folder: Path, kills: Kills) -> dict[str, Any]:
             process = driver(file, out, *options)
         kills.poll(len(videos(out)), process)
         time.sleep(0.1)
-    assert driver(file, undisturbed, "--workers", "2").wait() == 0
+    assert driver(file, reference_out, "--workers", "2").wait() == 0
     entries = read_manifest(out)
-    listed = [entry["file_name"] for entry in entries if "error" not in entry]
+    listed_names = [entry["file_name"] for entry in entries if "error" not in entry]
     return {
         "all made": sorted(read_metadata(path)["seed"] for path in videos(out)) == list(range(kills.requests)),
-        "each listed once": sorted(listed) == [path.name for path in videos(out)],
-        "none failed": len(entries) == len(listed),
+        "each listed once": sorted(listed_names) == [path.name for path in videos(out)],
+        "none failed": len(entries) == len(listed_names),
         "equal files": [path.read_bytes() for path in videos(out)]
-        == [path.read_bytes() for path in videos(undisturbed)],
+        == [path.read_bytes() for path in videos(reference_out)],
     }
 
 
@@ -112,31 +115,34 @@ def kill_server(folder: Path, kills: Kills) -> dict[str, Any]:
     )
     accepted, deleted, statuses, num_requests, faults = set[str](), set[str](), dict[str, str](), 0, set[str]()
 
-    def is_over() -> int:
+    def num_ended() -> int:
         return sum(status in ("completed", "failed") for status in statuses.values())
 
-    while num_requests < kills.requests or not accepted <= statuses.keys() or is_over() < len(statuses):
+    while num_requests < kills.requests or not accepted <= statuses.keys() or num_ended() < len(statuses):
         try:
-            with served(folder, *options) as (address, process), httpx.Client(base_url=address, timeout=60) as client:
-                while num_requests < kills.requests or not accepted <= statuses.keys() or is_over() < len(statuses):
-                    if num_requests < kills.requests and len(statuses) - is_over() < WAITING:
+            with (
+                running_server(folder, *options) as (address, process),
+                httpx.Client(base_url=address, timeout=60) as client,
+            ):
+                while num_requests < kills.requests or not accepted <= statuses.keys() or num_ended() < len(statuses):
+                    if num_requests < kills.requests and len(statuses) - num_ended() < MAX_UNFINISHED:
                         answer = client.post("/v1/videos", json=SMALL_VIDEO | {"seed": num_requests})
                         if answer.status_code == 200:
                             accepted.add(answer.json()["id"])
                             num_requests += 1
-                    if accepted and num_requests % DELETED == 0 and len(deleted) < num_requests // DELETED:
-                        accepted.discard(id := min(accepted))  # without an answer it may or may not be deleted
+                    if accepted and num_requests % DELETE_EVERY == 0 and len(deleted) < num_requests // DELETE_EVERY:
+                        accepted.discard(id := min(accepted))  # without a response the video may or may not be deleted
                         if client.delete(f"/v1/videos/{id}").status_code == 200:
                             deleted.add(id)
-                    if (listed_videos := listed(client)) is not None:
+                    if (listed_videos := list_videos(client)) is not None:
                         statuses = {video["id"]: video["status"] for video in listed_videos}
                         faults |= {"listed twice"} if len(statuses) < len(listed_videos) else set()
                         faults |= {"lost"} if not accepted <= statuses.keys() else set()
                         faults |= {"deleted and there"} if deleted & statuses.keys() else set()
-                    kills.poll(is_over() + len(deleted), process)
+                    kills.poll(num_ended() + len(deleted), process)
                     time.sleep(0.1)
         except httpx.TransportError:
-            continue  # the front was killed
+            continue  # the server process was killed
     num_completed = list(statuses.values()).count("completed")
     return {
         "nothing lost": not faults,
@@ -146,7 +152,7 @@ def kill_server(folder: Path, kills: Kills) -> dict[str, Any]:
     }
 
 
-def listed(client: httpx.Client) -> list[dict[str, Any]] | None:
+def list_videos(client: httpx.Client) -> list[dict[str, Any]] | None:
     """Return all videos of a server, or None if its database does not answer."""
     listed_videos: list[dict[str, Any]] = []
     page: dict[str, Any] = {"has_more": True}
@@ -182,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kills = Kills(options.requests, options.drivers, options.workers, options.databases, server)
         start = time.perf_counter()
         checks = scenarios[options.what](Path(folder), kills)
-        print(checks | {"spared": len(kills.kinds), "seconds": round(time.perf_counter() - start, 1)})
+        print(checks | {"kills left": len(kills.kinds), "seconds": round(time.perf_counter() - start, 1)})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from statistics import median
 from wanjax.jobs.store import JobStore, NewJob
 
 REPEATS = 50
-BARS = {"a page of 20": 30.0, "the last change": 5.0}  # milliseconds
+TARGETS = {"a page of 20": 30.0, "the last change": 5.0}  # milliseconds
 
 
 def measure(database: str, jobs: int) -> dict[str, list[float]]:
@@ -25,7 +25,7 @@ def measure(database: str, jobs: int) -> dict[str, list[float]]:
     store = JobStore(database)
     start = time.perf_counter()
     store.add_all([NewJob(f"job{n}", {"settings": {"prompt": f"take {n}"}}, "nano", f"{n}.mp4") for n in range(jobs)])
-    seconds = {f"{jobs} jobs added": [1000 * (time.perf_counter() - start)]}
+    milliseconds = {f"{jobs} jobs added": [1000 * (time.perf_counter() - start)]}
     store.register("worker", "ready", {"models": ["nano"]})
 
     def lease() -> None:
@@ -42,26 +42,27 @@ def measure(database: str, jobs: int) -> dict[str, list[float]]:
         "a lease and its end": lease,
     }
     for name, operation in operations.items():
-        seconds[name] = []
+        milliseconds[name] = []
         for _ in range(REPEATS):
             start = time.perf_counter()
             operation()
-            seconds[name].append(1000 * (time.perf_counter() - start))
+            milliseconds[name].append(1000 * (time.perf_counter() - start))
     store.close()
-    return seconds
+    return milliseconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=5000)
-    parser.add_argument("--database", help="a file of SQLite or PostgreSQL's URL, which is new")
+    parser.add_argument("--database", help="a new file for SQLite, or the URL of a new PostgreSQL database")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        seconds = measure(options.database or str(Path(folder) / "jobs.sqlite"), options.jobs)
+        milliseconds = measure(options.database or str(Path(folder) / "jobs.sqlite"), options.jobs)
     print(f"{'':<30} {'p50 ms':>8} {'most ms':>8}")
-    for name, times in seconds.items():
+    for name, times in milliseconds.items():
         print(f"{name:<30} {median(times):>8.1f} {max(times):>8.1f}")
-    print(f"bars: {'met' if all(median(seconds[name]) <= bar for name, bar in BARS.items()) else 'missed'}")
+    met = all(median(milliseconds[name]) <= target for name, target in TARGETS.items())
+    print(f"targets: {'met' if met else 'missed'}")
 
 
 if __name__ == "__main__":

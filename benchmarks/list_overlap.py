@@ -28,30 +28,32 @@ from wanjax.registry import model_description
 SMOOTHNESS = (0.0, 2.0, 8.0)  # standard deviations, in patches, of the Gaussian that smooths latents
 
 
-def tokens(config: TransformerConfig, grid: tuple[int, int, int], smooth: float) -> np.ndarray:
-    """Return tokens [1 L E] with unit variance, from random latents smoothed by a Gaussian of `smooth` patches."""
+def smooth_tokens(config: TransformerConfig, grid: tuple[int, int, int], sigma: float) -> np.ndarray:
+    """Return tokens [1 L E] with unit variance, from random latents smoothed by a Gaussian of `sigma` patches."""
     random = np.random.default_rng(0)
     noise = np.fft.fftn(random.normal(size=(*grid, config.patch_volume * config.channels_in)), axes=(0, 1, 2))
     for axis, size in enumerate(grid):
-        damped = np.exp(-2 * (np.pi * smooth * np.fft.fftfreq(size)) ** 2)
-        noise *= damped.reshape([-1 if n == axis else 1 for n in range(4)])
+        damping = np.exp(-2 * (np.pi * sigma * np.fft.fftfreq(size)) ** 2)
+        noise *= damping.reshape([-1 if n == axis else 1 for n in range(4)])
     field = np.fft.ifftn(noise, axes=(0, 1, 2)).real.reshape(prod(grid), -1)
     x = (field / field.std()) @ random.normal(size=(field.shape[1], config.width)) / field.shape[1] ** 0.5
     return ((x - x.mean(axis=1, keepdims=True)) / x.std(axis=1, keepdims=True)).astype(np.float32)[None]
 
 
-def unions(lists: np.ndarray, together: int) -> float:
-    """Return the mean size of the union of neighbouring lists [N L S], relative to a list."""
-    count = lists.shape[1] // together * together
-    groups = np.sort(lists[:, :count].reshape(len(lists), -1, together * lists.shape[2]), axis=2)
+def relative_union(lists: np.ndarray, group_size: int) -> float:
+    """Return the mean size of the union of `group_size` neighbouring lists [N L S], relative to one list."""
+    count = lists.shape[1] // group_size * group_size
+    groups = np.sort(lists[:, :count].reshape(len(lists), -1, group_size * lists.shape[2]), axis=2)
     return float((1 + (np.diff(groups, axis=2) > 0).sum(axis=2)).mean() / lists.shape[2])
 
 
-def measured(config: TransformerConfig, grid: tuple[int, int, int], sparse: SparseLinear, smooth: float) -> np.ndarray:
-    """Return the lists [N L S] of a layer's heads."""
+def block_lists(
+    config: TransformerConfig, grid: tuple[int, int, int], sparse: SparseLinear, sigma: float
+) -> np.ndarray:
+    """Return the lists [N L S] of key blocks that a layer's heads choose for each query block."""
     options = {"dtype": jnp.float32, "param_dtype": jnp.float32, "rngs": nnx.Rngs(0)}
     layer, rope = SelfAttention(config, AttentionConfig(sparse=sparse), **options), rope_3d(grid, config.rope_channels)
-    x = jnp.asarray(tokens(config, grid, smooth))
+    x = jnp.asarray(smooth_tokens(config, grid, sigma))
     q, k = (
         heads_to_batch(split_heads(norm_and_rope(project(x), norm, rope), config.heads))
         for project, norm in ((layer.q, layer.q_norm), (layer.k, layer.k_norm))
@@ -78,17 +80,17 @@ def main() -> None:
         height // token_pixels,
         width // token_pixels,
     )
-    columns = "top", "alike over", "blocks of a list", "two neighbours", "four", "two at random", "four"
+    columns = "top", "smoothed over", "blocks of a list", "two neighbours", "four", "two at random", "four"
     title = f"{options.model}, {options.size}, {work.num_tokens} tokens, {config.heads} heads: unions of lists"
     table = Table(*columns, title=title)
     for top in options.top or (0.15, 0.1):
         sparse = SparseLinear(top)
         top_k, blocks = sparse.top_k(work.num_tokens), ceil(work.num_tokens / sparse.block_kv)
-        chance = [(1 - (1 - top_k / blocks) ** n) * blocks / top_k for n in (2, 4)]
-        for smooth in SMOOTHNESS:
-            lists = measured(config, grid, sparse, smooth)
-            numbers = [unions(lists, 2), unions(lists, 4), *chance]
-            table.add_row(f"{top:g}", f"{smooth:g}", f"{top_k} of {blocks}", *(f"{n:.2f}" for n in numbers))
+        random_unions = [(1 - (1 - top_k / blocks) ** n) * blocks / top_k for n in (2, 4)]
+        for sigma in SMOOTHNESS:
+            lists = block_lists(config, grid, sparse, sigma)
+            numbers = [relative_union(lists, 2), relative_union(lists, 4), *random_unions]
+            table.add_row(f"{top:g}", f"{sigma:g}", f"{top_k} of {blocks}", *(f"{n:.2f}" for n in numbers))
     Console(width=120).print(table)
 
 

@@ -18,11 +18,18 @@ from typing import Any
 from wanjax import loading
 
 ROOT = Path(loading.__file__).parent
-WAY = ("checkpoints/*", "stores/*", "loading.py", "registry.py", "pipelines/family.py", "pipelines/*/layouts.py")
-WAY += ("pipelines/*/recognise.py",)
+CHECKPOINT_CODE = (
+    "checkpoints/*",
+    "stores/*",
+    "loading.py",
+    "registry.py",
+    "pipelines/family.py",
+    "pipelines/*/layouts.py",
+    "pipelines/*/recognise.py",
+)
 
 
-def entered(call: Callable[[], object]) -> list[str]:
+def executed_files(call: Callable[[], object]) -> list[str]:
     """Return the library's files whose functions a call runs, in the order of first use."""
     files: dict[str, None] = {}
 
@@ -39,19 +46,19 @@ def entered(call: Callable[[], object]) -> list[str]:
     return list(files)
 
 
-def on_the_way(file: str) -> bool:
+def reads_checkpoint(file: str) -> bool:
     """Return whether a file helps to find or read a checkpoint."""
-    return any(fnmatch(file, pattern) for pattern in WAY)
+    return any(fnmatch(file, pattern) for pattern in CHECKPOINT_CODE)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="nano")
     model = parser.parse_args().model
-    files = entered(lambda: loading.load(model))
+    files = executed_files(lambda: loading.load(model))
     for file in files:
-        print("*" if on_the_way(file) else " ", file)
-    print(f"{len(files)} files, of which {sum(map(on_the_way, files))} (*) are on the way of the checkpoint")
+        print("*" if reads_checkpoint(file) else " ", file)
+    print(f"{len(files)} files, of which {sum(map(reads_checkpoint, files))} (*) find or read the checkpoint")
 
 
 if __name__ == "__main__":

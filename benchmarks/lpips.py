@@ -48,9 +48,9 @@ def _features(x: Float[Array, "B H W 3"], weights: dict[str, Array]) -> list[Flo
 def lpips(first: UInt8[np.ndarray, "T H W 3"], second: UInt8[np.ndarray, "T H W 3"], file: Path) -> float:
     """Return the mean distance of frames."""
     weights = _weights(file)
-    both = [_features(jnp.asarray(frames, jnp.float32) / 127.5 - 1, weights) for frames in (first, second)]
+    features = [_features(jnp.asarray(frames, jnp.float32) / 127.5 - 1, weights) for frames in (first, second)]
     total = 0.0
-    for number, (x, y) in enumerate(zip(*both, strict=True)):
-        heads = weights[f"lin{number}.model.1.weight"].reshape(-1)
-        total += float(((x - y) ** 2 @ heads).mean())
+    for number, (x, y) in enumerate(zip(*features, strict=True)):
+        channel_weights = weights[f"lin{number}.model.1.weight"].reshape(-1)
+        total += float(((x - y) ** 2 @ channel_weights).mean())
     return total

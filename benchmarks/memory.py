@@ -28,7 +28,7 @@ from wanjax.pipelines.components import Components
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.registry import family_with, presets
 
-BAR = 1.3  # at most this multiple of the first clip's memory
+MAX_GROWTH = 1.3  # at most this multiple of the first clip's memory
 STATUS = Path("/proc/self/status")
 
 
@@ -48,11 +48,11 @@ def random_network(network: Network) -> Any:
 
 def decode(model: str, frames: int, height: int, width: int) -> dict[str, int]:
     """Decode one clip and return the process's memory before decoding and at its peak, in bytes."""
-    preset, parts = presets()[model], Components({})
+    preset, components = presets()[model], Components({})
     family, video_model = family_with(preset), preset.model
     assert video_model is not None
-    parts.override("vae", random_network(family.network_of(video_model.vae)))
-    pipeline = Pipeline(parts, video_model, preset.defaults)
+    components.override("vae", random_network(family.network_of(video_model.vae)))
+    pipeline = Pipeline(components, video_model, preset.defaults)
     shape = video_model.spec.latent_shape(replace(preset.defaults, frames=frames, height=height, width=width))
     latents = jax.random.normal(jax.random.key(0), shape)
     before = memory("VmRSS")
@@ -77,11 +77,11 @@ def main() -> None:
         return
     results = [_in_new_process(options.model, frames, options.size) for frames in options.frames]
     title = f"{options.model}, {options.size}"
-    table = Table("frames", "before decoding, GB", "peak, GB", "peak / first", f"bar {BAR}", title=title)
-    for r in results:
-        ratio = r["peak"] / results[0]["peak"]
-        sizes = (f"{r[name] / 1e9:.2f}" for name in ("before", "peak"))
-        table.add_row(str(r["frames"]), *sizes, f"{ratio:.2f}", "met" if ratio <= BAR else "missed")
+    table = Table("frames", "before decoding, GB", "peak, GB", "peak / first", f"target {MAX_GROWTH}", title=title)
+    for figures in results:
+        ratio = figures["peak"] / results[0]["peak"]
+        sizes = (f"{figures[name] / 1e9:.2f}" for name in ("before", "peak"))
+        table.add_row(str(figures["frames"]), *sizes, f"{ratio:.2f}", "met" if ratio <= MAX_GROWTH else "missed")
     Console().print(table)
     if options.json:
         record = {"model": options.model, "size": options.size, "results": results}
@@ -89,10 +89,10 @@ def main() -> None:
 
 
 def _in_new_process(model: str, frames: int, size: str) -> dict[str, int]:
-    here = ["--here", "--model", model, "--frames", str(frames), "--size", size]
-    command = [sys.executable, "-m", "benchmarks.memory", *here]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    arguments = ["--here", "--model", model, "--frames", str(frames), "--size", size]
+    command = [sys.executable, "-m", "benchmarks.memory", *arguments]
+    process = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

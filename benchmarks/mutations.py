@@ -23,9 +23,9 @@ from time import perf_counter
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-MOST_JOBS = 2  # the tests of one mutation take a core and up to 3 GB
+MAX_JOBS = 2  # the tests of one mutation take a core and up to 3 GB
 TIMEOUT = 300.0  # seconds that the tests of one mutation may take
-NONE_FOUND = 5  # the exit status of pytest if it ran no test
+NO_TESTS_RUN = 5  # the exit status of pytest if it ran no test
 
 
 class Mutation(NamedTuple):
@@ -43,7 +43,7 @@ class Mutation(NamedTuple):
     tests: tuple[str, ...]
     survives: str = ""
 
-    def applied(self, text: str) -> str:
+    def apply(self, text: str) -> str:
         """Return the changed text of the file; raise ValueError unless `old` is in it exactly once."""
         if (count := text.count(self.old)) != 1:
             raise ValueError(
@@ -59,7 +59,7 @@ MUTATIONS = (
         "src/wanjax/kernels/attention/flash_kernel.py",
         "state.weight_sum[...] <= max_weight_sum",
         "state.weight_sum[...] <= jnp.inf",
-        "attention is infinite or NaN on a TPU where a later key's logit is far above the first ones'",
+        "attention is infinite or NaN on a TPU if a later key's logit is far above the logits of the first keys",
         ("kernels/test_flash_tpu.py::test_logits_that_rise", "kernels/test_flash_tpu.py::test_the_range_of_values"),
     ),
     Mutation(
@@ -67,7 +67,7 @@ MUTATIONS = (
         "src/wanjax/kernels/attention/flash_kernel.py",
         "num_blocks, tail = num_compute_blocks(is_last, sizes), sizes.num_keys % sizes.block_kv_compute",
         "num_blocks, tail = num_compute_blocks(is_last, sizes), 0",
-        "the last keys of a length that no tile divides are not attended to on a TPU",
+        "on a TPU, attention ignores the last keys if the number of keys is not a multiple of a tile",
         ("kernels/test_flash_tpu.py::test_lengths",),
     ),
     Mutation(
@@ -86,7 +86,7 @@ MUTATIONS = (
         "src/wanjax/kernels/attention/sharded.py",
         'jnp.clip(kv_length - jax.lax.axis_index("sp") * k.shape[1], 0, k.shape[1])',
         "jnp.clip(kv_length, 0, k.shape[1])",
-        "with sp > 1 the padding on the last device takes part in attention",
+        "with sp > 1, queries attend to the padding on the last device",
         (
             "kernels/test_sharded_attention.py::test_absent_keys",
             "kernels/test_sharded_attention.py::test_self_attention",
@@ -114,7 +114,7 @@ MUTATIONS = (
         "src/wanjax/models/wan/vae.py",
         "            cache = self.time_conv.initial_frames(x)\n",
         "            cache = to_operand_dtype(jnp.concatenate([x, x], axis=1), self.time_conv.dtype)\n",
-        "the second to fifth frames of every Wan video flicker, since they see the first where they should see zeros",
+        "the second to fifth frames of every Wan video flicker, since the first frame replaces zeros in the cache",
         ("parity/test_wan_vae.py::test_decode", "parity/test_wan_vae.py::test_modules_at_the_first_frame_and_later"),
     ),
     Mutation(
@@ -122,7 +122,7 @@ MUTATIONS = (
         "src/wanjax/layers/conv.py",
         "x[:, x.shape[1] - (self.kernel.shape[0] - self.time_stride) :]",
         "x[:, : self.kernel.shape[0] - self.time_stride]",
-        "each chunk of a decoded video goes on from the wrong frames",
+        "each chunk of a decoded video continues from the wrong frames",
         ("parity/test_wan_vae.py::test_decode", "models/test_cogvideox_vae.py::test_chunks"),
     ),
     Mutation(
@@ -130,7 +130,7 @@ MUTATIONS = (
         "src/wanjax/layers/tiling.py",
         "jnp.arange(overlap, dtype=tile.dtype) / overlap",
         "jnp.arange(overlap, dtype=tile.dtype) * 0 + 1",
-        "seams between tiles are seen",
+        "seams between tiles are visible",
         ("parity/test_wan_vae.py::test_decode_tiled",),
     ),
     Mutation(
@@ -138,7 +138,7 @@ MUTATIONS = (
         "src/wanjax/sharding.py",
         'weights={"heads": ("sp", "tp"), "mlp": ("sp", "tp"), "vocab": ("sp", "tp")}',
         'weights={"heads": ("sp", "tp"), "vocab": ("sp", "tp")}',
-        "a model that fits on eight chips does not, since each holds all weights of the MLPs",
+        "a model no longer fits on eight chips, since each chip stores all weights of the MLPs",
         (
             "test_sharding.py::test_shardings_of_weights",
             "test_sharding.py::test_bytes_of_the_14b_on_each_of_eight_chips",
@@ -150,7 +150,7 @@ MUTATIONS = (
         "src/wanjax/schedulers/unipc.py",
         "previous = (c1 - c2) / (1 - r)",
         "previous = (c1 + c2) / (1 - r)",
-        "every Wan video is another one than by its authors' code",
+        "every Wan video differs from the video of the authors' code",
         ("parity/test_schedulers.py::test_unipc_with_the_official_noise_levels",),
     ),
     Mutation(
@@ -158,7 +158,7 @@ MUTATIONS = (
         "src/wanjax/schedulers/base.py",
         "np.append(levels[skip:], 0)",
         "np.append(levels[skip:], levels[-1] / 2)",
-        "some noise is left in every video",
+        "some noise remains in every video",
         ("schedulers/test_schedulers.py::test_the_last_step_gives_the_clean_sample_exactly",),
     ),
     Mutation(
@@ -166,7 +166,7 @@ MUTATIONS = (
         "src/wanjax/schedulers/base.py",
         "return shift * sigmas / (1 + (shift - 1) * sigmas)",
         "return shift * sigmas / (1 + shift * sigmas)",
-        "the noise levels of every flow are wrong",
+        "the noise levels of every flow-matching model are wrong",
         ("schedulers/test_schedulers.py::test_euler_noise_levels_are_shifted_once_officially",),
     ),
     Mutation(
@@ -174,7 +174,7 @@ MUTATIONS = (
         "src/wanjax/schedulers/consistency.py",
         "schedule.sigmas[index + 1] * noise, state",
         "schedule.sigmas[index] * noise, state",
-        "models of three or four steps add too much noise in each, and their videos are grainy",
+        "models of three or four steps add too much noise in each step, and their videos are grainy",
         ("schedulers/test_consistency.py::test_every_step_is_the_published_one",),
     ),
     Mutation(
@@ -182,7 +182,7 @@ MUTATIONS = (
         "src/wanjax/schedulers/base.py",
         "return alphas * noise - sigmas * x0",
         "return alphas * noise + sigmas * x0",
-        "a LoRA that is trained for CogVideoX makes noise",
+        "a LoRA that was trained for CogVideoX turns videos into noise",
         ("schedulers/test_schedulers.py::test_the_training_target_gives_the_clean_sample",),
     ),
     # pipelines
@@ -191,7 +191,7 @@ MUTATIONS = (
         "src/wanjax/pipelines/guidance.py",
         "return negative + values * (prompt - negative), moving_average",
         "return prompt + values * (negative - prompt), moving_average",
-        "guidance leads to the negative prompt",
+        "guidance pushes videos towards the negative prompt",
         ("parity/test_guidance_rules.py::test_apg_without_reduction_is_classifier_free_guidance",),
     ),
     Mutation(
@@ -207,7 +207,7 @@ MUTATIONS = (
         "src/wanjax/pipelines/resume.py",
         'file.metadata.get("origin") != self.inputs_digest',
         '"origin" not in file.metadata',
-        "a stopped video goes on with the latents of another prompt or seed",
+        "a stopped video resumes from the latents of another prompt or seed",
         (
             "pipelines/test_resume.py::test_another_video_begins_anew",
             "pipelines/test_resume.py::test_another_noise_begins_anew",
@@ -218,7 +218,7 @@ MUTATIONS = (
         "src/wanjax/pipelines/resume.py",
         "str(step.index + 1 - self._earlier_steps)",
         "str(step.index - self._earlier_steps)",
-        "a stopped video takes a step twice, and is another one than without the stop",
+        "a resumed video repeats a step, and differs from the video without the stop",
         ("pipelines/test_resume.py::test_a_stopped_run_continues",),
     ),
     Mutation(
@@ -226,7 +226,7 @@ MUTATIONS = (
         "src/wanjax/pipelines/seeds.py",
         "[[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds]",
         "[[0, seed & 0xFFFFFFFF] for seed in seeds]",
-        "two seeds that differ above 32 bits make one video",
+        "two seeds that differ only above the lowest 32 bits give the same video",
         ("pipelines/test_seeds.py::test_all_bits_of_a_seed_count",),
     ),
     Mutation(
@@ -258,7 +258,7 @@ MUTATIONS = (
         "src/wanjax/pipelines/video_metadata.py",
         'metadata |= {"batch_guidance": True}',
         "metadata |= {}",
-        "`--from` makes another video, because its record lacks a choice",
+        "`--from` makes a different video, because the metadata lacks a setting",
         ("pipelines/test_record.py::test_choices_of_loading_and_of_the_call",),
     ),
     Mutation(
@@ -266,7 +266,7 @@ MUTATIONS = (
         "src/wanjax/pipelines/model.py",
         ">= settings.boundary * TRAIN_STEPS",
         "> settings.boundary * TRAIN_STEPS + 1",
-        "Wan 2.2's second expert takes a step of the first",
+        "Wan 2.2's second expert runs a step that belongs to the first expert",
         (
             "pipelines/test_experts.py::test_segments",
             "pipelines/test_experts.py::test_every_step_is_taken_once_by_its_expert",
@@ -278,7 +278,7 @@ MUTATIONS = (
         "src/wanjax/media/pictures.py",
         "image.resize((round(image.width * scale), round(image.height * scale)), LANCZOS)",
         "image.resize((int(image.width * scale), int(image.height * scale)), LANCZOS)",
-        "a picture gets a black line at its edge",
+        "a picture has a black line at its edge",
         ("media/test_pictures.py::test_fit", "media/test_pictures.py::test_whatever_its_size_a_picture_fits"),
     ),
     Mutation(
@@ -286,7 +286,7 @@ MUTATIONS = (
         "src/wanjax/pipelines/image_processor.py",
         "image = image.resize((width, height), Image.Resampling.BICUBIC)",
         "image = image.resize((width, height), Image.Resampling.BILINEAR)",
-        "the image encoder sees another picture than it was trained with",
+        "the image encoder gets pictures that are resized differently than in its training",
         ("parity/test_vision.py::test_preprocessing",),
     ),
     Mutation(
@@ -294,7 +294,7 @@ MUTATIONS = (
         "src/wanjax/media/video.py",
         "round(1000 * i / fps / unit) * unit",
         "round(1000 / fps / unit) * unit * i",
-        "an animation is shorter or longer than its frames a second say",
+        "the length of an animation does not match its frame rate",
         ("media/test_videos.py::test_animations",),
     ),
     Mutation(
@@ -319,7 +319,7 @@ MUTATIONS = (
         "src/wanjax/checkpoints/dequantized.py",
         "x = np.repeat(x, size, axis)",
         "x = np.concatenate([x] * size, axis)",
-        "weights of fp8 with a scale for each block are multiplied by other blocks' scales",
+        "fp8 weights with a scale for each block are multiplied by the scales of other blocks",
         ("checkpoints/test_dequantized.py::test_every_spelling_and_shape",),
     ),
     Mutation(
@@ -327,7 +327,7 @@ MUTATIONS = (
         "converters/weight_rules.py",
         '*linear(f"{source}.to_k", f"{target}.k", rows=rows)',
         '*linear(f"{source}.to_k", f"{target}.k")',
-        "keys are rotated in other pairs than queries, and every video is noise",
+        "RoPE rotates other channel pairs of keys than of queries, and every video is noise",
         ("parity/test_wan_transformer.py::test_block_and_attention",),
     ),
     Mutation(
@@ -335,7 +335,7 @@ MUTATIONS = (
         "src/wanjax/checkpoints/lora_scales.py",
         "return 1.0 if rank is None else number / rank",
         "return 1.0 if rank is None else number",
-        "a LoRA is as many times too strong as its rank",
+        "a LoRA is too strong by a factor of its rank",
         ("checkpoints/test_lora_files.py::test_factors_with_alpha_are_added_in_float32",),
     ),
     Mutation(
@@ -351,7 +351,7 @@ MUTATIONS = (
         "src/wanjax/stores/paths.py",
         'not {"", ".", ".."} & {*parts}',
         'not {"", "."} & {*parts}',
-        "a store's listing can write outside of the folder that it is copied to",
+        "a name in a store's listing can write a file outside the destination folder",
         ("stores/test_paths.py::test_names_that_lead_elsewhere_are_not_taken",),
     ),
     Mutation(
@@ -367,7 +367,7 @@ MUTATIONS = (
         "src/wanjax/stores/writing.py",
         "            yield partial_path\n            partial_path.replace(path)\n",
         "            yield path\n",
-        "a run that is stopped leaves half of a video under its name",
+        "a stopped run leaves an incomplete file under the video's name",
         ("stores/test_writing.py",),
     ),
     # training
@@ -376,7 +376,7 @@ MUTATIONS = (
         "src/wanjax/training/objective.py",
         "return jnp.mean(jnp.square(predict(network) - target))",
         "return jnp.mean(jnp.abs(predict(network) - target))",
-        "a training minimises another error than the reference's",
+        "training minimises a different error than the reference",
         ("parity/test_training.py::test_a_lora_step_is_torch_s",),
     ),
     Mutation(
@@ -385,7 +385,7 @@ MUTATIONS = (
         "self.state = dict(self.manager.restore(self.step, args=ocp.args.StandardRestore(abstract)))",
         "self.state = dict(self.manager.restore(self.step, args=ocp.args.StandardRestore(abstract)))\n"
         '        self.state["optimizer"] = jax.tree.map(jax.numpy.zeros_like, abstract["optimizer"])',
-        "a training that goes on begins its rate's schedule, and the optimiser's means, from 0 again",
+        "a resumed training restarts the learning-rate schedule and the optimiser's averages",
         ("training/test_run.py::test_a_stopped_training_ends_with_the_same_bits",),
     ),
     Mutation(
@@ -393,7 +393,7 @@ MUTATIONS = (
         "src/wanjax/training/step.py",
         'state["ema"], 1.0 - static.ema_decay)',
         'state["ema"], static.ema_decay)',
-        "the mean of the weights is nearly the last ones",
+        "the EMA of the weights is nearly equal to the last weights",
         ("training/test_loop.py::test_the_mean_of_the_weights_moves_to_them_by_its_share",),
     ),
     Mutation(
@@ -401,7 +401,7 @@ MUTATIONS = (
         "src/wanjax/training/step.py",
         "a + b / jnp.asarray(parts, b.dtype)",
         "a + b",
-        "gradients of accumulated batches are added in place of averaged",
+        "gradients of accumulated batches are added instead of averaged",
         ("training/test_loop.py::test_accumulated_gradients_make_the_step_of_the_full_batch",),
     ),
     Mutation(
@@ -409,7 +409,7 @@ MUTATIONS = (
         "src/wanjax/training/batches.py",
         ".random(len(clips)) < self.caption_dropout",
         ".random(len(clips)) >= self.caption_dropout",
-        "a training sees the captions that it was to drop, and drops the others",
+        "training drops the captions that it should use, and uses the captions that it should drop",
         ("training/test_data.py::test_captions_are_dropped_at_their_rate",),
     ),
     # servers, batches and plans
@@ -418,7 +418,7 @@ MUTATIONS = (
         "src/wanjax/jobs/databases.py",
         "'FULL' if durable else 'NORMAL'",
         "'NORMAL' if durable else 'FULL'",
-        "a server that loses its power forgets videos that it had taken",
+        "after a power failure a server has lost requests that it had accepted",
         ("jobs/test_store.py::test_acknowledged_writes_are_on_the_disk",),
     ),
     Mutation(
@@ -434,7 +434,7 @@ MUTATIONS = (
         "src/wanjax/serve/auth.py",
         "hmac.compare_digest(token.encode(), self.token.encode())",
         "self.token.startswith(token)",
-        "a server with a token answers who gives none",
+        "a server with a token accepts requests without the token",
         (
             "serve/test_refusals.py::test_a_part_of_a_token_lets_nobody_in",
             "serve/test_refusals.py::test_a_token_lets_in",
@@ -445,7 +445,7 @@ MUTATIONS = (
         "src/wanjax/jobs/batch.py",
         "if job.is_over and (task",
         "if not job.is_over and (task",
-        "a batch tells of videos that are not made",
+        "a batch reports videos that are not made yet",
         ("jobs/test_batch.py::test_each_task_ends_once",),
     ),
     Mutation(
@@ -453,7 +453,7 @@ MUTATIONS = (
         "src/wanjax/plan/estimate.py",
         "spare_bytes_per_chip=memory - largest.peak_bytes - program.resident_bytes",
         "spare_bytes_per_chip=memory - largest.peak_bytes",
-        "a plan says that a video fits where the networks beside it take the memory",
+        "a plan says that a video fits although other loaded networks use the memory",
         ("plan/test_estimate.py::test_loaded_networks_are_counted_in_each_stage",),
     ),
     Mutation(
@@ -495,9 +495,9 @@ class Copy:
         script = "import wanjax, wanjax.converters as c; print(wanjax.__file__, c.__file__, sep='\\n')"
         command = [sys.executable, "-c", script]
         done = subprocess.run(command, cwd=folder, env=self.environment, check=True, capture_output=True, text=True)
-        imported = done.stdout.splitlines()
-        if not all(Path(file).resolve().is_relative_to(folder.resolve()) for file in imported):
-            raise RuntimeError(f"tests in {folder} would import {imported}: unset what puts these first")
+        imported_files = done.stdout.splitlines()
+        if not all(Path(file).resolve().is_relative_to(folder.resolve()) for file in imported_files):
+            raise RuntimeError(f"tests in {folder} would import {imported_files}: remove them from the path")
 
     @property
     def environment(self) -> dict[str, str]:
@@ -512,7 +512,7 @@ class Copy:
         file = self.folder / mutation.file
         text = file.read_text(encoding="utf-8")
         try:
-            file.write_text(mutation.applied(text), encoding="utf-8")
+            file.write_text(mutation.apply(text), encoding="utf-8")
             self._forget(file)
             yield
         finally:
@@ -554,11 +554,11 @@ def run(mutations: Sequence[Mutation], jobs: int, timeout: float) -> list[Result
             copies.put(Copy(Path(folder) / str(number)))
         first = copies.get()
         tests = dict.fromkeys(test for mutation in mutations for test in mutation.tests)
-        begun = perf_counter()
+        start = perf_counter()
         status, output = first.test(tests, None)
         if status != 0:
-            sys.exit(f"{output}\nthese tests fail without a mutation: mend them first")
-        print(f"{len(tests)} tests or files pass without a mutation, in {perf_counter() - begun:.0f} s", flush=True)
+            sys.exit(f"{output}\nthese tests fail without a mutation: fix them first")
+        print(f"{len(tests)} tests or files pass without a mutation, in {perf_counter() - start:.0f} s", flush=True)
         copies.put(first)
 
         def run_mutation(mutation: Mutation) -> Result:
@@ -568,14 +568,14 @@ def run(mutations: Sequence[Mutation], jobs: int, timeout: float) -> list[Result
                     status, output = copy.test(mutation.tests, timeout)
             finally:
                 copies.put(copy)
-            if status == NONE_FOUND:
-                raise RuntimeError(f"{mutation.name}: no test of {', '.join(mutation.tests)} was run: name quick ones")
+            if status == NO_TESTS_RUN:
+                raise RuntimeError(f"{mutation.name}: no test of {', '.join(mutation.tests)} was run: name quick tests")
             failed = (line.split(" - ")[0] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR ")))
             by = next(failed, "a timeout" if status == 124 else f"exit status {status}")
             result = Result(mutation, status != 0, by if status else "", perf_counter() - start)
-            fate = f"by {by.removeprefix('FAILED tests/')}" if result.caught else f"so: {mutation.breaks}"
+            outcome = f"by {by.removeprefix('FAILED tests/')}" if result.caught else f"so: {mutation.breaks}"
             print(
-                f"{'caught' if result.caught else 'SURVIVED':9} {mutation.name:16} {fate} ({result.seconds:.0f} s)",
+                f"{'caught' if result.caught else 'SURVIVED':9} {mutation.name:16} {outcome} ({result.seconds:.0f} s)",
                 flush=True,
             )
             return result
@@ -592,15 +592,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="mutations", description=(__doc__ or "").partition("\n\n")[0])
     names = [mutation.name for mutation in MUTATIONS]
     parser.add_argument(
-        "--only", action="append", choices=names, metavar="NAME", help="this one alone; may be repeated"
+        "--only", action="append", choices=names, metavar="NAME", help="run only this mutation; may be repeated"
     )
-    parser.add_argument("--jobs", type=int, choices=range(1, MOST_JOBS + 1), default=MOST_JOBS, help="at a time")
+    parser.add_argument("--jobs", type=int, choices=range(1, MAX_JOBS + 1), default=MAX_JOBS, help="at a time")
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds for the tests of one (%(default)g)")
-    parser.add_argument("--list", action="store_true", help="print what each breaks, and run nothing")
+    parser.add_argument("--list", action="store_true", help="print the effect of each mutation, and run nothing")
     arguments = parser.parse_args()
     chosen = [mutation for mutation in MUTATIONS if arguments.only is None or mutation.name in arguments.only]
     for mutation in chosen:
-        mutation.applied((ROOT / mutation.file).read_text(encoding="utf-8"))
+        mutation.apply((ROOT / mutation.file).read_text(encoding="utf-8"))
     if arguments.list:
         for mutation in chosen:
             print(f"{mutation.name:16} {mutation.breaks}")

@@ -20,15 +20,15 @@ from secrets import token_hex
 import httpx
 from playwright.sync_api import sync_playwright
 
-from benchmarks.serving import SMALL, finished, served
+from benchmarks.serving import SMALL_VIDEO, running_server, wait_for_video
 
 PAGE = Path(__file__).parents[1] / "src/wanjax/serve/page"
-BARS = {"first paint, s": 1.5, "longest task while scrolling, ms": 100.0, "compressed, kB": 120.0}
+TARGETS = {"first paint, s": 1.5, "longest task while scrolling, ms": 100.0, "compressed, kB": 120.0}
 PICTURES_SHOWN = """
 () => { const pictures = [...document.querySelectorAll(".card img")];
   return pictures.length >= 24 && pictures.slice(0, 8).every((one) => one.complete); }
 """
-WATCH = """
+OBSERVE_LONG_TASKS = """
 window.longest = 0;
 const note = (one) => { window.longest = Math.max(window.longest, one.duration); };
 new PerformanceObserver((list) => list.getEntries().forEach(note))
@@ -44,9 +44,11 @@ def copy_video(folder: Path, count: int) -> None:
         for number in range(1, count):
             id = f"video_{token_hex(12)}"
             output = row["output"].replace(row["id"], id)
-            new = row | {"id": id, "output": output, "position": row["position"] - number}
-            new |= {"created_at": row["created_at"] - number, "version": row["version"] - number}
-            db.execute(f"INSERT INTO jobs VALUES ({', '.join('?' * len(columns))})", [new[name] for name in columns])
+            new_row = row | {"id": id, "output": output, "position": row["position"] - number}
+            new_row |= {"created_at": row["created_at"] - number, "version": row["version"] - number}
+            db.execute(
+                f"INSERT INTO jobs VALUES ({', '.join('?' * len(columns))})", [new_row[name] for name in columns]
+            )
             shutil.copytree(folder / row["id"], folder / id)
 
 
@@ -60,16 +62,16 @@ def measure(url: str, chromium: str, count: int) -> dict[str, float]:
         page.wait_for_function(PICTURES_SHOWN)
         pictures = time.perf_counter() - start
         paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime") / 1000
-        page.evaluate(WATCH)
+        page.evaluate(OBSERVE_LONG_TASKS)
         start = time.perf_counter()
         while page.locator(".card").count() < count:
             page.mouse.wheel(0, 2000)
             page.wait_for_timeout(30)
             if time.perf_counter() - start > 300:
                 raise SystemExit(f"{page.locator('.card').count()} of {count} videos were shown in 300 s")
-        scrolled, longest = time.perf_counter() - start, page.evaluate("window.longest")
+        scroll_seconds, longest = time.perf_counter() - start, page.evaluate("window.longest")
         browser.close()
-    return {"first paint, s": paint, "first pictures, s": pictures, "scrolled through, s": scrolled,
+    return {"first paint, s": paint, "first pictures, s": pictures, "scrolled through, s": scroll_seconds,
             "longest task while scrolling, ms": longest}  # fmt: skip
 
 
@@ -80,15 +82,17 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary_folder:
         folder = Path(temporary_folder) / "served"
-        with served(folder) as (url, _), httpx.Client(base_url=url, timeout=120) as client:
-            finished(client, client.post("/v1/videos", json=SMALL | {"prompt": "a red circle"}).json()["id"])
+        with running_server(folder) as (url, _), httpx.Client(base_url=url, timeout=120) as client:
+            wait_for_video(
+                client, client.post("/v1/videos", json=SMALL_VIDEO | {"prompt": "a red circle"}).json()["id"]
+            )
         copy_video(folder, options.videos)
-        with served(folder) as (url, _):
+        with running_server(folder) as (url, _):
             figures = measure(url, options.chromium, options.videos)
     files = [file for file in PAGE.rglob("*") if file.suffix in (".js", ".css", ".html", ".svg")]
     figures["compressed, kB"] = sum(len(gzip.compress(file.read_bytes())) for file in files) / 1000
     for name, value in figures.items():
-        bar = f", at most {BARS[name]:g}: {'met' if value <= BARS[name] else 'missed'}" if name in BARS else ""
+        bar = f", at most {TARGETS[name]:g}: {'met' if value <= TARGETS[name] else 'missed'}" if name in TARGETS else ""
         print(f"{name}: {value:.2f}{bar}")
 
 

@@ -144,7 +144,7 @@ def fp8_rows(x: Array) -> Array:
     return values.astype(jnp.float32) * scale
 
 
-def exact(x: Array) -> Array:
+def identity(x: Array) -> Array:
     return x
 
 
@@ -221,7 +221,7 @@ def measure_block(num_rows: int) -> Table:
     tokens = int(np.prod(GRID))
     weights = BlockWeights(tokens)
     rows = jnp.asarray(np.sort(np.random.default_rng(1).choice(tokens, num_rows, replace=False)))
-    expected = block_output(weights, rows, jnp.matmul, exact)
+    expected = block_output(weights, rows, jnp.matmul, identity)
     table = Table(
         "precision", "error", title=f"what a block of Wan 14B adds, {tokens:,} tokens, {num_rows} of them compared"
     )

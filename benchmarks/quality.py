@@ -89,8 +89,10 @@ def ssim(first: Frames, second: Frames) -> float:
     x, y = (frames.astype(np.float64) for frames in (first, second))
     mean_x, mean_y = mean(x), mean(y)
     var_x, var_y = mean(x * x) - mean_x**2, mean(y * y) - mean_y**2
-    both, c1, c2 = mean(x * y) - mean_x * mean_y, (0.01 * 255) ** 2, (0.03 * 255) ** 2
-    similarity = (2 * mean_x * mean_y + c1) * (2 * both + c2) / ((mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2))
+    covariance, c1, c2 = mean(x * y) - mean_x * mean_y, (0.01 * 255) ** 2, (0.03 * 255) ** 2
+    similarity = (
+        (2 * mean_x * mean_y + c1) * (2 * covariance + c2) / ((mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2))
+    )
     return float(similarity.mean())
 
 
@@ -129,7 +131,7 @@ def compare(
     prompts: Sequence[tuple[str, dict[str, str]]],
     seeds: int,
     variants: Sequence[Variant],
-    read: Callable[[Frames], Any] | None,
+    read_content: Callable[[Frames], Any] | None,
     weights: Path | None,
 ) -> dict[Variant, VariantFigures]:
     """Make a video of each prompt and seed in each variant. The first video of each variant is made twice.
@@ -153,7 +155,7 @@ def compare(
                 figures.ssim.append(ssim(video.frames, reference_video.frames))
                 if weights is not None:
                     figures.lpips.append(lpips(video.frames, reference_video.frames, weights))
-                content = read(video.frames) if read else None
+                content = read_content(video.frames) if read_content else None
                 for aspect, name in expected_content.items():
                     figures.content[aspect].append(getattr(content, aspect) == name)
         print(f"{index + 1} of {len(prompts)} prompts", file=sys.stderr, flush=True)
@@ -215,12 +217,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings["size"] = tuple(int(side) for side in reversed(options.size.split("x")))
     if options.frames:
         settings["frames"] = options.frames
-    prompts, read = ([], None) if options.model != "nano" and options.prompts else nano_prompts()
+    prompts, read_content = ([], None) if options.model != "nano" and options.prompts else nano_prompts()
     if options.prompts:
-        prompts, read = [(line, {}) for line in options.prompts.read_text(encoding="utf-8").splitlines() if line], None
+        prompts, read_content = (
+            [(line, {}) for line in options.prompts.read_text(encoding="utf-8").splitlines() if line],
+            None,
+        )
     maker = VideoMaker(options.model, options.precisions, settings)
     variants = [Variant(precision, cache) for precision in maker.pipes for cache in ("none", *options.caches)][1:]
-    figures = compare(maker, prompts[: options.limit], options.seeds, variants, read, options.lpips)
+    figures = compare(maker, prompts[: options.limit], options.seeds, variants, read_content, options.lpips)
     summaries = {str(variant): variant_figures.summary() for variant, variant_figures in figures.items()}
     print(f"{options.model}, {options.steps} steps, {len(figures[Variant()].psnr)} videos")
     print(format_table(summaries))

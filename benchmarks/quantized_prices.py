@@ -3,9 +3,9 @@
 
     python -m benchmarks.quantized_prices [--chip v6e] [--rows 18900] [--format int8]
 
-Norms, modulations, GELU, residual sums and the rotation of queries and keys by position count, as they are part of the
-kernels. In the column "each alone", they are XLA's operations between products, and each product rounds its own tokens.
-"Fused" is what the blocks compute: tokens are quantized once for queries, keys and values, and the kernels do the rest.
+Prices include norms, modulations, GELU, residual sums and the rotation of queries and keys by position. In the column
+"each alone", these are XLA's operations between products, and each product quantizes its own tokens. In the column
+"fused", as in the model, they are part of the kernels, and tokens are quantized once for queries, keys and values.
 Weights are not sharded, as after an all-gather.
 """
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.attention_prices import smallest
+from benchmarks.attention_prices import smallest_slice
 from wanjax.kernels.quantized_matmul import (
     FORMATS,
     GatedSum,
@@ -44,21 +44,21 @@ CHIPS = ("v5e", "v6e", "v7x")
 VARIANTS = ("bfloat16", "each alone", "fused")
 
 
-class Part(NamedTuple):
-    """Some projections of a block.
+class BlockPart(NamedTuple):
+    """The projections of a block that are priced together.
 
     Attributes:
         sizes: The input and output channels of each weight.
-        run: A function of a variant, x, weights, a modulation, a sum and a norm of heads; it returns the results.
-        normed: Whether a modulated norm precedes them.
-        has_residual: Whether a gated sum follows.
-        heads: `normed` if the norm of queries follows, `rotated` if their rotation follows too, else "".
+        run: A function of a variant, x, weights, a modulation, a add_gated sum and a norm of heads; it returns the outputs.
+        normed: Whether a modulated norm precedes the projections.
+        has_gated_sum: Whether a add_gated sum follows.
+        heads: `normed` if a norm of the heads follows, `rotated` if their rotation by position follows too, else None.
     """
 
     sizes: tuple[tuple[int, int], ...]
     run: Callable[..., Any]
     normed: bool = False
-    has_residual: bool = False
+    has_gated_sum: bool = False
     heads: Literal["normed", "rotated"] | None = None
 
 
@@ -79,7 +79,7 @@ class Variant(NamedTuple):
         return {"activations": self.number_format, "dtype": DTYPE}
 
     def product(self, x: jax.Array, weight: Any, *, gelu: bool = False) -> jax.Array:
-        """Return a product that rounds its own tokens, or one in bfloat16."""
+        """Return a product in bfloat16, or a product of 8 bits that quantizes its own tokens."""
         if self.name == "bfloat16":
             y = jnp.matmul(x, weight[0]) + weight[1][None, None]
         else:
@@ -87,7 +87,7 @@ class Variant(NamedTuple):
         return jax.nn.gelu(y, approximate=True) if gelu else y
 
 
-def joint(
+def project_qkv(
     variant: Variant, x: jax.Array, weights: Any, modulation: Modulation, _: None, norm: RMSNormRotary
 ) -> list[jax.Array]:
     """Queries, keys and values."""
@@ -101,12 +101,12 @@ def joint(
     return [norm_and_rotate(q, norm, EPS), norm_and_rotate(k, norm, EPS), v]
 
 
-def single(
+def project_one(
     variant: Variant,
     x: jax.Array,
     weights: Any,
     modulation: Modulation | None,
-    added: GatedSum | None,
+    gated_sum: GatedSum | None,
     norm: RMSNormRotary | None,
 ) -> jax.Array:
     """One projection."""
@@ -114,33 +114,35 @@ def single(
         options: dict[str, Any] = {"hadamard_size": HADAMARD_SIZE, **variant.options, "modulation": modulation}
         if norm is not None:
             return quantized_heads(x, *weights[0], norm=norm, norm_eps=EPS, **options)
-        return quantized_matmul(x, *weights[0], gated_sum=added, **options)
+        return quantized_matmul(x, *weights[0], gated_sum=gated_sum, **options)
     x = x if modulation is None else modulated_norm(x, modulation, EPS).astype(DTYPE)
     y = variant.product(x, weights[0])
     y = y if norm is None else norm_and_rotate(y, norm, EPS)
-    return y if added is None else add_gated(y, added)
+    return y if gated_sum is None else add_gated(y, gated_sum)
 
 
-def mlp(variant: Variant, x: jax.Array, weights: Any, modulation: Modulation, added: GatedSum, _: None) -> jax.Array:
+def mlp(
+    variant: Variant, x: jax.Array, weights: Any, modulation: Modulation, gated_sum: GatedSum, _: None
+) -> jax.Array:
     """The MLP."""
     if variant.name == "fused":
-        parts = {"modulation": modulation, "gated_sum": added}
+        parts = {"modulation": modulation, "gated_sum": gated_sum}
         return quantized_mlp(x, *weights, hadamard_sizes=(HADAMARD_SIZE, HADAMARD_SIZE), **variant.options, **parts)
     normed = modulated_norm(x, modulation, EPS).astype(DTYPE)
-    return add_gated(variant.product(variant.product(normed, weights[0], gelu=True), weights[1]), added)
+    return add_gated(variant.product(variant.product(normed, weights[0], gelu=True), weights[1]), gated_sum)
 
 
 SQUARE = (WIDTH, WIDTH)
 PARTS = {
-    "q, k, v": Part((SQUARE,) * 3, joint, normed=True, heads="rotated"),
-    "o": Part((SQUARE,), single, has_residual=True),
-    "q to the text": Part((SQUARE,), single, normed=True, heads="normed"),
-    "o from the text": Part((SQUARE,), single, has_residual=True),
-    "MLP": Part(((WIDTH, MLP_WIDTH), (MLP_WIDTH, WIDTH)), mlp, normed=True, has_residual=True),
+    "q, k, v": BlockPart((SQUARE,) * 3, project_qkv, normed=True, heads="rotated"),
+    "o": BlockPart((SQUARE,), project_one, has_gated_sum=True),
+    "q to the text": BlockPart((SQUARE,), project_one, normed=True, heads="normed"),
+    "o from the text": BlockPart((SQUARE,), project_one, has_gated_sum=True),
+    "MLP": BlockPart(((WIDTH, MLP_WIDTH), (MLP_WIDTH, WIDTH)), mlp, normed=True, has_gated_sum=True),
 }
 
 
-def program(part: Part, variant: Variant, rows: int) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+def program(part: BlockPart, variant: Variant, rows: int) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
     """Return a function of a part, and the shapes of its arguments."""
     shape = jax.ShapeDtypeStruct
     values = DTYPE if variant.name == "bfloat16" else FORMATS[variant.number_format]
@@ -155,25 +157,25 @@ def program(part: Part, variant: Variant, rows: int) -> tuple[Callable[..., Any]
     )
     vector = shape((1, 1, WIDTH), jnp.float32)
     arguments.append(Modulation(vector, vector) if part.normed else None)  # pyright: ignore[reportArgumentType]
-    added: Any = shape((1, rows, part.sizes[-1][1]), DTYPE), vector
-    arguments.append(GatedSum(*added) if part.has_residual else None)
+    gated_sum: Any = shape((1, rows, part.sizes[-1][1]), DTYPE), vector
+    arguments.append(GatedSum(*gated_sum) if part.has_gated_sum else None)
     table = (shape((rows, HEAD_DIM // 2), jnp.float32),) * 2
     norm: Any = shape((WIDTH,), jnp.float32), *(table if part.heads == "rotated" else ())
     arguments.append(RMSNormRotary(*norm) if part.heads else None)
     leaves, tree = jax.tree.flatten(arguments)
 
     def run(*arrays: jax.Array) -> Any:
-        x, weights, modulation, added, norm = jax.tree.unflatten(tree, arrays)
+        x, weights, modulation, gated_sum, norm = jax.tree.unflatten(tree, arrays)
         if variant.name != "bfloat16":
             weights = [(QuantizedWeight(*weight), bias) for weight, bias in weights]
-        return part.run(variant, x, weights, modulation, added, norm)
+        return part.run(variant, x, weights, modulation, gated_sum, norm)
 
     return run, leaves
 
 
 def price_table(chip: str, rows: int, number_format: str) -> Table:
     """Compile and price all parts in all variants."""
-    target = find_slice(smallest(chip))
+    target = find_slice(smallest_slice(chip))
     mesh = abstract_mesh(target)
     names = [(part, name) for part in PARTS for name in VARIANTS]
     programs = []

@@ -23,12 +23,12 @@ from benchmarks.synthetic import MODELS, write_checkpoint
 from wanjax.registry import presets
 
 GENERATE = ["a cat playing the piano", "--size", "256x256", "--frames", "17", "--steps", "2"]
-BAR = 20e9  # bytes
+MAX_MEMORY = 20e9  # bytes
 
 
-def write_hub_cache(model: str, home: Path) -> None:
+def write_hub_cache(model: str, work_folder: Path) -> None:
     """Write the checkpoint into a cache of huggingface-hub, so that the model is found by its name."""
-    repository = home / "hub" / f"models--{presets()[model].source.replace('/', '--')}"
+    repository = work_folder / "hub" / f"models--{presets()[model].source.replace('/', '--')}"
     revision = "0" * 40
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(revision)
@@ -59,21 +59,21 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("generate", nargs="*", help=f"arguments after --, in place of {' '.join(GENERATE)}")
     options = parser.parse_args()
-    home = Path(tempfile.mkdtemp(prefix="wanjax-synthetic-", dir=options.folder))
+    work_folder = Path(tempfile.mkdtemp(prefix="wanjax-synthetic-", dir=options.folder))
     try:
         start = time.perf_counter()
-        write_hub_cache(options.model, home)
-        size = sum(file.stat().st_size for file in home.rglob("*") if file.is_file())
+        write_hub_cache(options.model, work_folder)
+        size = sum(file.stat().st_size for file in work_folder.rglob("*") if file.is_file())
         print(f"wrote {size / 1e9:.1f} GB in {time.perf_counter() - start:.0f} s", flush=True)
-        arguments = [*(options.generate or GENERATE), "--model", options.model, "--dir", str(home / "outputs")]
+        arguments = [*(options.generate or GENERATE), "--model", options.model, "--dir", str(work_folder / "outputs")]
         command = [sys.executable, "-m", "wanjax", "generate", *arguments]
         print("wanjax", *command[3:], flush=True)
-        caches = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(home / "cache")}
+        caches = {"HF_HOME": str(work_folder), "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(work_folder / "cache")}
         seconds, peak = run(command, os.environ | caches)
     finally:
-        shutil.rmtree(home)
-    verdict = "within" if peak <= BAR else "beyond"
-    print(f"{seconds:.0f} s, at most {peak / 1e9:.2f} GB of memory, {verdict} {BAR / 1e9:.0f}")
+        shutil.rmtree(work_folder)
+    verdict = "within" if peak <= MAX_MEMORY else "beyond"
+    print(f"{seconds:.0f} s, at most {peak / 1e9:.2f} GB of memory, {verdict} {MAX_MEMORY / 1e9:.0f}")
     if options.json:
         options.json.write_text(json.dumps({"seconds": seconds, "peak": peak, "checkpoint": size}, indent=2) + "\n")
 

@@ -28,26 +28,26 @@ from typing import Any
 import httpx
 import numpy as np
 
-from benchmarks.serving import served
+from benchmarks.serving import running_server
 from wanjax.jobs.sharing import SERVE_FILE, join_namespace
 from wanjax.jobs.store import JobStore
 from wanjax.jobs.worker import ATTEMPTS
 
-SMALL = {"size": "32x32", "frames": 5}
-LOOK, AGAIN = 0.5, 1.0  # seconds between two polls of a video, or between two requests to a full queue
-BAR = 0.15  # seconds
-START = 600.0  # time limit for the start of the service, in seconds
-PATIENCE = 900.0  # time limit for a video, in seconds
+SMALL_VIDEO = {"size": "32x32", "frames": 5}
+POLL_SECONDS, RETRY_SECONDS = 0.5, 1.0  # seconds between two polls of a video, or between two requests to a full queue
+MAX_RESPONSE_SECONDS = 0.15
+START_TIMEOUT = 600.0  # time limit for the start of the service, in seconds
+VIDEO_TIMEOUT = 900.0  # time limit for a video, in seconds
 
 
 def service(
     folder: Path | str, workers: str, *options: str
 ) -> AbstractContextManager[tuple[str, "subprocess.Popen[str]"]]:
     """Return a context in which `wanjax serve --workers` runs, with its address and its process."""
-    return served(folder, "--workers", workers, *options)
+    return running_server(folder, "--workers", workers, *options)
 
 
-def processes(store: JobStore) -> list[int]:
+def ready_process_ids(store: JobStore) -> list[int]:
     """Return the processes of the workers that are ready, in the order of their names."""
     return [worker.info["process"] for worker in store.workers() if worker.state == "ready"]
 
@@ -59,7 +59,7 @@ def most_attempts(store: JobStore) -> int:
 
 
 @dataclass
-class Watch:
+class ClientResults:
     """The clients' results: the outcomes of their requests, and the start and the duration of each GET."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -80,24 +80,24 @@ class Watch:
         self.gets.append((begun, time.monotonic() - begun))
         return answer
 
-    def one(self, address: str, number: int) -> None:
+    def request_video(self, address: str, number: int) -> None:
         """Request a video, and poll it until it ends."""
         with httpx.Client(base_url=address, timeout=60) as client:
-            body = SMALL | {"prompt": f"a red circle moving right, take {number}", "seed": number}
+            body = SMALL_VIDEO | {"prompt": f"a red circle moving right, take {number}", "seed": number}
             body |= {"steps": random.Random(number).choice([2, 4, 8])}
             while True:
                 try:
                     answer = client.post("/v1/videos", json=body)
                 except httpx.TransportError:
-                    self.outcomes["asked again, without an answer"] += 1
+                    self.outcomes["sent again after no response"] += 1
                     continue
                 if answer.status_code == 200:
                     break
-                self.outcomes[f"asked again after {answer.status_code}"] += 1
-                time.sleep(AGAIN)
-            id, end = answer.json()["id"], time.monotonic() + PATIENCE
+                self.outcomes[f"sent again after status {answer.status_code}"] += 1
+                time.sleep(RETRY_SECONDS)
+            id, end = answer.json()["id"], time.monotonic() + VIDEO_TIMEOUT
             while time.monotonic() < end:
-                time.sleep(LOOK)
+                time.sleep(POLL_SECONDS)
                 video = self.get(client, f"/v1/videos/{id}")
                 if video is not None and video.status_code != 200:
                     self.outcomes["lost"] += 1
@@ -114,22 +114,22 @@ class Watch:
 def measure(
     folder: Path, requests: int, clients: int, workers: int, every: float, database: str | None = None
 ) -> dict[str, Any]:
-    """Return the outcomes, the kills, and the seconds of answers in the second after a kill and otherwise."""
-    watch, kills, is_over = Watch(), [], Event()
+    """Return the outcomes, the number of kills, and the response times in the second after a kill and otherwise."""
+    results, kills, is_over = ClientResults(), [], Event()
     database = database or str(folder / "jobs.sqlite")
     with service(folder, str(workers), "--database", database) as (address, _):
         join_namespace(store := JobStore(database), folder, SERVE_FILE)
         with httpx.Client(base_url=address, timeout=60) as client:
-            end = time.monotonic() + START
+            end = time.monotonic() + START_TIMEOUT
             while client.get("/health").json()["status"] != "ready":
                 assert time.monotonic() < end, "no worker is ready"
                 time.sleep(0.2)
 
         def kill() -> None:
             while not is_over.wait(every):
-                while most_attempts(store) >= ATTEMPTS - 1 and not is_over.wait(LOOK):
+                while most_attempts(store) >= ATTEMPTS - 1 and not is_over.wait(POLL_SECONDS):
                     pass
-                for process in processes(store)[:1]:
+                for process in ready_process_ids(store)[:1]:
                     os.kill(process, signal.SIGKILL)
                     kills.append(time.monotonic())
 
@@ -137,21 +137,29 @@ def measure(
         killer.start()
         began = time.monotonic()
         with ThreadPoolExecutor(clients) as pool:
-            list(pool.map(lambda number: watch.one(address, number), range(requests)))
+            list(pool.map(lambda number: results.request_video(address, number), range(requests)))
         seconds = time.monotonic() - began
         is_over.set()
         killer.join()
         store.close()
-    near = [took for at, took in watch.gets if any(kill <= at + took and at <= kill + 1 for kill in kills)]
-    apart = [took for at, took in watch.gets if not any(kill <= at + took and at <= kill + 1 for kill in kills)]
+    after_kill = [
+        seconds
+        for start_time, seconds in results.gets
+        if any(kill <= start_time + seconds and start_time <= kill + 1 for kill in kills)
+    ]
+    otherwise = [
+        seconds
+        for start_time, seconds in results.gets
+        if not any(kill <= start_time + seconds and start_time <= kill + 1 for kill in kills)
+    ]
     return {
-        "outcomes": dict(watch.outcomes),
-        "completed": watch.outcomes["completed"],
+        "outcomes": dict(results.outcomes),
+        "completed": results.outcomes["completed"],
         "seconds": seconds,
         "kills": len(kills),
-        "failed": dict(watch.failed),
-        "near": near,
-        "apart": apart,
+        "failed": dict(results.failed),
+        "after_kill": after_kill,
+        "otherwise": otherwise,
     }
 
 
@@ -175,13 +183,14 @@ def main() -> None:
     print(
         f"{options.requests} requests by {options.clients} clients, {options.workers} workers, {outcome['kills']} kills"
     )
-    print(f"{outcome['seconds']:.0f} s; " + ", ".join(f"{count} {what}" for what, count in outcome["outcomes"].items()))
-    print(f"{'answers to GET':<34} {'number':>7} {'p50 s':>8} {'p90 s':>8} {'p99 s':>8} {'most s':>8}")
-    print(row("in the second after a kill", outcome["near"]))
-    print(row("otherwise", outcome["apart"]))
-    print(f"GETs without a good answer: {outcome['failed'] or 'none'}")
+    print(f"{outcome['seconds']:.0f} s; " + ", ".join(f"{count} {name}" for name, count in outcome["outcomes"].items()))
+    print(f"{'responses to GET':<34} {'number':>7} {'p50 s':>8} {'p90 s':>8} {'p99 s':>8} {'most s':>8}")
+    print(row("in the second after a kill", outcome["after_kill"]))
+    print(row("otherwise", outcome["otherwise"]))
+    print(f"failed GETs: {outcome['failed'] or 'none'}")
     ended = outcome["completed"] == options.requests
-    print(f"bar: {'met' if ended and np.percentile(outcome['apart'], 99) <= BAR else 'missed'}")
+    met = ended and np.percentile(outcome["otherwise"], 99) <= MAX_RESPONSE_SECONDS
+    print(f"target: {'met' if met else 'missed'}")
 
 
 if __name__ == "__main__":

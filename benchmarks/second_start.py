@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 
-STARTED = perf_counter()
+PROCESS_START = perf_counter()
 
 
 def main() -> None:
@@ -60,13 +60,13 @@ def read(model: str, chip: str, folder: Path) -> None:
     from wanjax.registry import model_description
     from wanjax.sharding import SHARDING_RULES, Partitioner, make_mesh, substitute_devices
 
-    print(f"{perf_counter() - STARTED:8.2f} s  import JAX and wanjax", flush=True)
+    print(f"{perf_counter() - PROCESS_START:8.2f} s  import JAX and wanjax", flush=True)
     jax.config.update("jax_platforms", "cpu")
-    with timed("open the compiler for the chip, which a TPU's own start replaces"):
+    with print_seconds("open the compiler for the chip (with a TPU, its own start replaces this)"):
         devices = topology_devices(find_slice(chip).topology, one_host=True)
     share_cache(folder, ahead_of_time=True)
     with substitute_devices(devices):
-        with timed("trace the run"):
+        with print_seconds("trace the run"):
             chosen = model_description(model)
             settings = chosen.settings.updated({"dtype": "bfloat16"})
             cost = step_cost(chosen.family, chosen.model, settings)
@@ -78,7 +78,9 @@ def read(model: str, chip: str, folder: Path) -> None:
             try:
                 options = instance.program.compiler_options(instance.compile_context)
                 retry_without_rejected_options(
-                    options, lambda left, one=instance: one.compile(left, compile_cache), warn_rejected_option
+                    options,
+                    lambda remaining_options, traced=instance: traced.compile(remaining_options, compile_cache),
+                    warn_rejected_option,
                 )
                 print(f"{perf_counter() - start:8.2f} s  compile {name}", flush=True)
             except EntryExists as entry:
@@ -88,15 +90,15 @@ def read(model: str, chip: str, folder: Path) -> None:
                 sizes = f"{len(content) / 2**20:.1f} MiB, {len(executable) / 2**20:.1f} decompressed"
                 print(f"{lookup_seconds:8.2f} s  lower {name} and find its entry", flush=True)
                 print(f"{perf_counter() - start:8.2f} s  read {name}: {sizes}", flush=True)
-    print(f"{perf_counter() - STARTED:8.2f} s  in all")
+    print(f"{perf_counter() - PROCESS_START:8.2f} s  in all")
 
 
 @contextmanager
-def timed(what: str) -> Iterator[None]:
+def print_seconds(label: str) -> Iterator[None]:
     """Print the seconds of a block."""
     start = perf_counter()
     yield
-    print(f"{perf_counter() - start:8.2f} s  {what}", flush=True)
+    print(f"{perf_counter() - start:8.2f} s  {label}", flush=True)
 
 
 if __name__ == "__main__":

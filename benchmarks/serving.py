@@ -35,15 +35,15 @@ import wanjax
 from wanjax.media.pictures import read_clip
 
 PROMPTS = ("a red circle moving right", "a blue square growing", "a green triangle moving up")
-SMALL = {"size": "32x32", "frames": 5, "steps": 2}
-POLL = 0.02  # seconds
-END = 120.0  # time limit for the end of a server, in seconds
-BAR_FIRST, BAR_SECOND = 10.0, 1.2
-KINDS = ("plain",) * 6 + ("bad", "oversized", "large", "cancelled", "removed", "watched")
+SMALL_VIDEO = {"size": "32x32", "frames": 5, "steps": 2}
+POLL_SECONDS = 0.02
+SHUTDOWN_SECONDS = 120.0  # time limit for the end of a server, in seconds
+MAX_FIRST_SECONDS, MAX_SECOND_RATIO = 10.0, 1.2
+REQUEST_KINDS = ("plain",) * 6 + ("bad", "oversized", "large", "cancelled", "removed", "watched")
 
 
 @contextmanager
-def served(
+def running_server(
     folder: Path | str, *options: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     """Start `wanjax serve` on a free port; yield its address and the process, and end it."""
@@ -52,32 +52,32 @@ def served(
     assert process.stderr is not None
     drain_thread = Thread(
         target=process.stderr.read, daemon=True
-    )  # so that the server never waits for room in the pipe
+    )  # otherwise the server would wait when the pipe is full
     try:
         match = None
         for line in process.stderr:
             if match := re.search(r"serving .* at (http://\S+)/,", line):
                 break
-        assert match, "the server did not begin"
+        assert match, "the server did not start"
         drain_thread.start()
         yield match[1], process
     finally:
         process.terminate()
         try:
-            process.wait(END)
+            process.wait(SHUTDOWN_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             raise
         if drain_thread.ident is not None:
-            drain_thread.join(END)
+            drain_thread.join(SHUTDOWN_SECONDS)
         if not drain_thread.is_alive():
             process.stderr.close()
 
 
-def finished(client: httpx.Client, video_id: str) -> dict[str, Any]:
+def wait_for_video(client: httpx.Client, video_id: str) -> dict[str, Any]:
     """Wait for the end of a video."""
     while (video := client.get(f"/v1/videos/{video_id}").json())["status"] not in ("completed", "failed"):
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)
     return video
 
 
@@ -87,30 +87,30 @@ def start(folder: Path, empty_cache: bool) -> dict[str, float]:
     seconds = []
     start_time = time.perf_counter()
     with (
-        served(folder, environment=environment) as (address, process),
+        running_server(folder, environment=environment) as (address, process),
         httpx.Client(base_url=address, timeout=120) as client,
     ):
         for index in range(6):
             id = client.post("/v1/videos", json={"prompt": PROMPTS[0]}).json()["id"]
-            video = finished(client, id)
+            video = wait_for_video(client, id)
             assert video["status"] == "completed", video
             assert client.get(f"/v1/videos/{id}/content").status_code == 200
             seconds.append(time.perf_counter() - start_time)
             if index == 0:
                 cpu = cpu_seconds(process.pid)
             start_time = time.perf_counter()
-    pipe, library = wanjax.load("nano"), []
+    pipe, library_seconds = wanjax.load("nano"), []
     for _ in range(6):
         start_time = time.perf_counter()
         pipe(PROMPTS[0]).save(folder / "video.mp4")
-        library.append(time.perf_counter() - start_time)
+        library_seconds.append(time.perf_counter() - start_time)
     server_costs = {
         "first": seconds[0],
         "first_cpu": cpu,
         "second": seconds[1],
         "later": statistics.median(seconds[1:]),
     }
-    return {**server_costs, "library": statistics.median(library[1:])}
+    return {**server_costs, "library": statistics.median(library_seconds[1:])}
 
 
 def cpu_seconds(pid: int) -> float:
@@ -122,15 +122,15 @@ def cpu_seconds(pid: int) -> float:
 def load(folder: Path, requests: int, clients: int) -> dict[str, Any]:
     """Send requests of all kinds from many clients; return the outcomes and the memory."""
     rng = random.Random(0)
-    kinds = [rng.choice(KINDS) for _ in range(requests)]
+    kinds = [rng.choice(REQUEST_KINDS) for _ in range(requests)]
     with (
-        served(folder, "--max-queue", str(max(4, clients // 2))) as (address, _),
+        running_server(folder, "--max-queue", str(max(4, clients // 2))) as (address, _),
         httpx.Client(base_url=address, timeout=120) as client,
     ):
         while client.get("/health").json()["status"] != "ready":
             time.sleep(0.1)
         for seed in range(10):  # load everything before memory is measured
-            finished(client, post_video(client, seed)["id"])
+            wait_for_video(client, post_video(client, seed)["id"])
         memory = [memory_of(client)]
         with ThreadPoolExecutor(clients) as pool:
             for start in range(0, requests, max(1, requests // 4)):
@@ -139,8 +139,8 @@ def load(folder: Path, requests: int, clients: int) -> dict[str, Any]:
                 for kind, outcome in results:
                     COUNTS[f"{kind}: {outcome}"] += 1
                 memory.append(memory_of(client))
-        num_equal = compare(client)
-    return {"outcomes": dict(sorted(COUNTS.items())), "compared": num_equal, "memory": memory}
+        num_compared = compare(client)
+    return {"outcomes": dict(sorted(COUNTS.items())), "compared": num_compared, "memory": memory}
 
 
 COUNTS: Counter[str] = Counter()
@@ -148,10 +148,10 @@ COUNTS: Counter[str] = Counter()
 
 def post_video(client: httpx.Client, seed: int) -> dict[str, Any]:
     """Request a small video until the queue accepts it."""
-    body = {"prompt": PROMPTS[seed % len(PROMPTS)], "seed": seed, **SMALL}
+    body = {"prompt": PROMPTS[seed % len(PROMPTS)], "seed": seed, **SMALL_VIDEO}
     while (answer := client.post("/v1/videos", json=body)).status_code == 429:
-        COUNTS["asked again because the queue was full"] += 1
-        time.sleep(POLL)
+        COUNTS["sent again because the queue was full"] += 1
+        time.sleep(POLL_SECONDS)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -160,11 +160,11 @@ def run_request(address: str, kind: str, seed: int) -> tuple[str, str]:
     """Send one request of a kind, and return the kind and the outcome."""
     with httpx.Client(base_url=address, timeout=120) as client:
         if kind in ("bad", "oversized", "large"):
-            return kind, str(refused(client, kind).status_code)
+            return kind, str(send_invalid_request(client, kind).status_code)
         id = post_video(client, seed)["id"]
         if kind == "cancelled":
             client.post(f"/v1/videos/{id}/cancel")
-            video = finished(client, id)
+            video = wait_for_video(client, id)
             return kind, "completed before" if video["status"] == "completed" else video["error"]["code"]
         if kind == "removed":
             client.delete(f"/v1/videos/{id}")
@@ -173,10 +173,10 @@ def run_request(address: str, kind: str, seed: int) -> tuple[str, str]:
             lines = client.get(f"/v1/videos/{id}/events").text.splitlines()
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
             return kind, events[-1]["status"]
-        return kind, finished(client, id)["status"]
+        return kind, wait_for_video(client, id)["status"]
 
 
-def refused(client: httpx.Client, kind: str) -> httpx.Response:
+def send_invalid_request(client: httpx.Client, kind: str) -> httpx.Response:
     """Send a request that the server has to reject."""
     if kind == "large":
         return client.post("/v1/videos", json={"prompt": "a circle", "size": "4096x4096", "frames": 81})
@@ -216,7 +216,7 @@ def memory_of(client: httpx.Client) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("start", "load"))
-    parser.add_argument("--empty-cache", action="store_true", help="begin without compiled programs")
+    parser.add_argument("--empty-cache", action="store_true", help="start without compiled programs")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--clients", type=int, default=20)
     options = parser.parse_args()
@@ -226,8 +226,8 @@ def main() -> None:
             return
         costs = start(Path(folder), options.empty_cache)
     print("seconds:", ", ".join(f"{name} {value:.3f}" for name, value in costs.items()))
-    print(f"first within {BAR_FIRST:g} s: {costs['first'] <= BAR_FIRST}")
-    print(f"second / library: {costs['second'] / costs['library']:.2f}, bar {BAR_SECOND}")
+    print(f"first within {MAX_FIRST_SECONDS:g} s: {costs['first'] <= MAX_FIRST_SECONDS}")
+    print(f"second / library: {costs['second'] / costs['library']:.2f}, target {MAX_SECOND_RATIO}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.attention_prices import CHIPS, SHARE, compile_forms
+from benchmarks.attention_prices import CHIPS, DEFAULT_WORKLOAD, compile_functions
 from benchmarks.workloads import WORKLOADS, Workload
 from wanjax.kernels.attention import Projection, SparseLinear, sparse_linear_attention
 from wanjax.kernels.attention.typical_scalars import SPARSE_LINEAR_KERNEL
@@ -39,7 +39,7 @@ def sparse_linear(top: float) -> Callable[..., jax.Array]:
 def price_table(workload: Workload, chip: str, tops: list[float]) -> Table:
     columns = "top", "MXU", "ms", "attention", "means and state", "lists", "around", "running-max path, more"
     table = Table(*columns, title=f"{workload.name} on one {chip}, bfloat16, priced")
-    for top, result in compile_forms(workload, chip, {top: sparse_linear(top) for top in tops}).items():
+    for top, result in compile_functions(workload, chip, {top: sparse_linear(top) for top in tops}).items():
         table.add_row(f"{top:g}", *([str(result)[:60]] if isinstance(result, CompilerError) else _row(result)))
     return table
 
@@ -64,7 +64,7 @@ def _row(compiled: Compiled) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workload", nargs="?", default=SHARE)
+    parser.add_argument("workload", nargs="?", default=DEFAULT_WORKLOAD)
     parser.add_argument("--chip", choices=CHIPS, default="v6e")
     parser.add_argument("--top", type=float, action="append")
     options = parser.parse_args()

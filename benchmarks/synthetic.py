@@ -29,7 +29,7 @@ from tests.support.toy_chat_tokenizer import save_chat_tokenizer
 from tests.support.toy_tokenizer import save_tokenizer
 from wanjax.checkpoints.files import Spec, save_index, split_into_shards, write_safetensors
 
-SPREAD = 0.02
+STD = 0.02
 BFLOAT16, FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 XXL: dict[str, Any] = {
     "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu"
@@ -58,7 +58,7 @@ class RandomTensors:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype):
         longest = max(np.prod(shape[1:], dtype=int) + self.STEP * shape[0] for shape in shapes.values())
-        noise = SPREAD * np.random.default_rng(0).standard_normal(longest, np.float32)
+        noise = STD * np.random.default_rng(0).standard_normal(longest, np.float32)
         self.noise = noise.astype(dtype)
         self.specs = {key: Spec(shape, self.noise.dtype) for key, shape in shapes.items()}
 
@@ -134,7 +134,7 @@ MODELS: dict[str, Callable[[], Checkpoint]] = {
 }
 
 
-def described(model: str) -> Checkpoint:
+def build_checkpoint(model: str) -> Checkpoint:
     """Build a model's checkpoint from the classes of diffusers and transformers, on torch's meta device."""
     import torch
 
@@ -149,7 +149,7 @@ def config_of(network: Any) -> dict[str, Any]:
 
 def write_checkpoint(model: str, folder: Path) -> None:
     """Write a folder in the diffusers layout."""
-    checkpoint = described(model)
+    checkpoint = build_checkpoint(model)
     for name, (network, dtype) in checkpoint.networks.items():
         stem = "model" if checkpoint.index[name][0] == "transformers" else "diffusion_pytorch_model"
         _write_json(folder / name / "config.json", config_of(network))

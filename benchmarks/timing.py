@@ -35,7 +35,7 @@ def seconds(run: Run, clock: Clock = time.perf_counter) -> float:
     return clock() - start
 
 
-def time_rivals(
+def time_alternately(
     rivals: Mapping[str, Run], repeats: int, *, warm_up: int = 1, clock: Clock = time.perf_counter
 ) -> dict[str, Timing]:
     """Time functions in turns, A B A B, so that other load affects all of them equally.

@@ -28,8 +28,8 @@ from wanjax.checkpoints import modules
 from wanjax.converters import taehv
 from wanjax.models.taehv import TinyDecoder, TinyDecoderConfig
 
-BATCH, RATE = 4, 3e-3
-SEEN = 3  # latent frames of a clip in training, its first
+BATCH, LEARNING_RATE = 4, 3e-3
+TRAIN_FRAMES = 3  # training uses the first latent frames of a clip
 
 
 def clips(count: int, frames: int, size: int) -> np.ndarray:
@@ -41,41 +41,41 @@ def clips(count: int, frames: int, size: int) -> np.ndarray:
     return draw(sample_specs(random, count), frames, size, random) * 0.5 + 0.5
 
 
-def pairs(pipe: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
+def decoder_pairs(pipe: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return latents [N T H W C] of clips, and the frames [N T H W 3], from 0 to 1, that the VAE makes of them."""
-    drawn = clips(count, pipe.defaults.frames, pipe.defaults.height)
-    latents = np.stack([np.asarray(pipe.encode_video(clip))[0] for clip in drawn])
+    training_clips = clips(count, pipe.defaults.frames, pipe.defaults.height)
+    latents = np.stack([np.asarray(pipe.encode_video(clip))[0] for clip in training_clips])
     frames = np.stack([pipe.decode(latent[None], jnp.float32) for latent in latents])
     return np.moveaxis(latents, 1, -1), frames
 
 
-def trained(config: TinyDecoderConfig, latents: np.ndarray, frames: np.ndarray, steps: int) -> TinyDecoder:
+def train(config: TinyDecoderConfig, latents: np.ndarray, frames: np.ndarray, steps: int) -> TinyDecoder:
     """Train a decoder for `steps` steps of Adam on the mean squared error."""
     decoder = TinyDecoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
     graphdef, weights = nnx.split(decoder)
-    optimizer = optax.adam(optax.cosine_decay_schedule(RATE, steps))
+    optimizer = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, steps))
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(weights: Any, state: Any, z: Any, x: Any) -> Any:
         def loss(weights: Any) -> Any:
-            cells, _ = nnx.merge(graphdef, weights).decode_chunk(z, None)
-            return jnp.mean(jnp.square(cells - (2 * x - 1)))
+            outputs, _ = nnx.merge(graphdef, weights).decode_chunk(z, None)
+            return jnp.mean(jnp.square(outputs - (2 * x - 1)))
 
-        value, slope = jax.value_and_grad(loss)(weights)
-        change, state = optimizer.update(slope, state)
+        value, gradient = jax.value_and_grad(loss)(weights)
+        change, state = optimizer.update(gradient, state)
         return optax.apply_updates(weights, change), state, value
 
     state, random = optimizer.init(weights), np.random.default_rng(1)
     for number in range(steps):
         chosen = random.choice(len(latents), BATCH, replace=False)
-        z, x = latents[chosen, :SEEN], frames[chosen, : (SEEN - 1) * config.temporal_factor + 1]
+        z, x = latents[chosen, :TRAIN_FRAMES], frames[chosen, : (TRAIN_FRAMES - 1) * config.temporal_factor + 1]
         weights, state, value = step(weights, state, z, x)
         if number % 50 == 0 or number + 1 == steps:
             print(f"step {number + 1}: mean squared error {float(value):.5f}", flush=True)
     return nnx.merge(graphdef, weights)
 
 
-def timed(pipe: Any, latents: Any) -> tuple[np.ndarray, float]:
+def time_decoding(pipe: Any, latents: Any) -> tuple[np.ndarray, float]:
     """Return frames, and the seconds of a second decoding."""
     pipe.decode(latents)
     start = perf_counter()
@@ -93,14 +93,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pipe = wanjax.load("nano")
     pipe.progress = False
     config = TinyDecoderConfig(pipe.model.vae.latent_channels, tuple(options.widths), 1, (1, 2, 2))
-    tiny_network = trained(config, *pairs(pipe, options.clips), options.steps)
+    tiny_network = train(config, *decoder_pairs(pipe, options.clips), options.steps)
     modules.export(tiny_network, taehv.rules(), options.file)
     tiny = wanjax.load("nano", decoder=options.file)
     tiny.progress = False
     rows = []
     for prompt, _ in nano_prompts()[0][: options.limit]:
         latents = np.asarray(pipe.denoise(pipe.encode(prompt)))
-        (frames, seconds), (tiny_frames, tiny_seconds) = timed(pipe, latents), timed(tiny, latents)
+        (frames, seconds), (tiny_frames, tiny_seconds) = time_decoding(pipe, latents), time_decoding(tiny, latents)
         rows.append((psnr(tiny_frames, frames), seconds, tiny_seconds))
     decibels, seconds, tiny_seconds = np.median(np.array(rows), axis=0)
     print(f"PSNR {decibels:.1f} dB against nano's own decoder, {len(rows)} videos (median)")

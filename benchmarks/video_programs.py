@@ -14,9 +14,13 @@ from wanjax.registry import model_description
 from wanjax.sharding import SHARDING_RULES, Partitioner
 
 
-def programs(model: str, settings: Settings, mesh: Mesh | AbstractMesh, **how: Any) -> list[VideoProgram]:
-    """Return the programs of a video of these settings; the keywords are those of `abstract_pipeline`."""
+def video_programs(
+    model: str, settings: Settings, mesh: Mesh | AbstractMesh, **pipeline_options: Any
+) -> list[VideoProgram]:
+    """Return the programs of a video with these settings. `abstract_pipeline` takes the `pipeline_options`."""
     pipe = abstract_pipeline(
-        replace(model_description(model), settings=settings), Partitioner(mesh, SHARDING_RULES["fsdp"]), **how
+        replace(model_description(model), settings=settings),
+        Partitioner(mesh, SHARDING_RULES["fsdp"]),
+        **pipeline_options,
     )
     return programs_of(trace_programs(pipe, settings, needed_pictures(pipe, settings)))

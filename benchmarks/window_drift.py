@@ -5,8 +5,8 @@
 
 A scene of nano has a still background. The benchmark compares the border of each window's last frame with the border of
 the video's first frame: the distance of their mean colours, in hundredths of Oklab's range from black to white, and
-the PSNR. `--videos 0` prints only how much is left of changes that are made on purpose, over eight windows of a film
-with full contrast and with half of it.
+the PSNR. `--videos 0` makes no videos. It only prints the remaining part of deliberate colour changes after eight
+windows, for a film with full contrast and for a film with half the contrast.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pipe, (prompts, _) = wanjax.load("nano"), nano_prompts()
     table = Table("match", "window", "distance of colours", "PSNR, dB")
     for match in MATCHES:
-        distances, ratios = np.zeros((2, options.videos, options.windows))
+        distances, psnrs = np.zeros((2, options.videos, options.windows))
         for video, (prompt, _) in enumerate(prompts[: options.videos]):
             frames = np.asarray(pipe(prompt, windows=options.windows, match=match, seed=video).frames)
             first, length = border(frames[0]), pipe.defaults.frames
@@ -57,9 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 last = border(frames[length - 1 + window * (length - 1)])
                 mean_colours = [srgb_to_oklab(pixels / 255).mean(0) for pixels in (first, last)]
                 distances[video, window] = 100 * np.linalg.norm(mean_colours[0] - mean_colours[1])
-                ratios[video, window] = psnr(last, first)
+                psnrs[video, window] = psnr(last, first)
         for window in (0, options.windows // 2 - 1, options.windows - 1):
-            row = (f"{values[:, window].mean():.2f}" for values in (distances, ratios))
+            row = (f"{values[:, window].mean():.2f}" for values in (distances, psnrs))
             table.add_row(match, str(window + 1), *row)
     console(stderr=False).print(table)
     return 0

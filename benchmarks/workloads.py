@@ -35,7 +35,7 @@ class Workload(NamedTuple):
         """Operations of the two products; a multiplication and an addition are two operations."""
         return 4 * self.scores * self.head_dim
 
-    def on(self, chips: int) -> "Workload":
+    def shard(self, chips: int) -> "Workload":
         """Return one chip's share: some heads of self-attention, or some of the queries if there are few keys."""
         name = f"{self.name}_on_{chips}"
         if self.num_keys < self.num_queries:
@@ -51,7 +51,8 @@ SHARDS = (4, 8)
 
 
 def _patches(height: int, width: int, frames: int, patch: tuple[int, int, int]) -> int:
-    """The number of patches, given in pixels. Latent frames are the first frame and one for every four after it."""
+    """Return the number of patches of a video. There is one latent frame for the first frame and one for every four
+    frames after it. The sizes of video and patch are in pixels."""
     deep, high, wide = patch
     return -(-((frames - 1) // 4 + 1) // deep) * (height // high) * (width // wide)
 
@@ -79,7 +80,7 @@ def _hunyuanvideo() -> Iterator[Workload]:
 
 def _with_shards(workload: Workload, shards: bool = True) -> Iterator[Workload]:
     yield workload
-    yield from (workload.on(chips) for chips in SHARDS if shards)
+    yield from (workload.shard(chips) for chips in SHARDS if shards)
 
 
 WORKLOADS = {workload.name: workload for workload in chain(_wan(), _cogvideox(), _hunyuanvideo())}

@@ -50,9 +50,9 @@ def _swap_inner_axes(x, groups: int, axis_sizes: tuple[int, int]):
 
 
 def rope_halves(heads: int) -> Transform:
-    """Move each head's channel pairs (0,1),(2,3)..
+    """Move each head's channel pairs (0, 1), (2, 3), … to (0, D/2), (1, D/2 + 1), …
 
-    to (0,D/2),(1,D/2+1).. in a q or k weight, bias or norm [N*D, ...].
+    Applies to a weight, bias or norm [N*D, ...] of q or k.
     """
     return Transform(
         f"rope_halves({heads})",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of MkDocs: the page of commands has the help of each, as it is printed."""
+"""Hooks for MkDocs, which put the printed help of every command into the page of commands."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ PLACE = "<!-- the help of each command -->"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put the help of all commands into the page that has a place for it."""
+    """Replace the placeholder in a page by the help of all commands."""
     return markdown.replace(PLACE, "\n\n".join(map(help_of, main.commands)))
 
 
 def help_of(name: str) -> str:
-    """Return a command's section: its name, and all of its help."""
+    """Return the section of a command: its name, and its complete help."""
     group = click.Context(main, info_name="wanjax", obj=Report(), max_content_width=84, terminal_width=84)
     context = click.Context(main.commands[name], info_name=name, parent=group)
     context.meta[SHOW_ALL] = True

@@ -1,9 +1,9 @@
-# Read by the scripts beside it: finds a Python, makes the virtual environment unless it is there, and activates it.
-# PYTHON names another Python, VENV another folder than .venv in the clone. Problems are told in a sentence; status 2.
+# Sourced by the other scripts: find a Python, create the virtual environment if it is missing, and activate it.
+# PYTHON selects another Python, and VENV another folder than .venv in the clone. Errors exit with status 2.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-$root/.venv}
-unset PYTHONDONTWRITEBYTECODE PYTHONHOME PYTHONPATH  # of another environment; tests start processes that share bytecode
+unset PYTHONDONTWRITEBYTECODE PYTHONHOME PYTHONPATH  # settings of other environments; the tests' processes share bytecode
 
 is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; }
 
@@ -28,4 +28,4 @@ is_new_enough "$VENV/bin/python" || quit "$VENV is of $("$VENV/bin/python" --ver
     "remove the folder, or name another, as in VENV=/tmp/wanjax $0"
 . "$VENV/bin/activate"
 
-installed() { [ "$VENV/$1" -nt "$root/pyproject.toml" ]; }  # since what is needed last changed
+installed() { [ "$VENV/$1" -nt "$root/pyproject.toml" ]; }  # true if the requirements have not changed since

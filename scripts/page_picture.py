@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make docs/pictures/page.png anew: the page of a running server of nano, with videos, while another is being made.
+"""Make docs/pictures/page.png again: the web page of a server with `nano`, its videos, and a video in progress.
 
 Start `wanjax serve` with an empty `--dir`, then run `python scripts/page_picture.py http://localhost:8000`.
 """
@@ -22,7 +22,7 @@ PROMPTS = (
     "an orange cross moving right",
     "a yellow bar shrinking",
 )
-COLOURS = 128  # of the palette: a quarter of the bytes
+COLOURS = 128  # of the palette; this makes the file four times smaller
 
 
 def make_videos(client: httpx.Client) -> None:
@@ -36,7 +36,7 @@ def make_videos(client: httpx.Client) -> None:
 
 
 def screenshot(url: str) -> bytes:
-    """Ask for a long video on the page, and return a picture of the page in the middle of its steps."""
+    """Request a long video on the page, and return a screenshot of the page during the video's steps."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 820}, color_scheme="light", locale="en")

@@ -117,12 +117,12 @@ SMALL = {
 }  # fmt: skip
 
 
-EVERY = [(family, stage) for family in SMALL for stage in import_module(f"benchmarks.rivals.{family}").STAGES]
+EVERY = [(family, stage) for family in SMALL for stage in import_module(f"benchmarks.comparison.{family}").STAGES]
 
 
 @pytest.mark.parametrize(("family", "stage"), quick([("wan", "step")], EVERY))
 def test_both_libraries_do_the_same(family, stage, monkeypatch):
-    module, cases = (import_module(f"benchmarks.rivals.{name}") for name in (family, "cases"))
+    module, cases = (import_module(f"benchmarks.comparison.{name}") for name in (family, "cases"))
     for name, entries in SMALL[family].items():
         for key, value in entries.items():
             monkeypatch.setitem(getattr(module, name), key, value)
@@ -138,7 +138,7 @@ def test_both_libraries_do_the_same(family, stage, monkeypatch):
 def test_synthetic_checkpoints_have_the_sizes_of_their_presets(model):
     video_model = presets()[model].model
     assert video_model is not None
-    output = synthetic.described(model)
+    output = synthetic.build_checkpoint(model)
     for name, (network, _) in output.networks.items():
         result = read_network(output.index[name][1], synthetic.config_of(network), kinds())
         assert result.config == video_model.spec.networks[name]
@@ -166,9 +166,11 @@ def test_a_card_times_attention_in_each_implementation():
     assert {figure.library for figure in figures} == {"wanjax, reference", "wanjax, chunked"}
     assert len({figure.what for figure in figures}) == 1
     assert all(figure.seconds and figure.seconds > 0 for figure in figures)
-    [rival] = card.torch_attention(small=True)
-    assert rival.what == figures[0].what
-    table = "\n".join(card.lines("a card", {"checks": [{"name": "nano", "outcome": "right"}]}, [*figures, rival]))
+    [torch] = card.torch_attention(small=True)
+    assert torch.what == figures[0].what
+    table = "\n".join(
+        card.report_lines("a card", {"checks": [{"name": "nano", "outcome": "right"}]}, [*figures, torch])
+    )
     assert table.count("| attention, ") == 3
     assert "wrong: none" in table
 
@@ -178,7 +180,7 @@ def test_a_part_that_fails_or_times_out_says_so(monkeypatch):
     monkeypatch.setattr(card, "LEAST", 0.0)
     [stopped] = card.run_part("attention", True, 0.1)
     assert "stopped" in stopped.note
-    [failed] = [card.measured("a step", "wanjax", lambda: 1 // 0)]
+    [failed] = [card.time_program("a step", "wanjax", lambda: 1 // 0)]
     assert failed.note == "integer division or modulo by zero"
 
 

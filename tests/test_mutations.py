@@ -29,7 +29,7 @@ def test_they_are_many_and_all_over_the_house():
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=[mutation.name for mutation in MUTATIONS])
 def test_a_mutation_fits_the_code_and_names_its_tests(mutation):
     text = (ROOT / mutation.file).read_text(encoding="utf-8")
-    changed = mutation.applied(text)
+    changed = mutation.apply(text)
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text))
     compile(changed, mutation.file, "exec")
     for test in mutation.tests:
@@ -41,7 +41,7 @@ def test_a_mutation_fits_the_code_and_names_its_tests(mutation):
 @pytest.mark.parametrize("old", ["no such text", "import"])
 def test_a_text_that_does_not_occur_once_is_refused(old):
     with pytest.raises(ValueError, match=HARMLESS.name):
-        HARMLESS._replace(old=old).applied((ROOT / HARMLESS.file).read_text(encoding="utf-8"))
+        HARMLESS._replace(old=old).apply((ROOT / HARMLESS.file).read_text(encoding="utf-8"))
 
 
 @pytest.mark.slow

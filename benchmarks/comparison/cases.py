@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.synthetic import config_of
-from benchmarks.timing import Run, speed_ratio, time_rivals
+from benchmarks.timing import Run, speed_ratio, time_alternately
 from tests.parity.references import StateDict, relative_l2
 from tests.support.programs import caller
 from wanjax.checkpoints import modules
@@ -25,7 +25,7 @@ from wanjax.pipelines.components import Components
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.registry import kinds, presets
 
-STEPS = 2  # of a denoising
+STEPS = 2  # of a denoising run
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class Case:
     """One stage in both libraries: two functions that return the same array."""
 
     name: str
-    bar: float  # the speed ratio to reach
+    target: float  # the speed ratio to reach
     ours: Run
     theirs: Run
-    pieces: int = 1  # equal pieces of work in a call, such as steps
+    num_steps: int = 1  # the number of steps in a call
 
 
 @dataclass(frozen=True)
 class Result:
-    """Median seconds per piece of each library, theirs / ours, and the relative L2 error between the two results."""
+    """Median seconds per step of each library, theirs / ours, and the relative L2 error between the two results."""
 
     name: str
-    bar: float
+    target: float
     ours: float
     theirs: float
     ratio: float
@@ -62,21 +62,21 @@ class Sizes:
     height: int
     width: int
     frames: int
-    denoised: tuple[int, int, int] = (256, 256, 17)
+    denoised_size: tuple[int, int, int] = (256, 256, 17)
     dtype: str = "float32"
 
 
 Stages = Mapping[str, Callable[[Sizes], Iterator[Case]]]
 
 
-def converted(reference: torch.nn.Module, dtype: str = "float32") -> Any:
+def convert_reference(reference: torch.nn.Module, dtype: str = "float32") -> Any:
     """Return our network with the weights of a reference, in a dtype."""
     network = read_network(type(reference).__name__, config_of(reference), kinds())
     abstract = network.abstract(dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype))
     return modules.load(abstract, network.rules, StateDict(reference), ignore=network.unused)
 
 
-def encoding(program: Program, *arguments: Any) -> Callable[[], jax.Array]:
+def encode_function(program: Program, *arguments: Any) -> Callable[[], jax.Array]:
     """Return a function that encodes a prompt and a negative one by a family's program, and joins the results."""
     graphdef, weights, *texts = arguments
     run = partial(caller(), program, graphdef, *texts, weights)
@@ -99,11 +99,11 @@ def pipeline_of(model: str, networks: Mapping[str, nnx.Module], **shapes: Any) -
     return Pipeline(components, replace(preset.model, **shapes), preset.defaults)
 
 
-def decoding(
-    model: str, reference: Any, unscaled: Callable[[torch.Tensor], torch.Tensor], sizes: Sizes, *, bar: float
+def decode_case(
+    model: str, reference: Any, unscaled: Callable[[torch.Tensor], torch.Tensor], sizes: Sizes, *, target: float
 ) -> Case:
     """Return the decoding of a video. `unscaled` converts denoised latents to the autoencoder's scale."""
-    pipeline = pipeline_of(model, {"vae": converted(reference)})
+    pipeline = pipeline_of(model, {"vae": convert_reference(reference)})
     factor, channels = pipeline.model.vae.spatial_factor, pipeline.model.vae.latent_channels
     shape = (1, channels, (sizes.frames + 3) // 4, sizes.height // factor, sizes.width // factor)
     latents = np.random.default_rng(0).standard_normal(shape, np.float32)
@@ -115,7 +115,7 @@ def decoding(
         video = reference.decode(unscaled(torch.from_numpy(latents))).sample
         return (video[0].permute(1, 2, 3, 0) * 0.5 + 0.5).clamp(0, 1)
 
-    return Case(f"VAE decode, {sizes.frames} frames of {sizes.width} × {sizes.height}", bar, ours, theirs)
+    return Case(f"VAE decode, {sizes.frames} frames of {sizes.width} × {sizes.height}", target, ours, theirs)
 
 
 def measure(case: Case, repeats: int) -> Result:
@@ -126,16 +126,16 @@ def measure(case: Case, repeats: int) -> Result:
             return case.theirs()
 
     relative_error = relative_l2(case.ours(), theirs())
-    timings = time_rivals({"ours": case.ours, "theirs": theirs}, repeats, warm_up=0)  # the functions have just run
-    seconds = {name: timing.median / case.pieces for name, timing in timings.items()}
-    return Result(case.name, case.bar, **seconds, ratio=speed_ratio(**timings), relative_error=relative_error)
+    timings = time_alternately({"ours": case.ours, "theirs": theirs}, repeats, warm_up=0)  # the functions have just run
+    seconds = {name: timing.median / case.num_steps for name, timing in timings.items()}
+    return Result(case.name, case.target, **seconds, ratio=speed_ratio(**timings), relative_error=relative_error)
 
 
 def show(results: list[Result]) -> None:
     """Print the results as a table."""
-    table = Table("stage", "wanjax, s", "torch, s", "torch / wanjax", "bar", "relative L2 distance")
+    table = Table("stage", "wanjax, s", "torch, s", "torch / wanjax", "target", "relative L2 distance")
     for r in results:
-        mark = "" if r.ratio >= r.bar else " (missed)"
+        mark = "" if r.ratio >= r.target else " (missed)"
         table.add_row(
             r.name,
             f"{r.ours:.3f}",

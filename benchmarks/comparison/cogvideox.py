@@ -17,14 +17,14 @@ from diffusers import (
 from flax import nnx
 from transformers import T5Config, T5EncoderModel
 
-from benchmarks.rivals.cases import (
+from benchmarks.comparison.cases import (
     STEPS,
     Case,
     Sizes,
     Stages,
-    converted,
-    decoding,
-    encoding,
+    convert_reference,
+    decode_case,
+    encode_function,
     pipeline_of,
     torch_pipeline,
 )
@@ -48,9 +48,9 @@ SMALL: dict[str, Any] = {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 
 def text(sizes: Sizes) -> Iterator[Case]:
     """Yield the encoder of T5 v1.1 XXL with few layers and a small vocabulary, on two prompts of 226 tokens."""
     reference = T5EncoderModel(T5Config(num_layers=sizes.layers, **TEXT)).eval()
-    graphdef, weights = nnx.split(converted(reference))
+    graphdef, weights = nnx.split(convert_reference(reference))
     ids = np.random.default_rng(0).integers(2, TEXT["vocab_size"], (2, TEXT_LENGTH))
-    ours = encoding(encode_prompts, graphdef, weights, np.int32(ids))
+    ours = encode_function(encode_prompts, graphdef, weights, np.int32(ids))
 
     def theirs() -> torch.Tensor:
         return reference(torch.from_numpy(ids)).last_hidden_state
@@ -69,9 +69,9 @@ def step(sizes: Sizes) -> Iterator[Case]:
         timestep_spacing="trailing", snr_shift_scale=1.0, clip_sample=False,
     )  # fmt: skip
     vae = AutoencoderKLCogVideoX(**VAE | SMALL)  # used only for its factors
-    rival = torch_pipeline(CogVideoXPipeline, vae=vae, scheduler=scheduler, transformer=reference)
+    diffusers_pipeline = torch_pipeline(CogVideoXPipeline, vae=vae, scheduler=scheduler, transformer=reference)
     same_scheduler = from_config({**scheduler.config, "_class_name": "CogVideoXDDIMScheduler"})
-    pipeline = pipeline_of(MODEL, {"transformer": converted(reference)}, scheduler=same_scheduler)
+    pipeline = pipeline_of(MODEL, {"transformer": convert_reference(reference)}, scheduler=same_scheduler)
     random = np.random.default_rng(0)
     noise = random.standard_normal((1, 16, 6, 32, 32), np.float32)  # one frame fills the patches, and is dropped
     texts = [random.standard_normal((1, TEXT_LENGTH, 4096), np.float32) for _ in range(2)]
@@ -84,19 +84,19 @@ def step(sizes: Sizes) -> Iterator[Case]:
 
     def theirs() -> torch.Tensor:
         prompt, negative = (torch.from_numpy(text) for text in texts)
-        latents = rival(
+        latents = diffusers_pipeline(
             prompt_embeds=prompt, negative_prompt_embeds=negative, latents=torch.from_numpy(noise).transpose(1, 2),
             height=256, width=256, num_frames=17, num_inference_steps=STEPS, guidance_scale=6.0, output_type="latent",
         ).frames  # fmt: skip
         return latents[:, 1:].transpose(1, 2)
 
-    yield Case(f"step with guidance, {sizes.layers} layers of 1.5 5B, 994 tokens", 1.0, ours, theirs, pieces=STEPS)
+    yield Case(f"step with guidance, {sizes.layers} layers of 1.5 5B, 994 tokens", 1.0, ours, theirs, num_steps=STEPS)
 
 
 def vae(sizes: Sizes) -> Iterator[Case]:
     """Yield the decoding of a video with CogVideoX's autoencoder."""
     reference: Any = AutoencoderKLCogVideoX(**VAE).eval()
-    yield decoding(MODEL, reference, lambda x: x / reference.config.scaling_factor, sizes, bar=0.8)
+    yield decode_case(MODEL, reference, lambda x: x / reference.config.scaling_factor, sizes, target=0.8)
 
 
 STAGES: Stages = {"text": text, "step": step, "vae": vae}

@@ -19,14 +19,14 @@ from diffusers import (
 from flax import nnx
 from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
-from benchmarks.rivals.cases import (
+from benchmarks.comparison.cases import (
     STEPS,
     Case,
     Sizes,
     Stages,
-    converted,
-    decoding,
-    encoding,
+    convert_reference,
+    decode_case,
+    encode_function,
     pipeline_of,
     torch_pipeline,
 )
@@ -53,11 +53,11 @@ def text(sizes: Sizes) -> Iterator[Case]:
     """Yield Qwen2.5-VL's language model with few layers and a small vocabulary, on two prompts of the full length."""
     config = Qwen2_5_VLTextConfig(num_hidden_layers=sizes.layers + SKIPPED_BLOCKS, **TEXT)
     reference: Any = Qwen2_5_VLTextModel(config).eval()
-    graphdef, weights = nnx.split(converted(reference))
+    graphdef, weights = nnx.split(convert_reference(reference))
     del reference.layers[sizes.layers :]  # the features are taken before the last blocks, which neither library runs
     ids = np.random.default_rng(0).integers(2, TEXT["vocab_size"], (2, CHAT))
     mask = np.ones((2, TEXT_LENGTH), bool)
-    ours = encoding(encode_chats, graphdef, weights, np.int32(ids), mask)
+    ours = encode_function(encode_chats, graphdef, weights, np.int32(ids), mask)
     reference.norm = torch.nn.Identity()
 
     def theirs() -> torch.Tensor:
@@ -69,15 +69,16 @@ def text(sizes: Sizes) -> Iterator[Case]:
 def step(sizes: Sizes) -> Iterator[Case]:
     """Yield the denoising of a small video (1,280 tokens) with guidance, for a short and for a long prompt.
 
-    diffusers computes the padding of each prompt, quoted text and picture, 1,985 tokens; wanjax leaves most of it out.
+    diffusers computes all 1,985 tokens of prompt, quoted text and picture, including padding. wanjax removes most of
+    the padding.
     """
     reference: Any = HunyuanVideo15Transformer3DModel(num_layers=sizes.layers, **TRANSFORMER).eval()
     vae = AutoencoderKLHunyuanVideo15(**VAE | SMALL)  # used only for its factors
-    rival = torch_pipeline(
+    diffusers_pipeline = torch_pipeline(
         HunyuanVideo15Pipeline, vae=vae, transformer=reference, scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
         guider=ClassifierFreeGuidance(guidance_scale=6.0), text_encoder_2=None, tokenizer_2=None,
     )  # fmt: skip
-    transformer = converted(reference)
+    transformer = convert_reference(reference)
     pipeline = pipeline_of(MODEL, {"transformer": transformer}, transformer=transformer.config)
     random, config = np.random.default_rng(0), reference.config
     settings = pipeline.settings(steps=STEPS, guidance_scale=6.0, **VIDEO)
@@ -99,20 +100,20 @@ def step(sizes: Sizes) -> Iterator[Case]:
                 for which, text in zip(("", "negative_"), network_inputs, strict=True)
                 for name, x in zip(names, text, strict=True)
             }
-            return rival(
+            return diffusers_pipeline(
                 **texts, latents=torch.from_numpy(noise), height=settings.height, width=settings.width,
                 num_frames=settings.frames, num_inference_steps=STEPS, output_type="latent",
             ).frames  # fmt: skip
 
         tokens = f"{prod(noise.shape[2:]):,} tokens and a prompt of {count}"
         name = f"step with guidance, {sizes.layers} layers of 1.5, {tokens}"
-        yield Case(name, 1.0, ours, theirs, pieces=STEPS)
+        yield Case(name, 1.0, ours, theirs, num_steps=STEPS)
 
 
 def vae(sizes: Sizes) -> Iterator[Case]:
     """Yield the decoding of a video with HunyuanVideo's autoencoder."""
     reference: Any = AutoencoderKLHunyuanVideo15(**VAE).eval()
-    yield decoding(MODEL, reference, lambda x: x / reference.config.scaling_factor, sizes, bar=0.8)
+    yield decode_case(MODEL, reference, lambda x: x / reference.config.scaling_factor, sizes, target=0.8)
 
 
 STAGES: Stages = {"text": text, "step": step, "vae": vae}

@@ -13,14 +13,14 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, Wa
 from flax import nnx
 from transformers import UMT5Config, UMT5EncoderModel
 
-from benchmarks.rivals.cases import (
+from benchmarks.comparison.cases import (
     STEPS,
     Case,
     Sizes,
     Stages,
-    converted,
-    decoding,
-    encoding,
+    convert_reference,
+    decode_case,
+    encode_function,
     pipeline_of,
     torch_pipeline,
 )
@@ -40,10 +40,10 @@ VAE: dict[str, Any] = {}  # diffusers' own defaults
 def text(sizes: Sizes) -> Iterator[Case]:
     """Yield the encoder of UMT5-XXL with few layers and a small vocabulary, on two prompts of 512 tokens (60 real)."""
     reference = UMT5EncoderModel(UMT5Config(num_layers=sizes.layers, **TEXT)).eval()
-    graphdef, weights = nnx.split(converted(reference))
+    graphdef, weights = nnx.split(convert_reference(reference))
     ids = np.random.default_rng(0).integers(2, TEXT["vocab_size"], (2, 512))
     mask = np.tile(np.arange(512) < 60, (2, 1))
-    ours = encoding(encode_prompts, graphdef, weights, np.int32(ids), mask)
+    ours = encode_function(encode_prompts, graphdef, weights, np.int32(ids), mask)
 
     def theirs() -> torch.Tensor:
         features = reference(torch.from_numpy(ids), torch.from_numpy(mask).long()).last_hidden_state
@@ -55,17 +55,17 @@ def text(sizes: Sizes) -> Iterator[Case]:
 def step(sizes: Sizes) -> Iterator[Case]:
     """Yield the denoising of a video, by default of 1,280 tokens, with and without guidance."""
     reference = WanTransformer3DModel(num_layers=sizes.layers, **TRANSFORMER).eval().to(getattr(torch, sizes.dtype))
-    height, width, frames = sizes.denoised
+    height, width, frames = sizes.denoised_size
     latent = (frames + 3) // 4, height // 8, width // 8
     tokens = latent[0] * (latent[1] // 2) * (latent[2] // 2)
     scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, num_train_timesteps=1000
     )
     vae = AutoencoderKLWan(base_dim=8)  # used only for its sizes
-    rival = torch_pipeline(WanPipeline, vae=vae, scheduler=scheduler, transformer=reference)
+    diffusers_pipeline = torch_pipeline(WanPipeline, vae=vae, scheduler=scheduler, transformer=reference)
     same_scheduler = from_config({**scheduler.config, "_class_name": "UniPCMultistepScheduler"})
-    ours_too = converted(reference, sizes.dtype)
-    pipeline = pipeline_of(MODEL, {"transformer": ours_too}, scheduler=same_scheduler)
+    transformer = convert_reference(reference, sizes.dtype)
+    pipeline = pipeline_of(MODEL, {"transformer": transformer}, scheduler=same_scheduler)
     random = np.random.default_rng(0)
     noise = random.standard_normal((1, 16, *latent), np.float32)
     texts = [random.standard_normal((1, 512, 4096), np.float32) for _ in range(2)]
@@ -78,7 +78,7 @@ def step(sizes: Sizes) -> Iterator[Case]:
 
     def theirs(scale: float) -> torch.Tensor:
         prompt, negative = (torch.from_numpy(text).to(reference.dtype) for text in texts)
-        return rival(
+        return diffusers_pipeline(
             prompt_embeds=prompt, negative_prompt_embeds=negative, latents=torch.from_numpy(noise), height=height,
             width=width, num_frames=frames, num_inference_steps=STEPS, guidance_scale=scale, output_type="latent",
         ).frames  # fmt: skip
@@ -88,7 +88,7 @@ def step(sizes: Sizes) -> Iterator[Case]:
         name = (
             f"step {guidance}, {sizes.layers} layers of 1.3B, {width}x{height}x{frames}, {tokens} tokens, {sizes.dtype}"
         )
-        yield Case(name, 1.0, partial(ours, scale), partial(theirs, scale), pieces=STEPS)
+        yield Case(name, 1.0, partial(ours, scale), partial(theirs, scale), num_steps=STEPS)
 
 
 def vae(sizes: Sizes) -> Iterator[Case]:
@@ -98,14 +98,14 @@ def vae(sizes: Sizes) -> Iterator[Case]:
         torch.tensor(values).view(1, -1, 1, 1, 1)
         for values in (reference.config.latents_mean, reference.config.latents_std)
     )
-    yield decoding(MODEL, reference, lambda x: x * std + mean, sizes, bar=0.7)
+    yield decode_case(MODEL, reference, lambda x: x * std + mean, sizes, target=0.7)
 
 
 def train(sizes: Sizes) -> Iterator[Case]:
-    """Yield the gradients of all weights on 17 frames of 256 × 256; both sides compute activations of blocks again."""
+    """Yield the gradients of all weights on 17 frames of 256 × 256. Both libraries recompute the activations."""
     reference: Any = WanTransformer3DModel(num_layers=sizes.layers, **TRANSFORMER).train()
     reference.enable_gradient_checkpointing()
-    pipeline = pipeline_of(MODEL, {"transformer": converted(reference)})
+    pipeline = pipeline_of(MODEL, {"transformer": convert_reference(reference)})
     graphdef, weights = nnx.split(pipeline.transformer)
     random = np.random.default_rng(0)
     clean, noise = (random.standard_normal((1, 16, 5, 32, 32), np.float32) for _ in range(2))

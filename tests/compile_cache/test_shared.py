@@ -23,7 +23,7 @@ from tests.support.compilations import compilations
 from tests.support.stores import BUCKET, failing, forget, running_s3
 from tests.support.words import has_line_with, line_with_words
 from wanjax.compile_cache import shared
-from wanjax.compile_cache.cache import SHARED, TRUSTED, compile_cache, set_cache_folder
+from wanjax.compile_cache.cache import SHARED_CACHE_VARIABLE, TRUST_CACHE_VARIABLE, compile_cache, set_cache_folder
 from wanjax.compile_cache.shared import SharedCache, share_cache
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.pricing.chips import find_slice, topology_devices
@@ -49,8 +49,8 @@ def chosen(monkeypatch, tmp_path):
     before = {name: getattr(jax.config, name) for name in SETTINGS}
     monkeypatch.setattr("jax._src.compilation_cache.get_file_cache", compilation_cache_of_jax)
     monkeypatch.setattr(shared, "_shared_caches", {})
-    monkeypatch.delenv(SHARED, raising=False)
-    monkeypatch.delenv(TRUSTED, raising=False)
+    monkeypatch.delenv(SHARED_CACHE_VARIABLE, raising=False)
+    monkeypatch.delenv(TRUST_CACHE_VARIABLE, raising=False)
     jax.config.update("jax_compilation_cache_dir", None)
     yield
     for name, value in before.items():
@@ -149,12 +149,12 @@ def test_a_cache_that_cannot_be_created_is_noted(chosen, monkeypatch, tmp_path):
 
 def test_a_path_is_used_after_it_is_declared_trusted(chosen, monkeypatch, tmp_path):
     output = refused("warmup", "--compile-cache", tmp_path / "cache")
-    assert has_line_with(output, f"{tmp_path}/cache --trust-compile-cache {TRUSTED}=1")
-    monkeypatch.setenv(SHARED, str(tmp_path / "cache"))
-    with pytest.raises(WanjaxError, match=line_with_words(TRUSTED)):
+    assert has_line_with(output, f"{tmp_path}/cache --trust-compile-cache {TRUST_CACHE_VARIABLE}=1")
+    monkeypatch.setenv(SHARED_CACHE_VARIABLE, str(tmp_path / "cache"))
+    with pytest.raises(WanjaxError, match=line_with_words(TRUST_CACHE_VARIABLE)):
         set_cache_folder()
     assert not list(tmp_path.iterdir())
-    monkeypatch.setenv(TRUSTED, "1")
+    monkeypatch.setenv(TRUST_CACHE_VARIABLE, "1")
     set_cache_folder()
     assert shared.current_shared_cache() is not None
     assert len(list((tmp_path / "cache").iterdir())) == 1  # of this kind of processor
@@ -179,7 +179,8 @@ SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2", "--seed", "1", "-v"
 
 def started(folder: Path, cache: str, *command: str) -> subprocess.Popen:
     environment = {name: x for name, x in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
-    environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "JAX_PLATFORMS": "cpu", SHARED: cache, TRUSTED: "1"}
+    environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "JAX_PLATFORMS": "cpu"}
+    environment |= {SHARED_CACHE_VARIABLE: cache, TRUST_CACHE_VARIABLE: "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "wanjax", *command], env=environment, cwd=folder, stderr=subprocess.PIPE, text=True
     )

@@ -29,12 +29,12 @@ from wanjax.pipelines.caching.rules import (
     NONE,
     DeepCache,
     EasyCache,
-    Guidance,
+    GuidanceCacheRule,
     MagCache,
     TeaCache,
     cache_rule,
     check_separate_forwards,
-    chosen_rule,
+    resolve_rule,
 )
 from wanjax.pipelines.phases import Phase
 from wanjax.registry import FAMILIES, find_checkpoint, model_description, presets
@@ -200,10 +200,10 @@ def test_which_steps_of_deepcache_are_full():
 def test_which_steps_of_a_guidance_cache_are_full():
     """From a third to nine tenths the negative prompt is run in every fifth step alone."""
     for steps in STEPS:
-        is_reused = Guidance().reused(one_phase(steps), NO_TABLES)
+        is_reused = GuidanceCacheRule().reused(one_phase(steps), NO_TABLES)
         middle = range(steps // 3, steps * 9 // 10)
         assert [i for i in range(steps) if is_reused[i]] == [i for i in middle if (i - steps // 3) % 5]
-    assert not any(Guidance().reused(one_phase(50, guided=False), NO_TABLES))
+    assert not any(GuidanceCacheRule().reused(one_phase(50, guided=False), NO_TABLES))
 
 
 def test_which_steps_easycache_may_reuse():
@@ -211,7 +211,7 @@ def test_which_steps_easycache_may_reuse():
     assert [i for i in range(50) if is_reused[i]] == list(range(10, 49))
 
 
-@pytest.mark.parametrize("rule", [DeepCache(0, 50, 2), EasyCache(0.1, 1), Guidance(), MagCache(9.0, 99, 0.0)])
+@pytest.mark.parametrize("rule", [DeepCache(0, 50, 2), EasyCache(0.1, 1), GuidanceCacheRule(), MagCache(9.0, 99, 0.0)])
 def test_a_second_expert_begins_with_a_full_step(rule):
     """Whatever the step at which it takes over."""
     ones = (1.0,) * 50
@@ -238,7 +238,7 @@ TEXTS = {
     "magcache:.06,whole=.1": MagCache(0.06, None, 0.1),
     "deepcache:interval=3": DeepCache(interval=3),
     "easycache:0.1": EasyCache(0.1),
-    "guidance:4": Guidance(4),
+    "guidance:4": GuidanceCacheRule(4),
 }
 
 
@@ -284,7 +284,7 @@ def test_other_texts_are_refused(text, message):
 
 def chosen(text, name="wan2.1-t2v-14b", steps=50, guided=True, tables=None):
     tables = PUBLISHED[name] if tables is None else tables
-    return chosen_rule(cache_rule(text), lambda count: [one_phase(count, guided)], steps, tables, name)
+    return resolve_rule(cache_rule(text), lambda count: [one_phase(count, guided)], steps, tables, name)
 
 
 def test_a_rule_is_completed_with_the_checkpoints_settings():
@@ -343,7 +343,7 @@ def test_teacache_is_refused_before_the_run_where_its_table_has_the_gaps():
 
 
 def test_a_guidance_cache_needs_the_prompts_apart():
-    check_separate_forwards(Guidance(5), False)
+    check_separate_forwards(GuidanceCacheRule(5), False)
     check_separate_forwards(MagCache(), True)
 
 

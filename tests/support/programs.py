@@ -9,7 +9,7 @@ from flax import nnx
 
 from wanjax.execution import EXECUTE, CompileContext, Execute, Program
 from wanjax.pipelines.denoiser import InitStatic, ModelInputs, NoiseOverrides, Preparation, State, StepProgram, begin
-from wanjax.pipelines.guidance import CLASSIFIER_FREE, grouping
+from wanjax.pipelines.guidance import CLASSIFIER_FREE, choose_groups
 from wanjax.pipelines.model import latents_of
 from wanjax.pipelines.runtime import SplitNetwork
 from wanjax.pipelines.seeds import seed_to_key_data
@@ -42,7 +42,7 @@ def begun(pipe: Any, encoded: Any, settings: Any, noise: Any = None) -> tuple[An
 def prepared(pipe: Any, network: Any, phase: Any, encoded: Any, x: Any, rule: Any = CLASSIFIER_FREE) -> tuple[Any, Any]:
     """Return the static part of a phase's steps, and their inputs."""
     model, parts = pipe.model, SplitNetwork(*nnx.split(network))
-    groups = grouping(phase.guided, False, pipe.partitioner)
+    groups = choose_groups(phase.guided, False, pipe.partitioner)
     prompts, shared = model.prepare(pipe.runtime, parts, encoded, x, Preparation(groups, rule.nag))
     step = StepProgram(model.denoiser, parts.graphdef, model.scheduler, guidance=type(rule))
     return step, ModelInputs(parts.weights, prompts, shared, groups.batch * x.shape[0])

@@ -19,7 +19,7 @@ from wanjax.kernels.target import instructions
 from wanjax.stores.paths import parse_path
 from wanjax.stores.user_folders import user_cache
 
-SHARED, TRUSTED = "WANJAX_COMPILE_CACHE", "WANJAX_TRUST_COMPILE_CACHE"
+SHARED_CACHE_VARIABLE, TRUST_CACHE_VARIABLE = "WANJAX_COMPILE_CACHE", "WANJAX_TRUST_COMPILE_CACHE"
 """Environment variables: the first names the folder of a shared compile cache, and the second is 1 if that cache is
 trusted."""
 CACHE_ALL_PROGRAMS = {
@@ -103,13 +103,13 @@ def use_shared(name: str | None = None, *, trusted: bool = False, platform: str 
         WanjaxError: The folder is missing or not trusted.
     """
     if name is None and compile_cache_folder() is None:
-        name = os.environ.get(SHARED)
+        name = os.environ.get(SHARED_CACHE_VARIABLE)
     if not name:
         return
-    if not trusted and os.environ.get(TRUSTED) != "1":
+    if not trusted and os.environ.get(TRUST_CACHE_VARIABLE) != "1":
         raise WanjaxError(
             f"the compile cache {name} holds programs that this command would run: if you trust everyone who can "
-            f"write there, give --trust-compile-cache, or set {TRUSTED}=1 in the environment"
+            f"write there, give --trust-compile-cache, or set {TRUST_CACHE_VARIABLE}=1 in the environment"
         )
     platform_name = platform or jax.default_backend()
     folder = parse_path(name).absolute() / (processor() if platform_name == "cpu" else platform_name)

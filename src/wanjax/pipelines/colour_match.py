@@ -20,7 +20,7 @@ from wanjax.media.pictures import Clip
 
 SAMPLES_PER_SIDE = 48  # the fit averages squares of pixels, so that sharpness and noise do not influence it
 DARKEST, BRIGHTEST = 4, 251  # the channels of a sample lie between them: clipped channels say little about a change
-LEAST_SAMPLES = 64
+MIN_SAMPLES = 64
 SMALL_SPREAD = 0.007  # of colours in Oklab: a smaller spread, as of the hues of grey pictures, may be noise
 MAX_FACTOR = 1.25  # of the map: the drift of a single window is far smaller
 TABLE_SIZE = 33  # colours on each side of the table
@@ -106,7 +106,7 @@ def fit_colours(repeated: Clip, shown: Clip) -> ColourMap:
     """
     pairs = np.stack([_samples(repeated), _samples(shown)])
     is_valid = ((pairs >= DARKEST / 255) & (pairs <= BRIGHTEST / 255)).all((0, 2))
-    if is_valid.sum() >= LEAST_SAMPLES:
+    if is_valid.sum() >= MIN_SAMPLES:
         pairs = pairs[:, is_valid]
     source, target = srgb_to_oklab(pairs)
     means = source.mean(0), target.mean(0)

@@ -325,11 +325,11 @@ def begin(
 
     def begin_modality(name: str) -> tuple[Latents, object, Latents | None]:
         """Return the latents of a modality, the solver's state and the average."""
-        noise_fold, steps_fold = key_numbers(static.modality_offset + [*shapes].index(name))
+        noise_key_number, step_key_number = key_numbers(static.modality_offset + [*shapes].index(name))
         if (initial := select_modality(noise_inputs.initial, name)) is not None:
             noise = initial.astype(jnp.float32)
         elif static.chunk_frames is None:
-            noise = draw_noise(key_data, shapes[name], noise_fold)
+            noise = draw_noise(key_data, shapes[name], noise_key_number)
         else:
             noise = noise_of_frames(key_data, shapes[name], number * static.chunk_frames, static.chunk_frames)
         noise = jnp.moveaxis(
@@ -340,7 +340,7 @@ def begin(
         else:  # start from a video with added noise
             clean_latents = pad_front(jnp.moveaxis(latents.astype(jnp.float32), 1, -1), noise.shape[1])
             x = static.scheduler.add_noise(schedule, clean_latents, noise)
-        keys = solver_keys(key_data, 0 if static.chunk_frames is None else number, steps_fold)
+        keys = solver_keys(key_data, 0 if static.chunk_frames is None else number, step_key_number)
         step_noise = select_modality(noise_inputs.step_noise, name)
         step_noise_args = () if step_noise is None else (jnp.moveaxis(step_noise, 2, -1),)
         average = jnp.zeros_like(x) if static.uses_running_average else None
@@ -417,11 +417,13 @@ def take_step(
     forwards = [partial(predict, prompt, inputs.shared) for prompt in inputs.prompts]
     with forward_only():
         predictions, cached = static.cache.predictions(forwards, state.x, state.cached)
-        without = in_float32(forwards[0](SkippedBlocks(static.skipped))) if static.skipped else None
+        prediction_with_skips = in_float32(forwards[0](SkippedBlocks(static.skipped))) if static.skipped else None
     prediction = jax.tree.map(lambda *forwards: jnp.concatenate(forwards), *predictions)
     clean = partial(scheduler.x0, schedule, 0)
     if static.skipped:
-        difference = jax.tree.map(lambda x, y: skip_scale * (x[:videos] - y[:videos]), prediction, without)
+        difference = jax.tree.map(
+            lambda x, y: skip_scale * (x[:videos] - y[:videos]), prediction, prediction_with_skips
+        )
     else:
         difference = jax.tree.map(lambda x: None, prediction)
 

@@ -222,11 +222,11 @@ def family_of(source: Source, families: Sequence[Family]) -> Family:
 
 
 def with_checkpoint_settings(
-    source: Source, settings: SomeSettings, more: Mapping[str, Any] | None = None
+    source: Source, settings: SomeSettings, overrides: Mapping[str, Any] | None = None
 ) -> SomeSettings:
     """Override settings with those in a checkpoint: its scheduler's flow shift, and its generation_config.json.
 
     `more` overrides the flow shift, but not generation_config.json.
     """
     shift = {"flow_shift": shift_of(source["scheduler"].config())}
-    return settings.updated(shift | dict(more or {}) | read_json(source.root / CONFIG, missing={}))
+    return settings.updated(shift | dict(overrides or {}) | read_json(source.root / CONFIG, missing={}))

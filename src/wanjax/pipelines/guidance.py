@@ -33,7 +33,7 @@ class Groups(NamedTuple):
     batch: int
 
 
-def grouping(guided: bool, batched: bool, partitioner: Partitioner) -> Groups:
+def choose_groups(guided: bool, batched: bool, partitioner: Partitioner) -> Groups:
     """Decide how a step's prompts are grouped into forward passes.
 
     Both prompts of a video are in one batch if `batched` is True, or if the mesh's axis `dp` separates them.
@@ -42,7 +42,7 @@ def grouping(guided: bool, batched: bool, partitioner: Partitioner) -> Groups:
     return Groups(1, prompts) if batched or partitioner.axis_size("dp") > 1 else Groups(prompts, 1)
 
 
-def group(prompts: Sequence[Any], groups: Groups) -> tuple[Any, ...]:
+def group_prompts(prompts: Sequence[Any], groups: Groups) -> tuple[Any, ...]:
     """Concatenate the trees of the prompts and of the negative prompts, arrays [B ...], into one tree for each
     forward pass."""
     if groups.batch == 1:

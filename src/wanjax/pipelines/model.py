@@ -27,7 +27,7 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import InputSpec
 from wanjax.media.pictures import Pictures, size_for_area
 from wanjax.pipelines.caching.cache_tables import NO_TABLES, Tables
-from wanjax.pipelines.caching.rules import NONE, CacheRule, chosen_rule
+from wanjax.pipelines.caching.rules import NONE, CacheRule, resolve_rule
 from wanjax.pipelines.denoiser import Denoiser, ModelInputs, Posterior, Preparation, pad_front, select_modality
 from wanjax.pipelines.frames import AnyLatents, Decoded, decode_latents
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, check_rule, dynamic_scales
@@ -133,15 +133,15 @@ class ModalitySpec(NamedTuple):
     per_second: float
 
 
-class Pass(NamedTuple):
-    """One denoising of a video. Later passes start from the latents of the previous pass, with added noise.
+class SamplingPass(NamedTuple):
+    """One pass of denoising over a video. Later passes start from the latents of the previous pass, with added noise.
 
     Args:
         divisor: The height and width of the video are divided by this number in the pass.
         steps: The number of steps of the schedule; None uses the settings.
         strength: The share of the steps that run, starting from the level of the added noise.
         guidance_scale: The guidance scale of all steps; None uses the settings.
-        denoisers: The components among `ModelSpec.denoisers` that run its steps; empty for all.
+        denoisers: The components among `ModelSpec.denoisers` that run the steps; empty for all.
     """
 
     divisor: int = 1
@@ -224,7 +224,7 @@ class ModelSpec:
     posteriors: tuple[Posterior, ...] = ()
     noise_spec: NoiseSpec = field(default_factory=NoiseSpec)
     extra_modalities: Mapping[str, ModalitySpec] = field(default_factory=dict[str, ModalitySpec])
-    passes: tuple[Pass, ...] = (Pass(),)
+    passes: tuple[SamplingPass, ...] = (SamplingPass(),)
     text_length: int | None = None
     skippable_blocks: int = 0
     config_entries: Mapping[str, object] = field(default_factory=dict[str, object])
@@ -254,7 +254,7 @@ class ModelSpec:
     @property
     def has_experts(self) -> bool:
         """True if two networks share the steps of a pass."""
-        return len(self.denoisers) > 1 and not any(video_pass.denoisers for video_pass in self.passes)
+        return len(self.denoisers) > 1 and not any(sampling_pass.denoisers for sampling_pass in self.passes)
 
     @property
     def chunk_length(self) -> int:
@@ -375,7 +375,7 @@ class ModelSpec:
         elif blocks[-1] >= count or len(blocks) == count:
             problem = f"{settings.model} has the blocks 0 to {count - 1}, got {rule}: skip some of them"
         elif settings.cache.name != "none":
-            problem = f"{rule} skips blocks, which the step cache {settings.cache} does not know: leave one of them out"
+            problem = f"the step cache {settings.cache} does not support {rule}: leave one of them out"
         else:
             return
         raise SettingError(problem, "guidance_rule")
@@ -572,25 +572,23 @@ class ModelSpec:
         Args:
             settings: The settings of the video.
         """
-        return [
-            self._pass_settings(pass_index, video_pass, settings) for pass_index, video_pass in enumerate(self.passes)
-        ]
+        return [self._pass_settings(index, sampling_pass, settings) for index, sampling_pass in enumerate(self.passes)]
 
-    def _pass_settings(self, pass_index: int, video_pass: Pass, settings: Settings) -> Settings:
+    def _pass_settings(self, pass_index: int, sampling_pass: SamplingPass, settings: Settings) -> Settings:
         changes: dict[str, object] = {
-            "height": settings.height // video_pass.divisor,
-            "width": settings.width // video_pass.divisor,
+            "height": settings.height // sampling_pass.divisor,
+            "width": settings.width // sampling_pass.divisor,
         }
-        changes |= {"steps": video_pass.steps or settings.steps} | ({"cache": NONE} if pass_index else {})
-        if video_pass.strength is not None:
-            changes["strength"] = video_pass.strength
-        if video_pass.guidance_scale is not None:
+        changes |= {"steps": sampling_pass.steps or settings.steps} | ({"cache": NONE} if pass_index else {})
+        if sampling_pass.strength is not None:
+            changes["strength"] = sampling_pass.strength
+        if sampling_pass.guidance_scale is not None:
             changes |= {
-                "guidance_scale": video_pass.guidance_scale,
+                "guidance_scale": sampling_pass.guidance_scale,
                 "guidance_scale_2": None,
                 "dynamic_guidance": False,
             }
-            if settings.guidance_rule.needs_scale and video_pass.guidance_scale <= 1:
+            if settings.guidance_rule.needs_scale and sampling_pass.guidance_scale <= 1:
                 changes["guidance_rule"] = CLASSIFIER_FREE
         return replace(settings, **changes)
 
@@ -676,10 +674,10 @@ class ModelSpec:
         first_pass = self.passes_of(settings)[0]
 
         def phases_for(steps: int) -> tuple[Phase, ...]:
-            of_steps = replace(first_pass, steps=steps)
-            return self.phases(self.schedule(of_steps), of_steps)
+            settings_with_steps = replace(first_pass, steps=steps)
+            return self.phases(self.schedule(settings_with_steps), settings_with_steps)
 
-        return chosen_rule(settings.cache, phases_for, first_pass.steps, self.cache_tables, settings.model)
+        return resolve_rule(settings.cache, phases_for, first_pass.steps, self.cache_tables, settings.model)
 
     def reused_steps(self, settings: Settings) -> tuple[bool, ...]:
         """Return a boolean for each step of the first pass: whether the step reuses, or may reuse, cached values.

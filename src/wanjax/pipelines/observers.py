@@ -140,14 +140,14 @@ class Start(NamedTuple):
     Args:
         state: The state.
         phases: Which network runs which steps.
-        facts: The values that can be written as JSON.
+        json_values: The values that can be written as JSON.
         arrays: The values that are trees of arrays.
         progress: The position of the pass.
     """
 
     state: State
     phases: Sequence[Phase]
-    facts: Mapping[str, object]
+    json_values: Mapping[str, object]
     arrays: Sequence[Any]
     progress: Progress
 

@@ -140,8 +140,9 @@ class OtherNamesAdvice(type):
 class Pipeline(metaclass=OtherNamesAdvice):
     """A loaded model that makes videos from prompts, and from pictures if the model takes them.
 
-    `wanjax.load` makes one. Call it for a video, or use its three stages: `encode`, `denoise` and `decode`. The
-    networks are attributes (`text_encoder`, `transformer`, `vae` ...): each loads at first use and can be used alone.
+    `wanjax.load` returns a pipeline. Call the pipeline to make a video, or call its three stages: `encode`, `denoise`
+    and `decode`. The networks are attributes (`text_encoder`, `transformer`, `vae` ...). A network is loaded at its
+    first use, and can be used alone.
 
     Attributes:
         components: The checkpoint's networks and tokenizers, by name.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LINE_INTERVAL = 10.0  # seconds between two plain lines
-MIN_UNIT_SECONDS = 1e-3  # in seconds: units that end within this time were waiting together, as after a compilation
+MIN_UNIT_SECONDS = 1e-3  # units that end closer together waited for the same event, such as a compilation
 UNPACED_UNITS = ("program",)  # the durations of these units differ too much to estimate the remaining time
 
 

@@ -71,7 +71,7 @@ class ResumeObserver(Observer):
         self._earlier_steps = progress.earlier_steps
         self._always_saved_step = progress.earlier_steps + steps if saves_end else 0
         self._saved_steps = self._saved_steps if progress.earlier_steps else 0
-        self.inputs_digest = digest(start.facts, start.arrays)
+        self.inputs_digest = digest(start.json_values, start.arrays)
         try:
             file = SafetensorsFile(self.file)
         except WanjaxError:
@@ -136,9 +136,9 @@ class ResumeObserver(Observer):
         self._save_seconds = self._last_saved - start
 
 
-def digest(facts: Mapping[str, Any], arrays: Sequence[Array | np.ndarray]) -> str:
-    """Compute one digest of facts and arrays. The facts must be valid JSON."""
-    sha = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+def digest(json_values: Mapping[str, Any], arrays: Sequence[Array | np.ndarray]) -> str:
+    """Compute one digest of values that can be written as JSON, and of arrays."""
+    sha = hashlib.sha256(json.dumps(json_values, sort_keys=True).encode())
     for array in arrays:
         sha.update(f"{array.dtype} {array.shape}".encode())
         sha.update(np.ascontiguousarray(array).tobytes())

@@ -9,13 +9,13 @@ from typing import Any, get_args, get_type_hints
 from wanjax.errors import WanjaxError, repr_short, suggest_choice
 
 
-def parse_rule(text: Any, rules: Mapping[str, type[Any]], what: str, *, keyword_only: bool = False) -> Any:
+def parse_rule(text: Any, rules: Mapping[str, type[Any]], value_kind: str, *, keyword_only: bool = False) -> Any:
     """Parse a text such as `NAME` or `NAME:1,2,c=3` into a dataclass.
 
     Args:
         text: The text. After the colon it has values in the order of the fields; the last values may have names.
         rules: The dataclasses by name.
-        what: What error messages call the value, such as "guidance rule".
+        value_kind: The kind of the value for error messages, such as "guidance rule".
         keyword_only: Whether all fields must have names.
 
     Raises:
@@ -23,7 +23,7 @@ def parse_rule(text: Any, rules: Mapping[str, type[Any]], what: str, *, keyword_
     """
     name, _, value_list = text.partition(":") if isinstance(text, str) else ("", "", "")
     if name not in rules:
-        raise WanjaxError(f"there is no {what} {repr_short(text)}: {suggest_choice(name, rules)}")
+        raise WanjaxError(f"there is no {value_kind} {repr_short(text)}: {suggest_choice(name, rules)}")
     rule = rules[name]
     fields, items = [field.name for field in dataclasses.fields(rule)], value_list.split(",") if value_list else []
     hints, arguments = get_type_hints(rule), {}
@@ -37,5 +37,5 @@ def parse_rule(text: Any, rules: Mapping[str, type[Any]], what: str, *, keyword_
                 arguments.setdefault(key, (get_args(hints[key]) or (hints[key],))[0](value))
     if len(arguments) != len(items):
         example = f"{rule()}, with the fields {', '.join(fields)}" if fields else str(rule())
-        raise WanjaxError(f"the {what} {repr_short(text)} is malformed: write it like {example}")
+        raise WanjaxError(f"the {value_kind} {repr_short(text)} is malformed: write it like {example}")
     return rule(**arguments)

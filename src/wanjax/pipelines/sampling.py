@@ -24,7 +24,7 @@ from wanjax.pipelines.denoiser import (
     take_step,
 )
 from wanjax.pipelines.frames import AnyLatents
-from wanjax.pipelines.guidance import CLASSIFIER_FREE, GuidanceRule, check_rule, grouping
+from wanjax.pipelines.guidance import CLASSIFIER_FREE, GuidanceRule, check_rule, choose_groups
 from wanjax.pipelines.model import Chunk, ConditioningT, ModelSpec, VideoModel, latents_of
 from wanjax.pipelines.noise_inputs import INITIAL, STEP_NOISE, VIDEO, NoiseInput, checked_noise_inputs, noise_name
 from wanjax.pipelines.observers import Monitor, Observers, Progress, Start
@@ -86,7 +86,7 @@ def denoise(
                 monitor.switched(phase.network, phase.start, load_seconds)
             has_sparse_steps = model.spec.radial_attention and module.attention.radial
             network = SplitNetwork(*nnx.split(module))
-            groups = grouping(phase.guided, batch_guidance, runtime.partitioner)
+            groups = choose_groups(phase.guided, batch_guidance, runtime.partitioner)
             preparation = Preparation(groups, guidance.nag, chunk.index, past)
             contexts = model.prepare(runtime, network, conditioning, state.x, preparation)
             inputs = ModelInputs(network.weights, *contexts, groups.batch * state.videos)
@@ -228,7 +228,7 @@ def sample_pass(
     steps = len(schedule.timesteps)
     phases, pictures, past = spec.phases(schedule, settings, pass_index), latents_of(conditioning, spec), None
     make_cache = make_cache or partial(step_cache, spec.cache_rule(settings), spec.tables_for(conditioning))
-    facts = origin_facts(runtime, model, settings, seeds, batch_guidance) | {"pass": pass_index}
+    json_values = json_inputs(runtime, model, settings, seeds, batch_guidance) | {"pass": pass_index}
     arrays = [*(x for x in conditioning if x is not None), *noise.values()]
     modality_shapes = tuple((name, shapes[name]) for name in spec.extra_modalities)
     if torch_noise is not None:
@@ -256,7 +256,7 @@ def sample_pass(
             )
             inputs, completed_steps = conditioning._replace(**sampled_fields), 0
             if chunk.num_chunks == 1:
-                resumed = observers.notify("resumed", Start(state, phases, facts, arrays, chunk_progress))
+                resumed = observers.notify("resumed", Start(state, phases, json_values, arrays, chunk_progress))
                 state, completed_steps = next(filter(None, reversed(resumed)), (state, 0))
             monitor = Monitor(
                 observers,
@@ -268,7 +268,7 @@ def sample_pass(
                 settings.dtype,
             )
             monitor.begin(completed_steps)
-            step_noise = torch_noise and steps_of(torch_noise, spec, schedule, shapes, chunk, noise, pass_index)
+            step_noise = torch_noise and make_step_noise(torch_noise, spec, schedule, shapes, chunk, noise, pass_index)
             state, past = denoise(
                 runtime,
                 model,
@@ -318,7 +318,7 @@ def noise_for_chunk(
     return NoiseOverrides(by_modality(INITIAL), by_modality(STEP_NOISE, slice(-steps, None)), pictures or None)
 
 
-def steps_of(
+def make_step_noise(
     torch_noise: TorchNoise,
     spec: ModelSpec,
     schedule: Schedule,
@@ -349,10 +349,10 @@ def steps_of(
     return StepNoise(torch_noise, draws, missing)
 
 
-def origin_facts(
+def json_inputs(
     runtime: Runtime, model: VideoModel[Any], settings: Settings, seeds: Sequence[int], batch_guidance: bool
 ) -> dict[str, object]:
-    """Collect everything that determines the latents, except arrays. Two runs of the same video have equal facts.
+    """Collect everything that determines the latents, except arrays. Two runs of the same video have equal values.
 
     Args:
         runtime: Networks, devices and strategy.

@@ -161,7 +161,7 @@ class TorchNoise:
         return self._draw(shape, dtype)
 
     def skip(self, shape: Shape) -> None:
-        """Move on as `draw` does.
+        """Advance the generators as `draw` does, without computing the numbers.
 
         Args:
             shape: The shape, with one video per seed.

@@ -23,7 +23,7 @@ from wanjax.layers.stack import NO_BLOCK_CACHE
 from wanjax.models.t5 import T5Config
 from wanjax.pipelines.denoiser import Denoiser
 from wanjax.pipelines.family import Family, Preset
-from wanjax.pipelines.guidance import group
+from wanjax.pipelines.guidance import group_prompts
 from wanjax.pipelines.model import ForwardCost, ModelSpec, VideoModel
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.encoders import T5
@@ -98,7 +98,7 @@ def encode_texts(graphdefs, ids, mask, glyphs, weights):
 def embed_texts(static, texts, weights):
     graphdef, groups = static
     network = nnx.merge(graphdef, weights)
-    return tuple((network.context(text, glyphs), mask) for text, mask, glyphs in group(texts, groups))
+    return tuple((network.context(text, glyphs), mask) for text, mask, glyphs in group_prompts(texts, groups))
 
 
 @dataclass(frozen=True)

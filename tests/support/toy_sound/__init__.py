@@ -32,8 +32,8 @@ from wanjax.models.t5 import T5Config
 from wanjax.pipelines.denoiser import Denoiser
 from wanjax.pipelines.family import Family, Preset
 from wanjax.pipelines.frames import encode_clip
-from wanjax.pipelines.guidance import group
-from wanjax.pipelines.model import ForwardCost, ModalitySpec, ModelSpec, Pass, VideoModel
+from wanjax.pipelines.guidance import group_prompts
+from wanjax.pipelines.model import ForwardCost, ModalitySpec, ModelSpec, SamplingPass, VideoModel
 from wanjax.pipelines.seeds import draw_noise, seed_to_key_data
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import Tokenizer
@@ -95,7 +95,7 @@ def make_contexts(static, texts, references, weights):
     """The context of each forward, and the keys and values of the references, which the network sees once."""
     graphdef, groups = static
     network = nnx.merge(graphdef, weights)
-    prompts = group([(network.text_embed(text.astype(network.dtype)), mask) for text, mask in texts], groups)
+    prompts = group_prompts([(network.text_embed(text.astype(network.dtype)), mask) for text, mask in texts], groups)
     return prompts, network.reference(jnp.moveaxis(jnp.concatenate(references, axis=2), 1, -1))
 
 
@@ -155,8 +155,8 @@ class SoundModel(VideoModel[SoundConditioning]):
             inputs=(IMAGE.needed, DRIVING),
             extra_modalities={"audio": AUDIO},
             passes=(
-                Pass(divisor=2, denoisers=("transformer",)),
-                Pass(steps=4, strength=0.5, guidance_scale=1.0, denoisers=("transformer_2",)),
+                SamplingPass(divisor=2, denoisers=("transformer",)),
+                SamplingPass(steps=4, strength=0.5, guidance_scale=1.0, denoisers=("transformer_2",)),
             ),
         )
 

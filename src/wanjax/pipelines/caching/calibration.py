@@ -23,7 +23,7 @@ from wanjax.pipelines.caching.step_cache import (
     Prediction,
     ResidualCache,
     in_float32,
-    mean_size,
+    mean_absolute,
 )
 from wanjax.pipelines.denoiser import select_modality
 from wanjax.pipelines.model import VideoModel
@@ -58,7 +58,7 @@ class MeasuringCache(ForwardCache):
         *past_residuals, past_output, _, _ = cached
         norms, past_norms = (jnp.concatenate([*map(_norm, x)], axis=1) for x in (residuals, past_residuals))
         ratio = norms / jnp.maximum(past_norms, jnp.finfo(jnp.float32).tiny)
-        change = mean_size(output - past_output) / mean_size(past_output)
+        change = mean_absolute(output - past_output) / mean_absolute(past_output)
         return prediction, (*residuals, output, ratio.mean(axis=1), change)
 
 
@@ -111,9 +111,9 @@ def measure(runtime: Runtime, model: VideoModel[Any], conditioning: Any, setting
     options: dict[str, Any] = {"noise": {}, "observers": Observers([recorder]), "make_cache": recorder.cache}
     deque(sample_pass(runtime, model, conditioning, first, [settings.seed], progress, **options), maxlen=0)
     ratios, output_changes = np.moveaxis(np.array(recorder.ratios, np.float64), 0, -1).swapaxes(0, 1)
-    embedded, phases = np.array(recorder.embedding_changes), tuple(recorder.phases)
+    embedding_change_array, phases = np.array(recorder.embedding_changes), tuple(recorder.phases)
     gaps = recorder.gap_changes[0] if len(phases) == 1 else None  # two networks embed timesteps differently
-    return Measurements(ratios, output_changes, embedded, phases, gaps)
+    return Measurements(ratios, output_changes, embedding_change_array, phases, gaps)
 
 
 def tables_from(runs: Sequence[Measurements]) -> Tables:
@@ -140,7 +140,7 @@ def gaps_for(changes: Changes, gap_changes: Float[np.ndarray, "_T _S"] | None) -
     """Compute the field `gaps` of a table from the changes of the embedding over steps of several lengths."""
     if gap_changes is None:
         return ()
-    never_reused = np.append(GAPS[1:], TRAIN_STEPS)  # the gap after each, which is the first of those that never reuse
+    never_reused = np.append(GAPS[1:], TRAIN_STEPS)  # for each gap, the next longer gap
     below = np.polyval(changes.polynomial, gap_changes) < changes.threshold
     gaps = [float(max(never_reused[row], default=GAPS[0])) for row in below]
     return (gaps[1], *gaps[1:])  # no step starts at timestep 0

@@ -174,9 +174,9 @@ class MagCache(CacheRule):
         if not table.turns[phase.index]:
             return (False,) * len(phase.steps)
         ratio_lists = (table.prompt, table.negative) if phase.guided else (table.prompt,)
-        ratios = np.stack([nearest(table_ratios, phase.skipped + phase.total) for table_ratios in ratio_lists])[
-            :, phase.skipped :
-        ]
+        ratios = np.stack(
+            [resample_nearest(table_ratios, phase.skipped + phase.total) for table_ratios in ratio_lists]
+        )[:, phase.skipped :]
         flags, (growth, errors, count) = [], RESET
         for step in range(len(phase.steps)):
             if step == 0 or not _may_reuse(step, phase, uncached_share, table):
@@ -203,7 +203,7 @@ def _may_reuse(step: int, phase: Phase, uncached_share: float, table: Magnitudes
     return forward > full_forwards if phase.index == 1 and table.turns[0] else forward >= int(full_forwards)
 
 
-def nearest(ratios: Sequence[float], steps: int) -> Float[np.ndarray, " steps"]:
+def resample_nearest(ratios: Sequence[float], steps: int) -> Float[np.ndarray, " steps"]:
     """Resample a list of ratios to another number of steps, by the nearest index."""
     if steps == 1:
         return np.array(ratios[-1:])
@@ -285,7 +285,7 @@ class EasyCache(CacheRule):
 
 
 @dataclass(frozen=True)
-class Guidance(CacheRule):
+class GuidanceCacheRule(CacheRule):
     """After the first third and before the last tenth of the steps, run the negative prompt only in every `interval`-th
     step. In the steps between, the negative prompt's output is the prompt's output plus the last difference of the two
     outputs. Follows Lv et al., FasterCache, 2024, as in maxdiffusion's pipelines/wan/wan_pipeline_2_1.py.
@@ -311,7 +311,7 @@ class Guidance(CacheRule):
 
 
 RULES: Mapping[str, type[CacheRule]] = {
-    rule.name: rule for rule in (MagCache, TeaCache, EasyCache, DeepCache, Guidance, NoRule, AutoRule)
+    rule.name: rule for rule in (MagCache, TeaCache, EasyCache, DeepCache, GuidanceCacheRule, NoRule, AutoRule)
 }
 NONE = NoRule()
 
@@ -325,7 +325,7 @@ def cache_rule(rule: Any) -> CacheRule:
     return rule if isinstance(rule, CacheRule) else parse_rule(rule, RULES, "step cache")
 
 
-def chosen_rule(
+def resolve_rule(
     rule: CacheRule, phases_for: Callable[[int], Sequence[Phase]], steps: int, tables: Tables, model: str
 ) -> CacheRule:
     """Fill in a rule's settings for a checkpoint. Replace `AutoRule` by the best rule for the model, or by no rule if
@@ -343,7 +343,7 @@ def chosen_rule(
         default_mode = f"give {rule.name} without a mode"
         advice = default_mode if rule.table_name == PLAIN else f"measure one with `wanjax calibrate {model}`"
         raise SettingError(f"{model} has no table for {rule}: {advice}", "cache")
-    if isinstance(rule, Guidance) and not any(phase.guided for phase in phases):
+    if isinstance(rule, GuidanceCacheRule) and not any(phase.guided for phase in phases):
         raise SettingError(f"{rule} has no effect without guidance: set guidance_scale above 1", "cache")
     rule = rule.with_defaults(tables)
     reused = [rule.reused(phase, tables) for phase in phases]

@@ -173,7 +173,7 @@ class OutputCache(StepCache):
         history = jax.tree.unflatten(jax.tree.structure(History(x, x, x, x, 0, 0)), history)
 
         def expected_error(x: Any, last_latents: Any, change_rate: Any, error: Any, output: Any) -> Float[Array, "B"]:
-            return error + change_rate * mean_size(x - last_latents) / mean_size(output[: len(x)])
+            return error + change_rate * mean_absolute(x - last_latents) / mean_absolute(output[: len(x)])
 
         expected_errors = tree_map(expected_error, x, history.last_latents, history.rate, history.error, old_outputs[0])
         reuses = reduce(
@@ -192,7 +192,7 @@ class OutputCache(StepCache):
             )
 
         def change_rate(x: Any, computed_latents: Any, new_output: Any, old_outputs: Any) -> Float[Array, "B"]:
-            return mean_size(new_output[: len(x)] - old_outputs[: len(x)]) / mean_size(x - computed_latents)
+            return mean_absolute(new_output[: len(x)] - old_outputs[: len(x)]) / mean_absolute(x - computed_latents)
 
         def compute_step() -> tuple[list[Prediction], list[Prediction], History]:
             new_output = compute_outputs()
@@ -261,7 +261,7 @@ def _low_pass(length: int, count: int) -> Float[np.ndarray, "L L"]:
     return ((1 + 2 * kernel_sums) / length).astype(np.float32)
 
 
-def mean_size(x: Float[Array, "_P ... C"]) -> Float[Array, " _P"]:
+def mean_absolute(x: Float[Array, "_P ... C"]) -> Float[Array, " _P"]:
     """Return the mean absolute value of each video's array."""
     return jnp.abs(x).mean(axis=tuple(range(1, x.ndim)))
 

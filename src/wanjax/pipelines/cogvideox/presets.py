@@ -29,7 +29,7 @@ DEFAULTS = Settings(
     resize="crop",
     strength=0.8,
 )
-OLD: dict[str, Any] = {"height": 480, "width": 720, "frames": 49, "fps": 8}
+FIRST_GENERATION: dict[str, Any] = {"height": 480, "width": 720, "frames": 49, "fps": 8}
 LICENCE = "CogVideoX licence"
 
 T2V_NEW = CogVideoXModel(text_encoder=T5_XXL, transformer=T2V_1_5_5B, vae=VAE_1_5)
@@ -66,9 +66,19 @@ def _preset(
 PRESETS = (
     _preset("cogvideox1.5-5b", "CogVideoX1.5-5B", "text to video, 1360 × 768", T2V_NEW, 5_570_676_352),
     _preset("cogvideox1.5-5b-i2v", "CogVideoX1.5-5B-I2V", "image to video, 1360 × 768", I2V_NEW, 5_571_594_880),
-    _preset("cogvideox-2b", "CogVideoX-2b", "text to video, 720 × 480", T2V_SMALL, 1_693_783_872, "Apache-2.0", **OLD),
-    _preset("cogvideox-5b", "CogVideoX-5b", "text to video, 720 × 480", T2V_OLD, 5_570_283_072, **OLD),
-    _preset("cogvideox-5b-i2v", "CogVideoX-5b-I2V", "image to video, 720 × 480", I2V_OLD, 5_570_479_680, **OLD),
+    _preset(
+        "cogvideox-2b",
+        "CogVideoX-2b",
+        "text to video, 720 × 480",
+        T2V_SMALL,
+        1_693_783_872,
+        "Apache-2.0",
+        **FIRST_GENERATION,
+    ),
+    _preset("cogvideox-5b", "CogVideoX-5b", "text to video, 720 × 480", T2V_OLD, 5_570_283_072, **FIRST_GENERATION),
+    _preset(
+        "cogvideox-5b-i2v", "CogVideoX-5b-I2V", "image to video, 720 × 480", I2V_OLD, 5_570_479_680, **FIRST_GENERATION
+    ),
 )
 
 

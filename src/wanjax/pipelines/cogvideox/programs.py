@@ -14,7 +14,7 @@ from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache
 from wanjax.models.cogvideox.positions import Positions
 from wanjax.models.cogvideox.transformer import Context
 from wanjax.pipelines.denoiser import Denoiser, Latents
-from wanjax.pipelines.guidance import Groups, group
+from wanjax.pipelines.guidance import Groups, group_prompts
 
 
 class Shared(NamedTuple):
@@ -103,9 +103,9 @@ def make_context(
     """
     graphdef, groups = static
     transformer = nnx.merge(graphdef, weights)
-    contexts = tuple(transformer.context(text) for text in group(prompts, groups))
+    contexts = tuple(transformer.context(text) for text in group_prompts(prompts, groups))
     if nag is not None:
-        both = group(prompts, groups)[0], group((prompts[1], prompts[1]), groups)[0]
-        contexts = (transformer.context(jnp.concatenate(both))._replace(nag=nag), *contexts[1:])
+        prompts_and_negatives = group_prompts(prompts, groups)[0], group_prompts((prompts[1], prompts[1]), groups)[0]
+        contexts = (transformer.context(jnp.concatenate(prompts_and_negatives))._replace(nag=nag), *contexts[1:])
     first = None if image is None else jnp.moveaxis(image.astype(jnp.float32), 1, -1)
     return contexts, Shared(transformer.positions(transformer.grid(x), prompts[0].shape[1]), first)

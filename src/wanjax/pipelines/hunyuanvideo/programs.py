@@ -14,7 +14,7 @@ from wanjax.layers.rope import Rope
 from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache
 from wanjax.models.hunyuanvideo.transformer import Context
 from wanjax.pipelines.denoiser import Denoiser, Latents
-from wanjax.pipelines.guidance import Groups, group
+from wanjax.pipelines.guidance import Groups, group_prompts
 from wanjax.pipelines.hunyuanvideo.conditioning import Lengths, Text
 from wanjax.pipelines.hunyuanvideo.text import TEMPLATE_TOKENS
 from wanjax.schedulers.base import TRAIN_STEPS
@@ -164,9 +164,9 @@ def make_context(
 
     cut_texts = [text_lengths.cut(text) for text_lengths, text in zip(lengths, texts, strict=True)]
     first_frame = None if image_latents is None else jnp.moveaxis(image_latents.astype(jnp.float32), 1, -1)
-    contexts = tuple(context(text) for text in group(cut_texts, groups))
+    contexts = tuple(context(text) for text in group_prompts(cut_texts, groups))
     if nag is not None:
-        prompts, negatives = group(cut_texts, groups)[0], group((cut_texts[1], cut_texts[1]), groups)[0]
+        prompts, negatives = group_prompts(cut_texts, groups)[0], group_prompts((cut_texts[1], cut_texts[1]), groups)[0]
         prompts_and_negatives = Text(*map(jnp.concatenate, zip(prompts, negatives, strict=True)))
         contexts = (context(prompts_and_negatives)._replace(nag=nag), *contexts[1:])
     return contexts, Shared(transformer.rope(transformer.grid(x)), first_frame)

@@ -30,7 +30,7 @@ from wanjax.media.pictures import Pictures, fit_to_size, size_for_area
 from wanjax.models.wan.config import PoseTransformerConfig
 from wanjax.models.wan.pose import PoseContext
 from wanjax.pipelines.denoiser import LatentArray, Preparation, join
-from wanjax.pipelines.guidance import Groups, group
+from wanjax.pipelines.guidance import Groups, group_prompts
 from wanjax.pipelines.model import ForwardCost, ModelSpec
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
@@ -138,9 +138,9 @@ def make_pose_context(
         return jnp.broadcast_to(y, (len(x), *y.shape[1:]))
 
     pairs = list(zip(prompts, map(for_each_video, (face, no_face)), strict=True))
-    contexts = tuple(context(text, features, tokens) for text, tokens in group(pairs, groups))
+    contexts = tuple(context(text, features, tokens) for text, tokens in group_prompts(pairs, groups))
     if nag is not None:
-        negative = context(group((prompts[1], prompts[1]), groups)[0], features, face)
+        negative = context(group_prompts((prompts[1], prompts[1]), groups)[0], features, face)
         contexts = (contexts[0].with_nag(negative, nag), *contexts[1:])
     pose = jnp.pad(pose, [(0, 0), (0, 0), (1, 0), (0, 0), (0, 0)])
     return contexts, PoseInputs(transformer.rope(transformer.grid(x)), channels_last(condition), channels_last(pose))

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from wanjax.execution import program
 from wanjax.kernels.compiler_options import scan_options
 from wanjax.models.wan.config import ImageTransformerConfig
-from wanjax.pipelines.guidance import Groups, group
+from wanjax.pipelines.guidance import Groups, group_prompts
 from wanjax.pipelines.wan.denoisers import Shared, channels_last
 
 TEXT_LENGTH = 512
@@ -135,8 +135,8 @@ def make_context(
         )
         return transformer.context(text, jnp.broadcast_to(image_features, (len(text), *image_features.shape[1:])))
 
-    contexts = tuple(map(context, group(prompts, groups)))
+    contexts = tuple(map(context, group_prompts(prompts, groups)))
     if nag is not None:
-        negative = context(group((prompts[1], prompts[1]), groups)[0])
+        negative = context(group_prompts((prompts[1], prompts[1]), groups)[0])
         contexts = (contexts[0].with_nag(negative, nag), *contexts[1:])
     return contexts, Shared(transformer.rope(transformer.grid(x)), channels_last(condition))
