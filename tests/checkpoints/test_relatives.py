@@ -27,7 +27,7 @@ from wanjax.models.wan.config import (
     VAE_2_1,
     VAE_2_2,
 )
-from wanjax.pipelines.wan.presets import FUN
+from wanjax.pipelines.wan.presets import FUN_PRESETS
 from wanjax.registry import companion_files, inspect_checkpoint, open_for_loading, open_source
 from wanjax.schedulers import name_of
 
@@ -223,7 +223,7 @@ COMFYS = {
 }
 
 
-@pytest.mark.parametrize("preset", FUN, ids=lambda preset: preset.name)
+@pytest.mark.parametrize("preset", FUN_PRESETS, ids=lambda preset: preset.name)
 def test_a_file_of_fun_inp(preset, tmp_path):
     name, config, vae = COMFYS[preset.name]
     for each in {name, name.replace("high", "low")}:

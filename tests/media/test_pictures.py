@@ -23,7 +23,7 @@ from wanjax.media import video as io
 from wanjax.media.bounds import MEDIA_LIMITS
 from wanjax.media.inputs import INPUT_SPECS
 from wanjax.media.pictures import Pictures, fit_to_size, read_clip, read_picture, read_pictures, size_for_area
-from wanjax.pipelines.wan.conditioning import known_frames, mask_to_channels, on_white
+from wanjax.pipelines.wan.conditioning import fit_on_white, known_frame_mask, mask_to_channels
 
 ORIENTATION = 0x0112
 WHITE, RED, BLUE = (255, 255, 255), (255, 0, 0), (0, 0, 255)
@@ -450,9 +450,9 @@ def test_whatever_its_size_a_picture_fits(height, width, resize):
 
 def test_mask_of_fixed_frames_as_channels():
     """Follow the reference: the first frame fills its latent frame, and a last frame is the last of four."""
-    np.testing.assert_array_equal(known_frames([0], 9, 4), [[1, 0, 0]] * 4)
-    np.testing.assert_array_equal(known_frames([0, 8], 9, 4), [[1, 0, 0]] * 3 + [[1, 0, 1]])
-    np.testing.assert_array_equal(known_frames([0], 1, 4), [[1]] * 4)
+    np.testing.assert_array_equal(known_frame_mask([0], 9, 4), [[1, 0, 0]] * 4)
+    np.testing.assert_array_equal(known_frame_mask([0, 8], 9, 4), [[1, 0, 0]] * 3 + [[1, 0, 1]])
+    np.testing.assert_array_equal(known_frame_mask([0], 1, 4), [[1]] * 4)
 
 
 def test_mask_to_channels():
@@ -462,10 +462,10 @@ def test_mask_to_channels():
     np.testing.assert_array_equal(cells[1 * 2 + 0, 1], mask[3, 1::2, 0::2])  # row 1, column 0 of each 2 × 2
 
 
-def test_on_white():
+def test_a_picture_fits_on_a_white_page():
     def resized(x, size):
         return np.asarray(jax.image.resize(x, (*size, 3), "linear", antialias=False))
 
-    page = on_white(halves(10, 20), (40, 40), resized)
+    page = fit_on_white(halves(10, 20), (40, 40), resized)
     assert page[:10].min() == page[-10:].min() == 1
     np.testing.assert_array_equal(page[20, [0, -1]], np.array([RED, BLUE]) / 255)

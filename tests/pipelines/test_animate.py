@@ -70,14 +70,14 @@ def test_windows_limit_the_segments_and_cut_the_video():
     windows = WINDOWING.windows(settings, pictures)
     assert [(x.count, x.settings.frames, x.settings.seed) for x in windows] == [(2, 9, 42), (2, 9, 43)]
     assert windows[0].settings.size == (704, 704)  # of the area 640x800
-    carried: Any = None
+    previous_frames: Any = None
     lengths = []
     for window in windows:
         decoded = np.ones((9, 704, 704, 3), np.float32)
-        frames, carried, _ = WINDOWING.finish(window, settings, pictures, decoded, carried)
+        frames, previous_frames, _ = WINDOWING.finish(window, settings, pictures, decoded, previous_frames)
         lengths.append(len(frames))
     assert lengths == [9, 8]
-    assert len(carried) == 1
+    assert len(previous_frames) == 1
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_slower_clip_repeats_frames(tmp_path, rate, count):
     Video(clip, rate, {}).save(file)
     sources = {"video": file, "image": clip[0]}
     pictures = read_pictures(sources, (CHARACTER, DRIVING_VIDEO), frames=100, fps=24)
-    resampled = WINDOWING.at_rate(pictures, sources, SETTINGS)["video"]
+    resampled = WINDOWING.match_frame_rate(pictures, sources, SETTINGS)["video"]
     assert len(resampled) == count
     if rate == 12:
         numbers = np.clip(np.round(np.arange(24) / 24 * 12), 0, 11)

@@ -240,7 +240,7 @@ BY_COMMAND = [
 @pytest.mark.parametrize(("model", "chip", "mesh"), quick(BY_COMMAND[:2], BY_COMMAND))
 def test_the_command_prints_the_mesh_of_a_run(described, without_weights, monkeypatch, model, chip, mesh):
     price = Price(argument_bytes=1, peak_bytes=2, seconds=3.0, breakdown={"attention": 3.0})
-    monkeypatch.setattr(estimate, "priced_on", lambda place, programs, tell: [price] * len(programs))
+    monkeypatch.setattr(estimate, "price_on", lambda place, programs, tell: [price] * len(programs))
     run = CliRunner().invoke(main, ["plan", model, "--chip", chip, "--json"])
     assert run.exit_code == 0, run.output
     data = json.loads(run.stdout)

@@ -60,17 +60,17 @@ def test_each_segment_gets_its_part_of_every_clip():
     assert WINDOWING.video_shape(pictures, settings, is_limited=False) == {"windows": 2}
     windows = WINDOWING.windows(settings, pictures)
     assert [(x.count, x.settings.size, x.settings.seed) for x in windows] == [(2, (32, 48), 42), (2, (32, 48), 43)]
-    carried: Any = None
+    previous_frames: Any = None
     lengths = []
     for window in windows:
-        part = WINDOWING.pictures(window, settings, pictures, carried, "video")
+        part = WINDOWING.pictures(window, settings, pictures, previous_frames, "video")
         assert part["face"][:, 0, 0, 0].tolist() == [*range(window.index * 8, window.index * 8 + 9)]
-        assert ("carried" in part) == (window.index > 0)
+        assert ("previous_frames" in part) == (window.index > 0)
         decoded = np.full((9, 32, 48, 3), 0.3 + window.index, np.float32)
-        frames, carried, _ = WINDOWING.finish(window, settings, pictures, decoded, carried)
+        frames, previous_frames, _ = WINDOWING.finish(window, settings, pictures, decoded, previous_frames)
         lengths.append(len(frames))
     assert lengths == [9, 6]
-    np.testing.assert_array_equal(carried, decoded[-1:])
+    np.testing.assert_array_equal(previous_frames, decoded[-1:])
 
 
 @pytest.mark.parametrize(("name", "words"), [("mask", "mask background"), ("background", "background mask")])
@@ -113,13 +113,13 @@ def test_conditions_keep_what_the_mask_does_not_replace(tmp_path):
     mask[:, 8:16, 16:24] = 255
     mask[4, 0, 0] = 102
     inputs = {"video": clip, "face": clip, "background": clip[::-1], "mask": mask}
-    pictures = Pictures(image=clip[0], **inputs, carried=np.ones((1, 48, 64, 3), np.float32))
+    pictures = Pictures(image=clip[0], **inputs, previous_frames=np.ones((1, 48, 64, 3), np.float32))
     settings = pipe.settings(height=48, width=64, frames=9, follow="diffusers")
 
     def channels(pictures: Pictures) -> np.ndarray:
         return np.asarray(pipe.model.encode_inputs(pipe.runtime, pictures, settings)["condition"])[0, :4]
 
-    later, first = channels(pictures), channels(pictures.with_inputs(carried=None))
+    later, first = channels(pictures), channels(pictures.with_inputs(previous_frames=None))
     animated = channels(pictures.with_inputs(mask=None, background=None))
     for part in (later, first, animated):
         assert (part[:, 0] == 1).all()

@@ -99,7 +99,7 @@ def step_cost(
     frees_networks = offload.frees_stages or offload.frees_on_demand
     resident = largest if frees_networks else sum(map(bytes_of, model.spec.networks))
     ring = forward.ring and model.spec.resolve_attention(attention).supports_ring
-    return StepCost(forward, settings.split, largest, resident, ring, rules)
+    return StepCost(forward, settings.can_split_prompts, largest, resident, ring, rules)
 
 
 def auto_mesh(cost: StepCost, devices: Sequence[Any], sp: int | None = None) -> MeshSizes:

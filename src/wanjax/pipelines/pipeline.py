@@ -390,7 +390,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         check_inputs(sources, video_settings.model, spec.task, spec.inputs)
         frames = self._clip_frames(video_settings, settings)
         pictures = read_pictures(sources, spec.inputs, frames=frames, fps=video_settings.fps)
-        pictures = spec.windowing.at_rate(pictures, sources, video_settings)
+        pictures = spec.windowing.match_frame_rate(pictures, sources, video_settings)
         if any(video_settings.margins):
             pictures = add_margins(pictures, video_settings.margins)
         spec.check_pictures(pictures, video_settings)

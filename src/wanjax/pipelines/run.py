@@ -164,11 +164,13 @@ class Run:
 
     def _window_frames(self, settings: Settings, text_conditioning: dict[str, Conditioning]) -> Iterator[Clip]:
         """Yield the new frames of each window of a video. The first window encodes the prompts of all windows."""
-        strategy, spec, carried = self.runtime.strategy, self.model.spec, None
+        strategy, spec, previous_frames = self.runtime.strategy, self.model.spec, None
         for window in spec.windowing.windows(settings, self.pictures):
             self.observers.notify("window", window)
             window_settings = window.settings
-            pictures = spec.windowing.pictures(window, settings, self.pictures, carried, spec.continuation_input)
+            pictures = spec.windowing.pictures(
+                window, settings, self.pictures, previous_frames, spec.continuation_input
+            )
             with self.stage("encode"), strategy.stage("encode"):
                 text_conditioning.update({} if text_conditioning else self._encode_texts())
                 conditioning = text_conditioning[window_settings.prompt]._replace(
@@ -181,7 +183,9 @@ class Run:
                 chunks = self.frames(latent_chunks, spec.windowing.dtype, seed=window_settings.seed)
                 chunks = [strategy.to_host(x, np.zeros(x.shape, x.dtype)) for x in chunks]
             frames = np.concatenate(chunks)
-            frames, carried, drift = spec.windowing.finish(window, settings, self.pictures, frames, carried)
+            frames, previous_frames, drift = spec.windowing.finish(
+                window, settings, self.pictures, frames, previous_frames
+            )
             if drift is not None:
                 self.observers.notify("joined", Seam(window.index, drift))
             yield frames

@@ -424,7 +424,7 @@ class Settings:
         return max(self.guidance_scales) > 1
 
     @property
-    def split(self) -> bool:
+    def can_split_prompts(self) -> bool:
         """True if a mesh may run the two prompts of a step on different devices."""
         return self.guided and not self.cache.needs_separate_forwards
 

@@ -59,9 +59,9 @@ def check_function(function: Any, name: str, *arguments: str) -> None:
     """
     if function is None:
         return
-    takes = f"{name} must be a function that takes {' and '.join(arguments)}"
+    requirement = f"{name} must be a function that takes {' and '.join(arguments)}"
     if not callable(function):
-        raise WanjaxError(f"{takes}, got {repr_short(function)}")
+        raise WanjaxError(f"{requirement}, got {repr_short(function)}")
     try:
         parameters = signature(function)
     except (TypeError, ValueError):  # a function written in C has no signature
@@ -70,7 +70,7 @@ def check_function(function: Any, name: str, *arguments: str) -> None:
         parameters.bind(*arguments)
     except TypeError as error:
         count = "one argument" if len(arguments) == 1 else f"{len(arguments)} arguments"
-        raise WanjaxError(f"{takes}, got one with the parameters {parameters}: write it with {count}") from error
+        raise WanjaxError(f"{requirement}, got one with the parameters {parameters}: write it with {count}") from error
 
 
 def on_host(pictures: Any) -> Any:

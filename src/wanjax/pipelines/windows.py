@@ -79,7 +79,7 @@ class Windowing:
         windows."""
         return settings.length if continuation_input == CONTROL else settings.frames
 
-    def at_rate(self, pictures: Pictures, sources: Mapping[str, Any], settings: Settings) -> Pictures:
+    def match_frame_rate(self, pictures: Pictures, sources: Mapping[str, Any], settings: Settings) -> Pictures:
         """If windows follow the clip, repeat frames of a clip with a lower frame rate than the video."""
         return pictures
 
@@ -92,10 +92,16 @@ class Windowing:
         return windows_of(settings)
 
     def pictures(
-        self, window: Window, settings: Settings, pictures: Pictures, carried: Any, continuation_input: str | None
+        self,
+        window: Window,
+        settings: Settings,
+        pictures: Pictures,
+        previous_frames: Any,
+        continuation_input: str | None,
     ) -> Pictures:
-        """Select the pictures of a window; `carried` is the second result of `finish` for the previous window."""
-        return window_pictures(window, pictures, carried, continuation_input)
+        """Select the pictures of a window. `previous_frames` is the second result of `finish` for the previous
+        window."""
+        return window_pictures(window, pictures, previous_frames, continuation_input)
 
     def finish(
         self,
@@ -103,13 +109,13 @@ class Windowing:
         settings: Settings,
         pictures: Pictures,
         frames: Shaped[np.ndarray, "_T _H _W 3"],
-        carried: Any,
+        previous_frames: Any,
     ) -> tuple[Clip, Any, Drift | None]:
         """Return the new frames of a window, the frames that the next window starts from, and the drift of colours."""
-        if carried is None:
+        if previous_frames is None:
             return frames, frames[-settings.overlap :], None
-        new_frames, drift = join_window(carried, frames, settings.match)
-        return new_frames, np.concatenate([carried, new_frames])[-settings.overlap :], drift
+        new_frames, drift = join_window(previous_frames, frames, settings.match)
+        return new_frames, np.concatenate([previous_frames, new_frames])[-settings.overlap :], drift
 
 
 def windows_of(settings: Settings) -> list[Window]:
@@ -141,11 +147,11 @@ def check_windows(settings: Settings, continuation_input: str | None) -> None:
         raise SettingError(f"{problem} add no frames: give more frames, or a smaller overlap", "overlap")
 
 
-def check_single_window(settings: Settings, what: str) -> None:
+def check_single_window(settings: Settings, feature: str) -> None:
     """Raise WanjaxError if a single stage is called with several windows. Only a whole run supports several windows."""
     if settings.windows > 1:
         raise SettingError(
-            f"{what} supports one window, got {settings.windows}: make a video of several windows by pipe(prompt)",
+            f"{feature} supports one window, got {settings.windows}: make a video of several windows by pipe(prompt)",
             "windows",
         )
 

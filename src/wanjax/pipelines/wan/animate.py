@@ -34,8 +34,8 @@ from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch
 from wanjax.pipelines.validation import FieldShape, Shape
 from wanjax.pipelines.video_shape import VIDEO_SHAPE_TENSOR
-from wanjax.pipelines.wan.character import CHARACTER, CharacterToVideo, carried_frames, segment_shape
-from wanjax.pipelines.wan.conditioning import GREY, WanConditioning, known_frames
+from wanjax.pipelines.wan.character import CHARACTER, CharacterToVideo, previous_segment_frames, segment_shape
+from wanjax.pipelines.wan.conditioning import GREY, WanConditioning, known_frame_mask
 from wanjax.pipelines.wan.denoisers import ConditionedDenoiser, Velocity, Video
 from wanjax.pipelines.wan.letterbox import BICUBIC, BILINEAR, letterbox
 from wanjax.pipelines.wan.programs import encode_text, known_condition, make_context
@@ -144,8 +144,8 @@ def make_animate_context(
     contexts, shared = make_context.function(static, x, weights, prompts, condition, features, nag)
     videos, batch = len(prompts[0]), static[1].batch
     negatives = (videos,) if batch > 1 else (0, videos)
-    marked = tuple(AnimateContext(keys, count) for keys, count in zip(contexts, negatives, strict=False))
-    return marked, shared.rope, shared.condition
+    animate_contexts = tuple(AnimateContext(keys, count) for keys, count in zip(contexts, negatives, strict=False))
+    return animate_contexts, shared.rope, shared.condition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,12 +228,12 @@ class CharacterAnimation(CharacterToVideo):
         size, byte = settings.size, np.float32(255)
         image = letterbox(pictures["image"], size, BICUBIC)
         clip = np.stack([letterbox(frame, size, BILINEAR) for frame in pictures["video"]])
-        carried = carried_frames(pictures, settings)
-        unknown = np.full((settings.frames - len(carried), *size, 3), GREY)
-        mask = known_frames(range(len(carried)), settings.frames, self.vae.temporal_factor)
+        previous_frames = previous_segment_frames(pictures, settings)
+        unknown = np.full((settings.frames - len(previous_frames), *size, 3), GREY)
+        mask = known_frame_mask(range(len(previous_frames)), settings.frames, self.vae.temporal_factor)
         parts = (
-            runtime.call(known_condition, None, encode([image / byte]), known_frames([0], 1, len(mask))),
-            runtime.call(known_condition, None, encode(np.concatenate([carried, unknown])), mask),
+            runtime.call(known_condition, None, encode([image / byte]), known_frame_mask([0], 1, len(mask))),
+            runtime.call(known_condition, None, encode(np.concatenate([previous_frames, unknown])), mask),
         )
         has_bias = self.distilled and settings.follow == "official"
         return {

@@ -42,9 +42,9 @@ class CharacterToVideo(ImageToVideoWithEncoder):
         return {**shapes, "condition": condition, "clip_latents": self.spec.latent_shape(settings)}
 
 
-def carried_frames(pictures: Pictures, settings: Settings) -> Float[np.ndarray, "_T H W 3"]:
+def previous_segment_frames(pictures: Pictures, settings: Settings) -> Float[np.ndarray, "_T H W 3"]:
     """Return the last frames of the previous segment, in [0, 1]. The first segment has no such frames."""
-    return pictures.get("carried", np.zeros((0, *settings.size, 3), np.float32))
+    return pictures.get("previous_frames", np.zeros((0, *settings.size, 3), np.float32))
 
 
 def segment_shape(settings: Settings) -> Int32[np.ndarray, "1 N"]:

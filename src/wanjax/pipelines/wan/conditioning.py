@@ -11,7 +11,7 @@ from wanjax.media.pictures import Picture, fit_to_size
 from wanjax.pipelines.settings import Settings
 
 GREY = np.float32(0.5)  # the colour of unknown frames: 0, for pixels in [-1, 1]
-Resized = Callable[[np.ndarray, tuple[int, int]], np.ndarray]  # takes a picture [H W 3] and a (height, width)
+ResizeFunction = Callable[[np.ndarray, tuple[int, int]], np.ndarray]  # takes a picture [H W 3] and a (height, width)
 
 
 class WanConditioning(NamedTuple):
@@ -41,12 +41,12 @@ class WanConditioning(NamedTuple):
     face_pictures: UInt8[Array | np.ndarray, "1 _T _H _W 3"] | None = None
 
 
-def unit_range(picture: Picture, settings: Settings) -> Float[np.ndarray, "_H _W 3"]:
+def fit_to_unit_range(picture: Picture, settings: Settings) -> Float[np.ndarray, "_H _W 3"]:
     """Fit an image to the video's size, in [0, 1]."""
     return fit_to_size(picture, settings.size, settings.resize).astype(np.float32) / np.float32(255)
 
 
-def known_frames(indices: Sequence[int], frames: int, factor: int) -> Float[np.ndarray, "C T"]:
+def known_frame_mask(indices: Sequence[int], frames: int, factor: int) -> Float[np.ndarray, "C T"]:
     """Build the mask of a video's known frames (1) and unknown frames (0), as channels of the latent frames.
 
     A latent frame has one channel for each of its `factor` frames. The first latent frame has only one frame, which
@@ -58,7 +58,7 @@ def known_frames(indices: Sequence[int], frames: int, factor: int) -> Float[np.n
 
 
 def frame_channels(values: Float[np.ndarray, "T ..."], factor: int) -> Float[np.ndarray, "C _T ..."]:
-    """Rearrange values, one for each frame, as channels of the latent frames, in the layout of `known_frames`."""
+    """Rearrange values, one for each frame, as channels of the latent frames, in the layout of `known_frame_mask`."""
     repeated = np.concatenate([np.repeat(values[:1], factor, axis=0), values[1:]])
     return np.swapaxes(repeated.reshape(-1, factor, *values.shape[1:]), 0, 1)
 
@@ -75,13 +75,13 @@ def mask_to_channels(mask: Float[np.ndarray, "T H W"], frames: int, factor: int)
     return patches.transpose(2, 4, 0, 1, 3).reshape(factor**2, frames, height // factor, width // factor)
 
 
-def on_white(picture: Picture, size: tuple[int, int], resized: Resized) -> Float[np.ndarray, "_H _W 3"]:
+def fit_on_white(picture: Picture, size: tuple[int, int], resize: ResizeFunction) -> Float[np.ndarray, "_H _W 3"]:
     """Scale a whole image, in [0, 1], to fit the centre of a white canvas of size (height, width)."""
     height, width, _ = picture.shape
     scale = min(size[0] / height, size[1] / width)
     inner_size = int(height * scale), int(width * scale)
-    resized_picture = resized(picture.astype(np.float32) / np.float32(255), inner_size)
-    top, left = ((outer - within) // 2 for outer, within in zip(size, inner_size, strict=True))
+    resized_picture = resize(picture.astype(np.float32) / np.float32(255), inner_size)
+    top, left = ((canvas - inner) // 2 for canvas, inner in zip(size, inner_size, strict=True))
     background = np.ones((*size, 3), np.float32)
     background[top : top + inner_size[0], left : left + inner_size[1]] = resized_picture
     return background

@@ -37,7 +37,7 @@ from wanjax.pipelines.family import Preset
 from wanjax.pipelines.text.gguf_tokenizer import write_tokenizer
 from wanjax.pipelines.wan import recognise
 from wanjax.pipelines.wan.checkpoints import ANIMATE_PIPELINE, CAUSAL_PIPELINES, POSE_PIPELINE
-from wanjax.pipelines.wan.presets import ANIMATIONS, DISTILLATIONS, FUN, find_fallback, find_published
+from wanjax.pipelines.wan.presets import ANIMATE_PRESETS, DISTILLATIONS, FUN_PRESETS, find_fallback, find_published
 from wanjax.schedulers import UNIPC_SHIFT
 from wanjax.stores.paths import missing_file
 
@@ -63,8 +63,8 @@ PATTERNS = (
 # words in the name of a text encoder's file, in the folder of a transformer's file
 ENCODER_NAME = re.compile(r"umt5", re.IGNORECASE)
 HIGH_TO_LOW = {"high": "low", "High": "Low", "HIGH": "LOW"}  # in the file names of the high-noise and low-noise experts
-OTHER_WORD = HIGH_TO_LOW | {low: high for high, low in HIGH_TO_LOW.items()}
-EXPERT_WORD = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(OTHER_WORD)})(?=[Nn]oise|[^A-Za-z0-9])")
+OTHER_EXPERT_WORD = HIGH_TO_LOW | {low: high for high, low in HIGH_TO_LOW.items()}
+EXPERT_WORD = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(OTHER_EXPERT_WORD)})(?=[Nn]oise|[^A-Za-z0-9])")
 EXPERT_PAIRS = {
     "Wan2.2-I2V-A14B-high-rCM4.0-merged.pt": "Wan2.2-I2V-A14B-low-rCM1.0-merged.pt"
 }  # the two experts' files, as in Wan.md of NVlabs/rcm
@@ -253,7 +253,7 @@ def _animate_source(
     """Return a checkpoint of Wan Animate 2. The name shows whether the weights were distilled."""
     config = read_config("the transformer's config.json", transformer.json, animate.transformer_config)
     is_distilled = DISTILLED_ANIMATE.search(model_name_in(name_hint)) is not None
-    published = ANIMATIONS[is_distilled]
+    published = ANIMATE_PRESETS[is_distilled]
     classes = CLASSES | IMAGE_CLASSES | {"transformer": ("diffusers", ANIMATE_CLASS)}
     scheduler = EULER_CONFIG if is_distilled else DPM_CONFIG
     return make_source(
@@ -286,7 +286,7 @@ def other_expert(path: str) -> tuple[str, ...]:
     names = [EXPERT_PAIRS[name]] if name in EXPERT_PAIRS else []
     if not names and (parts := _split_expert_name(name)):
         prefix, expert, suffix = parts
-        other_name = prefix + OTHER_WORD[expert] + suffix
+        other_name = prefix + OTHER_EXPERT_WORD[expert] + suffix
         names = [other_name, DATE.sub("", other_name)]
     folder = _other_folder(path)
     others = [f"../{folder}/{other_name}" for other_name in (names or [name])] if folder else []
@@ -296,7 +296,7 @@ def other_expert(path: str) -> tuple[str, ...]:
 def _other_folder(path: str | Path) -> str | None:
     """Return the name of the other expert's folder, if the name of the file's folder has `high` or `low`."""
     parts = _split_expert_name(PurePath(path).parent.name)
-    return parts and parts[0] + OTHER_WORD[parts[1]] + parts[2]
+    return parts and parts[0] + OTHER_EXPERT_WORD[parts[1]] + parts[2]
 
 
 def _split_expert_name(name: str) -> tuple[str, str, str] | None:
@@ -324,7 +324,7 @@ def _other_expert_paths(path: Path, folder: str | None = None) -> list[Path]:
         return []
     path = path if folder is None else path.parents[1] / folder / path.name
     prefix, expert, suffix = parts
-    other_prefix, stem_end = prefix + OTHER_WORD[expert], suffix.removesuffix(path.suffix)
+    other_prefix, stem_end = prefix + OTHER_EXPERT_WORD[expert], suffix.removesuffix(path.suffix)
     for name in (EXPERT_PAIRS.get(path.name), other_prefix + suffix):
         if name and os.path.lexists(exact_path := path.with_name(name)):
             return [exact_path]
@@ -373,7 +373,7 @@ def _check_has_pair(transformer: Mapping[str, Any], path: Path, others: Sequence
     if not (parts := _split_expert_name(path.name)) or not _published_preset(transformer, experts=True):
         return
     if NOISE_WORD.search(path.name) or not _published_preset(transformer, experts=False):
-        expected = parts[0] + OTHER_WORD[parts[1]] + parts[2]
+        expected = parts[0] + OTHER_EXPERT_WORD[parts[1]] + parts[2]
         advice = f"keep only one of {' and '.join(x.name for x in others)}" if others else "put it next to this one"
         raise WanjaxError(f"{path} is one of two experts, and {expected}, the other, is missing: {advice}")
 
@@ -416,7 +416,7 @@ def _model_index(transformer: Mapping[str, Any], experts: bool, name_hint: str) 
         pipeline = CAUSAL_PIPELINES[0]
     if transformer["_class_name"] == pose.TRANSFORMER_CLASS:
         pipeline = POSE_PIPELINE
-    if _published_preset(transformer, experts, name_hint) in FUN:
+    if _published_preset(transformer, experts, name_hint) in FUN_PRESETS:
         pipeline = "WanFunInpaintPipeline"
     classes = dict(CLASSES) | {"transformer": ("diffusers", transformer["_class_name"])}
     if experts:

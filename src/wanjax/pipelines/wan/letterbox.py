@@ -59,21 +59,22 @@ def video_size(picture: tuple[int, int], area: int, multiple: int, reference_imp
     return size
 
 
-def content_box(picture: tuple[int, int], size: tuple[int, int], *, low: bool = False) -> Box:
+def content_box(picture: tuple[int, int], size: tuple[int, int], *, larger_bar_first: bool = False) -> Box:
     """Return the position of the whole picture in a frame of this (height, width). The two bars are equal, or differ by
     a pixel.
 
     Args:
         picture: (height, width) of the picture.
         size: (height, width) of the frame.
-        low: Whether the top or left bar is the larger one, if the bars differ.
+        larger_bar_first: Whether the top or left bar is the larger one, if the bars differ.
     """
     (height, width), (frame_height, frame_width) = picture, size
     is_wider = frame_width / frame_height < width / height
     inner_width = frame_width if is_wider else max(1, width * frame_height // height)
     inner_height = max(1, height * frame_width // width) if is_wider else frame_height
     top, left = (
-        (outer - inner + low) // 2 for outer, inner in ((frame_height, inner_height), (frame_width, inner_width))
+        (outer - inner + larger_bar_first) // 2
+        for outer, inner in ((frame_height, inner_height), (frame_width, inner_width))
     )
     return Box(top, left, inner_height, inner_width)
 
@@ -91,13 +92,13 @@ def visible_box(picture: tuple[int, int], size: tuple[int, int], multiple: int, 
 
 
 def letterbox(
-    picture: PictureOfAnySize, size: tuple[int, int], resample: Image.Resampling, *, low: bool = False
+    picture: PictureOfAnySize, size: tuple[int, int], resample: Image.Resampling, *, larger_bar_first: bool = False
 ) -> Picture:
-    """Scale a whole picture into the centre of a black frame of this (height, width), by one of Pillow's filters. `low`
-    is as in `content_box`.
+    """Scale a whole picture into the centre of a black frame of this (height, width), by one of Pillow's filters.
+    `larger_bar_first` is as in `content_box`.
     """
     height, width, _ = picture.shape
-    top, left, inner_height, inner_width = content_box((height, width), size, low=low)
+    top, left, inner_height, inner_width = content_box((height, width), size, larger_bar_first=larger_bar_first)
     frame = np.zeros((*size, 3), np.uint8)
     resized = Image.fromarray(picture).resize((inner_width, inner_height), resample)
     frame[top : top + inner_height, left : left + inner_width] = np.asarray(resized)

@@ -36,7 +36,7 @@ from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.validation import Shape
 from wanjax.pipelines.video_shape import VIDEO_SHAPE_TENSOR
-from wanjax.pipelines.wan.character import CHARACTER, CharacterToVideo, carried_frames, segment_shape
+from wanjax.pipelines.wan.character import CHARACTER, CharacterToVideo, previous_segment_frames, segment_shape
 from wanjax.pipelines.wan.conditioning import GREY, WanConditioning, frame_channels
 from wanjax.pipelines.wan.denoisers import ConditionedDenoiser, Velocity, Video, channels_last
 from wanjax.pipelines.wan.letterbox import LANCZOS, letterbox
@@ -90,12 +90,17 @@ class PoseSegments(Segments):
         return super().video_shape(pictures, settings, is_limited=is_limited)
 
     def pictures(
-        self, window: Window, settings: Settings, pictures: Pictures, carried: Any, continuation_input: str | None
+        self,
+        window: Window,
+        settings: Settings,
+        pictures: Pictures,
+        previous_frames: Any,
+        continuation_input: str | None,
     ) -> Pictures:
         clips = {name: pictures[name] for name in CLIPS if name in pictures}
         count = len(clips[POSE_CLIP.name])
         parts = {name: x[full_segments(count, len(x), settings)[window.index]] for name, x in clips.items()}
-        return pictures.with_inputs(**parts, carried=carried)
+        return pictures.with_inputs(**parts, previous_frames=previous_frames)
 
 
 @program(matmul_options, fast_options=fast_matmul_options)
@@ -200,28 +205,32 @@ class PoseToVideo(CharacterToVideo):
         def encode(frames: Any) -> Any:
             return self.encode_clip(runtime, frames, tiling)
 
-        def stretched(name: str) -> Float32[np.ndarray, "T _H _W 3"]:
+        def stretch_frames(name: str) -> Float32[np.ndarray, "T _H _W 3"]:
             frames = [fit_to_size(frame, size, "stretch") for frame in pictures[name]]
             return np.stack(frames).astype(np.float32) / np.float32(255)
 
         size, side, follows_diffusers = settings.size, self.pose_config.face_size, settings.follow == "diffusers"
-        image = letterbox(pictures["image"], size, LANCZOS, low=follows_diffusers)
-        seen_image = pictures["image"] if follows_diffusers else image
-        carried = carried_frames(pictures, settings)
+        image = letterbox(pictures["image"], size, LANCZOS, larger_bar_first=follows_diffusers)
+        encoder_image = pictures["image"] if follows_diffusers else image
+        previous_frames = previous_segment_frames(pictures, settings)
         has_background = BACKGROUND.name in pictures
-        clip = stretched(BACKGROUND.name) if has_background else np.full((settings.frames, *size, 3), GREY)
-        clip[: len(carried)] = carried
+        clip = stretch_frames(BACKGROUND.name) if has_background else np.full((settings.frames, *size, 3), GREY)
+        clip[: len(previous_frames)] = previous_frames
         latents = runtime.call(join, 2, (encode([image.astype(np.float32) / np.float32(255)]), encode(clip)))
         faces = [fit_to_size(face, (side, side), "stretch") for face in pictures[FACE.name]]
         return {
-            "condition": runtime.call(join, 1, (self._mask_channels(pictures, len(carried), settings), latents)),
-            "image_embeds": self.encode_images(runtime, [seen_image], reference_impl=settings.follow),
-            "clip_latents": encode(stretched(POSE_CLIP.name)),
+            "condition": runtime.call(
+                join, 1, (self._mask_channels(pictures, len(previous_frames), settings), latents)
+            ),
+            "image_embeds": self.encode_images(runtime, [encoder_image], reference_impl=settings.follow),
+            "clip_latents": encode(stretch_frames(POSE_CLIP.name)),
             "face_pictures": np.stack(faces)[None],
             VIDEO_SHAPE_TENSOR: segment_shape(settings),
         }
 
-    def _mask_channels(self, pictures: Pictures, carried: int, settings: Settings) -> Float32[np.ndarray, "1 C T H W"]:
+    def _mask_channels(
+        self, pictures: Pictures, num_previous: int, settings: Settings
+    ) -> Float32[np.ndarray, "1 C T H W"]:
         """Return the condition's mask: 1 for the picture and for the frames of the previous segment, then 1 where the
         user's mask keeps the background."""
         keep_mask = np.zeros((settings.frames, *self.spec.latent_shape(settings)[3:]), np.float32)
@@ -230,7 +239,7 @@ class PoseToVideo(CharacterToVideo):
             pixels = np.stack([fit_to_size(frame, settings.size, "stretch")[::step, ::step] for frame in mask])
             grey = pixels[..., 0] if settings.follow == "official" else np.stack(list(map(_luma, pixels)))
             keep_mask = 1 - grey.astype(np.float32) / np.float32(255)
-        keep_mask[:carried] = 1
+        keep_mask[:num_previous] = 1
         channels = frame_channels(keep_mask, self.vae.temporal_factor)
         return np.concatenate([np.ones_like(channels[:, :1]), channels], axis=1)[None]
 

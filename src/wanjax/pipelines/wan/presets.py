@@ -97,7 +97,7 @@ TI2V = as_class(FirstFrameToVideo, T2V, transformer=TI2V_5B, vae=VAE_2_2)
 ANIMATE = as_class(CharacterAnimation, I2V, transformer=ANIMATE_14B, image_encoder=CLIP_VIT_H, scheduler=FlowDPM())
 POSE = as_class(PoseToVideo, I2V, transformer=POSE_14B)
 OVERLAP = 5  # our choice: consecutive windows of a controlled video share 5 frames (two latent frames)
-CONTROLLED: dict[str, Any] = {"overlap": OVERLAP, "outpaint": NO_MARGINS}
+CONTROL_SETTINGS: dict[str, Any] = {"overlap": OVERLAP, "outpaint": NO_MARGINS}
 HD: dict[str, Any] = {"height": 720, "width": 1280}
 SD: dict[str, Any] = {"height": 480, "width": 832}
 HD_AND_SD: dict[str, Any] = HD | {"sizes": ((480, 832),)}
@@ -194,7 +194,7 @@ def _official_preset(
     )
 
 
-PUBLISHED = (
+OFFICIAL_PRESETS = (
     _official_preset(
         "wan2.1-t2v-1.3b",
         "Wan2.1-T2V-1.3B-Diffusers",
@@ -248,7 +248,7 @@ PUBLISHED = (
         VACE_SMALL,
         2_153_972_032,
         flow_shift=16.0,
-        **CONTROLLED,
+        **CONTROL_SETTINGS,
     ),
     _official_preset(
         "wan2.1-vace-14b",
@@ -257,7 +257,7 @@ PUBLISHED = (
         VACE,
         17_337_592_896,
         flow_shift=16.0,
-        **CONTROLLED,
+        **CONTROL_SETTINGS,
         **HD_AND_SD,
     ),
     _official_preset(
@@ -329,7 +329,7 @@ def _animate_preset(name: str, source: str, about: str, distilled: bool, **setti
     return replace(preset, words=("distill(?:ed|ation)?",) if distilled else ())
 
 
-ANIMATIONS = (
+ANIMATE_PRESETS = (
     _animate_preset(
         "wan2.2-animate-2-14b",
         "Wan2.2-Animate-2-14B-Diffusers",
@@ -369,7 +369,7 @@ def _fun_preset(name: str, source: str, model: WanModel, parameters: int, **sett
     return replace(preset, source=f"alibaba-pai/{source}", scheduler=FlowEuler(), words=("fun", "inp(?:aint)?"))
 
 
-FUN = (
+FUN_PRESETS = (
     _fun_preset(
         *("wan2.1-fun-1.3b-inp", "Wan2.1-Fun-1.3B-InP"),
         as_class(InpaintingWithEncoder, I2V, transformer=INP_1_3B),
@@ -399,7 +399,7 @@ FUN = (
     ),
 )
 
-CAUSAL = replace(
+CAUSAL_PRESET = replace(
     _official_preset(
         "wan2.1-t2v-1.3b-causal",
         "",
@@ -450,14 +450,14 @@ def _lora_preset(
 
 def preset_named(name: str) -> Preset:
     """Return the published preset of this name."""
-    return next(preset for preset in PUBLISHED if preset.name == name)
+    return next(preset for preset in OFFICIAL_PRESETS if preset.name == name)
 
 
 _LIGHTX2V_LORAS = "lightx2v/Wan2.1-Distill-Loras/wan2.1"
 _LIGHTX2V_T2V_LORAS = "lightx2v/Wan2.2-Distill-Loras/wan2.2_t2v_A14b_{noise}_noise_lora_rank64_lightx2v_4step_1217"
 _LIGHTNING_LORAS, _LIGHTNING_RANK = "lightx2v/Wan2.2-Lightning/Wan2.2", "A14B-4steps-lora-rank64-Seko"
 _NOISES = ("high", "low")
-FOUR_STEPS = (
+FOUR_STEP_PRESETS = (
     _lora_preset(
         *("wan2.1-t2v-14b", "4step", "a LoRA by LightX2V"),
         f"{_LIGHTX2V_LORAS}_t2v_14b_lora_rank64_lightx2v_4step.safetensors",
@@ -488,7 +488,7 @@ FOUR_STEPS = (
 # The model cards give the strengths. For the 14B, inference_config.json beside the LoRA gives LightX2V's steps. For the
 # 5B, LongLive-Plug's inference.py runs the model's own solver at 125 frames.
 _PLUG = "Efficient-Large-Model/LongLive-Plug"
-LONGLIVE_PLUGS = (
+LONGLIVE_PLUG_PRESETS = (
     _lora_preset(
         *("wan2.1-t2v-14b", "longlive-plug", "two LoRAs by LongLive-Plug"),
         f"{_PLUG}-Wan2.1-T2V-14B-few-step/generator_lora_lightx2v.safetensors",
@@ -507,7 +507,7 @@ LONGLIVE_PLUGS = (
 
 # No publisher distils VACE. ComfyUI's examples for VACE 14B with a control clip or reference pictures take CausVid's
 # LoRA at this strength.
-FOUR_STEP_VACE = _lora_preset(
+FOUR_STEP_VACE_PRESET = _lora_preset(
     *("wan2.1-vace-14b", "causvid", "a LoRA of CausVid"),
     "Kijai/WanVideo_comfy/Wan21_CausVid_14B_T2V_lora_rank32.safetensors:0.3",
     distillation=CAUSVID_LORA,
@@ -546,7 +546,7 @@ def _distilled_preset(
 _RCM_FILE, _CAUSVID_FILE = "worstcoder/rcm-Wan/rCM_Wan2.1_T2V", "tianweiy/CausVid/bidirectional_checkpoint2/model.pt"
 _RCM_I2V = "worstcoder/rcm-Wan/Wan2.2-I2V-A14B"  # the high-noise file has 4 times the weight change, as in Wan.md
 _LIGHTX2V_I2V = "lightx2v/Wan2.2-Distill-Models/wan2.2_i2v_A14b_high_noise_lightx2v_4step_720p_260412.safetensors"
-DISTILLED = (
+DISTILLED_PRESETS = (
     _distilled_preset(
         "wan2.1-t2v-1.3b", "rcm", f"{_RCM_FILE}_1.3B_480p.pt", "in 4 steps by rCM, 480p", R_CM, frames=77
     ),
@@ -616,7 +616,7 @@ def _sparse_linear_preset(name: str, base: str, file: str, **settings: Any) -> P
     )
 
 
-SPARSE_LINEAR = (
+SPARSE_LINEAR_PRESETS = (
     _sparse_linear_preset("turbowan2.1-t2v-1.3b-480p", "wan2.1-t2v-1.3b", "TurboWan2.1-T2V-1.3B-480P", **SD),
     _sparse_linear_preset("turbowan2.1-t2v-14b-480p", "wan2.1-t2v-14b", "TurboWan2.1-T2V-14B-480P", **SD),
     _sparse_linear_preset("turbowan2.1-t2v-14b-720p", "wan2.1-t2v-14b", "TurboWan2.1-T2V-14B-720P", **HD),
@@ -650,15 +650,15 @@ PRESETS = (
         defaults=DEFAULTS.updated(read_json(NANO / "generation_config.json", missing={}) | {"model": "nano"}),
         domain=_nano_domain(),
     ),
-    *PUBLISHED,
-    *ANIMATIONS,
-    *FUN,
-    CAUSAL,
-    *FOUR_STEPS,
-    *LONGLIVE_PLUGS,
-    FOUR_STEP_VACE,
-    *DISTILLED,
-    *SPARSE_LINEAR,
+    *OFFICIAL_PRESETS,
+    *ANIMATE_PRESETS,
+    *FUN_PRESETS,
+    CAUSAL_PRESET,
+    *FOUR_STEP_PRESETS,
+    *LONGLIVE_PLUG_PRESETS,
+    FOUR_STEP_VACE_PRESET,
+    *DISTILLED_PRESETS,
+    *SPARSE_LINEAR_PRESETS,
 )
 
 
@@ -669,7 +669,14 @@ def find_published(
 
     The name and the flow shift select one of several models with the same shapes.
     """
-    presets = (*PUBLISHED, *ANIMATIONS, *FUN, CAUSAL, *DISTILLED, *SPARSE_LINEAR)
+    presets = (
+        *OFFICIAL_PRESETS,
+        *ANIMATE_PRESETS,
+        *FUN_PRESETS,
+        CAUSAL_PRESET,
+        *DISTILLED_PRESETS,
+        *SPARSE_LINEAR_PRESETS,
+    )
     same_shape = [preset for preset in presets if _transformer_config(preset) == (transformer, experts)]
     return best_match(same_shape, name_hint, DISTILLATIONS, shift)
 
@@ -687,7 +694,7 @@ def find_fallback(transformer: TransformerConfig, experts: bool, name_hint: str)
 
     compatible = [
         preset
-        for preset in (*PUBLISHED, *ANIMATIONS, CAUSAL)
+        for preset in (*OFFICIAL_PRESETS, *ANIMATE_PRESETS, CAUSAL_PRESET)
         if input_widths(_transformer_config(preset)[0]) == input_widths(dense_config)
     ]
     same_config = [preset for preset in compatible if _transformer_config(preset)[0] == dense_config]
@@ -731,12 +738,12 @@ def _similar_settings(model: WanModel, source: Source) -> Settings:
     """Return the settings of the published model with the same shapes, or else with the same task and experts."""
     kind, experts = type(model), model.experts
     if isinstance(model, CharacterAnimation):  # both checkpoints have the same shapes and the same shift
-        return ANIMATIONS[model.distilled].defaults
+        return ANIMATE_PRESETS[model.distilled].defaults
     shift = shift_of(source["scheduler"].config())
     match = find_published(model.transformer, experts, source.name_hint, shift)
     if (kind, experts) == (ImageToVideo, False):
         experts = True  # a merge of two experts, because the only published model of this task has two
-    for preset in (*([match] if match else []), *PUBLISHED, *FUN, CAUSAL):
+    for preset in (*([match] if match else []), *OFFICIAL_PRESETS, *FUN_PRESETS, CAUSAL_PRESET):
         preset_model = preset.model
         assert isinstance(preset_model, WanModel)
         if (type(preset_model), preset_model.experts) == (kind, experts):

@@ -2,10 +2,10 @@
 """Videos that follow a clip, in segments. Each segment starts from the last frames of the previous one.
 
     for each segment:
-        encode its part of the clip and the carried frames, both with bars
-        denoise and decode it
-        yield its new frames, without bars
-        carry its last frames, as floats and with bars
+        encode the segment's part of the clip and the last frames of the previous segment, both with bars
+        denoise and decode the segment
+        yield the segment's new frames, without bars
+        pass the last frames to the next segment, as floats and with bars
 
 The clip is extended by playing it backwards and forwards, so that it fills the last segment. Animate follows diffusers'
 pipelines/wan/pipeline_wan_animate.py, and has no bars. Animate 2 follows modular_pipelines/wan_animate_2 of diffusers,
@@ -47,16 +47,16 @@ def segments(count: int, settings: Settings) -> list[Int[np.ndarray, " _T"]]:
     full, remainder = divmod(max(count - settings.overlap, 1), step)
     last = step if follows_diffusers else min(step, max(MIN_NEW_FRAMES, remainder + 4 - remainder % 4))
     lengths = [*[step] * full, *[last] * bool(remainder)][: settings.windows]
-    numbers = to_and_fro(count, settings.overlap + sum(lengths), repeats_ends=follows_diffusers)
-    return [numbers[i * step : i * step + settings.overlap + length] for i, length in enumerate(lengths)]
+    indices = ping_pong_indices(count, settings.overlap + sum(lengths), repeats_ends=follows_diffusers)
+    return [indices[i * step : i * step + settings.overlap + length] for i, length in enumerate(lengths)]
 
 
-def to_and_fro(count: int, total: int, *, repeats_ends: bool) -> Int[np.ndarray, " _T"]:
+def ping_pong_indices(count: int, total: int, *, repeats_ends: bool) -> Int[np.ndarray, " _T"]:
     """Return `total` indices below `count` that run up and down. `repeats_ends` repeats the first and last index, as in
     diffusers."""
     period = 2 * count if repeats_ends else max(2 * count - 2, 1)
-    numbers = np.arange(total) % period
-    return np.where(numbers < count, numbers, period - repeats_ends - numbers)
+    indices = np.arange(total) % period
+    return np.where(indices < count, indices, period - repeats_ends - indices)
 
 
 def full_segments(count: int, clip_frames: int, settings: Settings) -> list[Int[np.ndarray, " _T"]]:
@@ -69,8 +69,8 @@ def full_segments(count: int, clip_frames: int, settings: Settings) -> list[Int[
     """
     step = settings.frames - settings.overlap
     number = min(max(math.ceil((count - settings.overlap) / step), 1), settings.windows)
-    numbers = to_and_fro(clip_frames, settings.overlap + number * step, repeats_ends=False)
-    return [numbers[i * step : i * step + settings.frames] for i in range(number)]
+    indices = ping_pong_indices(clip_frames, settings.overlap + number * step, repeats_ends=False)
+    return [indices[i * step : i * step + settings.frames] for i in range(number)]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Segments(Windowing):
     def clip_frames(self, settings: Settings, continuation_input: str | None, *, is_limited: bool) -> int:
         return settings.length if is_limited else replace(settings, windows=MAX_WINDOWS).length
 
-    def at_rate(self, pictures: Pictures, sources: Mapping[str, Any], settings: Settings) -> Pictures:
+    def match_frame_rate(self, pictures: Pictures, sources: Mapping[str, Any], settings: Settings) -> Pictures:
         """Repeat frames of video files with a lower frame rate, by the nearest frame. Other clips have no frame
         rate."""
         files = {
@@ -108,7 +108,7 @@ class Segments(Windowing):
         rates = {name: probe(file).min_fps for name, file in files.items()}
         slow_clips = {name: rate for name, rate in rates.items() if 0 < rate < settings.fps}
         return pictures.with_inputs(
-            **{name: _at_rate(pictures[name], rate, settings.fps) for name, rate in slow_clips.items()}
+            **{name: _match_frame_rate(pictures[name], rate, settings.fps) for name, rate in slow_clips.items()}
         )
 
     def video_shape(self, pictures: Pictures, settings: Settings, *, is_limited: bool) -> Mapping[str, int]:
@@ -124,25 +124,25 @@ class Segments(Windowing):
         """Return the (height, width) of the decoded frames."""
         return settings.size
 
-    def without_bars(self, frames: Frames, settings: Settings, pictures: Pictures) -> Frames:
+    def remove_bars(self, frames: Frames, settings: Settings, pictures: Pictures) -> Frames:
         """Return the part of decoded frames that the video shows."""
         return frames
 
     def windows(self, settings: Settings, pictures: Pictures) -> list[Window]:
-        numbers = self.segments(pictures, settings)
+        indices = self.segments(pictures, settings)
         height, width = self.size(settings, pictures)
-        windows = super().windows(replace(settings, windows=len(numbers)), pictures)
+        windows = super().windows(replace(settings, windows=len(indices)), pictures)
         return [
             window._replace(settings=replace(window.settings, frames=len(frames), height=height, width=width))
-            for window, frames in zip(windows, numbers, strict=True)
+            for window, frames in zip(windows, indices, strict=True)
         ]
 
     def finish(
-        self, window: Window, settings: Settings, pictures: Pictures, frames: Frames, carried: Any
+        self, window: Window, settings: Settings, pictures: Pictures, frames: Frames, previous_frames: Any
     ) -> tuple[Clip, Any, None]:
         start = window.index * (settings.frames - settings.overlap)
-        new = frames[0 if carried is None else settings.overlap : _length(pictures) - start]
-        visible = self.without_bars(new, window.settings, pictures)
+        new_frames = frames[0 if previous_frames is None else settings.overlap : _length(pictures) - start]
+        visible = self.remove_bars(new_frames, window.settings, pictures)
         return np.rint(visible * np.float32(255)).astype(np.uint8), frames[-settings.overlap :], None
 
 
@@ -164,20 +164,25 @@ class ClipSegments(Segments):
         return video_size(_picture_sides(pictures), area, self.size_multiple, settings.follow)
 
     def pictures(
-        self, window: Window, settings: Settings, pictures: Pictures, carried: Any, continuation_input: str | None
+        self,
+        window: Window,
+        settings: Settings,
+        pictures: Pictures,
+        previous_frames: Any,
+        continuation_input: str | None,
     ) -> Pictures:
         clip: Any = pictures.clip("video")
         frames = clip[self.segments(pictures, settings)[window.index]]
         first = clip[0] if settings.follow == "diffusers" else frames[0]
-        return pictures.with_inputs(video=frames, clip_image=first, carried=carried)
+        return pictures.with_inputs(video=frames, clip_image=first, previous_frames=previous_frames)
 
-    def without_bars(self, frames: Frames, settings: Settings, pictures: Pictures) -> Frames:
+    def remove_bars(self, frames: Frames, settings: Settings, pictures: Pictures) -> Frames:
         sides = _picture_sides(pictures)
         top, left, height, width = visible_box(sides, settings.size, self.size_multiple, settings.follow)
         return frames[:, top : top + height, left : left + width]
 
 
-def _at_rate(clip: Clip, rate: float, fps: float) -> UInt8[np.ndarray, "_T _H _W 3"]:
+def _match_frame_rate(clip: Clip, rate: float, fps: float) -> UInt8[np.ndarray, "_T _H _W 3"]:
     """Repeat frames of a clip with `rate` frames per second, so that it has `fps` frames per second."""
     times = np.arange(int(len(clip) / rate * fps)) / fps
     return clip[np.minimum(np.round(times * rate).astype(int), len(clip) - 1)]

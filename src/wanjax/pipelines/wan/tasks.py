@@ -33,10 +33,10 @@ from wanjax.pipelines.wan.causal_programs import CausalInputs, CausalPast, begin
 from wanjax.pipelines.wan.conditioning import (
     GREY,
     WanConditioning,
-    known_frames,
+    fit_on_white,
+    fit_to_unit_range,
+    known_frame_mask,
     mask_to_channels,
-    on_white,
-    unit_range,
 )
 from wanjax.pipelines.wan.denoisers import (
     CausalDenoiser,
@@ -63,7 +63,7 @@ class TextToVideo(WanModel):
     ) -> Mapping[str, Any]:
         if (clip := pictures.clip("video")) is None:
             return {}
-        frames = [unit_range(frame, settings) for frame in clip[: settings.frames]]
+        frames = [fit_to_unit_range(frame, settings) for frame in clip[: settings.frames]]
         return {"video_latents": self.encode_clip(runtime, frames, tiling)}
 
 
@@ -116,8 +116,8 @@ class CausalTextToVideo(WanModel):
 
     def update_past(self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: LatentArray) -> CausalPast:
         [context], (time, window, slot) = inputs.prompts, inputs.shared
-        updated = runtime.call(renew, network.graphdef, window, x, network.weights, context, time, slot)
-        return CausalPast(context, updated)
+        new_window = runtime.call(renew, network.graphdef, window, x, network.weights, context, time, slot)
+        return CausalPast(context, new_window)
 
 
 class FirstFrameToVideo(TextToVideo):
@@ -141,10 +141,13 @@ class FirstFrameToVideo(TextToVideo):
     def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
-        start = super().encode_inputs(runtime, pictures, settings, tiling=tiling)
+        clip_fields = super().encode_inputs(runtime, pictures, settings, tiling=tiling)
         if (picture := pictures.picture("image")) is None:
-            return start
-        return {**start, "condition": self.encode_clip(runtime, [unit_range(picture, settings)], tiling)}
+            return clip_fields
+        return {
+            **clip_fields,
+            "condition": self.encode_clip(runtime, [fit_to_unit_range(picture, settings)], tiling),
+        }
 
 
 class ImageToVideo(WanModel):
@@ -168,9 +171,9 @@ class ImageToVideo(WanModel):
         clip, indices = [np.full((*settings.size, 3), GREY)] * settings.frames, []
         for frame, name in ((0, "image"), (settings.frames - 1, "last_image")):
             if (picture := pictures.picture(name)) is not None:
-                clip[frame] = unit_range(picture, settings)
+                clip[frame] = fit_to_unit_range(picture, settings)
                 indices.append(frame)
-        mask = known_frames(indices, settings.frames, self.vae.temporal_factor)
+        mask = known_frame_mask(indices, settings.frames, self.vae.temporal_factor)
         return {"condition": runtime.call(known_condition, None, self.encode_clip(runtime, clip, tiling), mask)}
 
 
@@ -305,13 +308,13 @@ class ControlledVideo(WanModel):
         grey = np.full((*settings.size, 3), GREY, np.float32)
         clip = [grey] * settings.frames
         if (control_frames := pictures.clip("video")) is not None:
-            clip = [unit_range(frame, settings) for frame in control_frames[: settings.frames]]
+            clip = [fit_to_unit_range(frame, settings) for frame in control_frames[: settings.frames]]
         mask = np.broadcast_to(np.ones((), np.float32), (settings.frames, *settings.size))
         repaint_mask = np.broadcast_to(np.ones((), bool), (*mask.shape, 1))
         if (masks := pictures.clip("mask")) is not None:
-            mask = np.stack([unit_range(frame, settings).mean(axis=-1) for frame in masks[: settings.frames]])
+            mask = np.stack([fit_to_unit_range(frame, settings).mean(axis=-1) for frame in masks[: settings.frames]])
         end_frames = {
-            index: unit_range(picture, settings)
+            index: fit_to_unit_range(picture, settings)
             for index, name in ((0, "image"), (settings.frames - 1, "last_image"))
             if (picture := pictures.picture(name)) is not None
         }
@@ -343,7 +346,7 @@ class ControlledVideo(WanModel):
         )
         mask_channels = mask_to_channels(mask, unchanged.shape[2], self.vae.spatial_factor)
         padded_references = [
-            on_white(picture, settings.size, resize_on_host) for picture in pictures.picture_list("references")
+            fit_on_white(picture, settings.size, resize_on_host) for picture in pictures.picture_list("references")
         ]
         references = [self.encode_clip(runtime, [padded], tiling) for padded in padded_references]
         return {"condition": runtime.call(control_condition, None, (unchanged, changed, *references), mask_channels)}
