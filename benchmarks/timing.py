@@ -36,17 +36,17 @@ def seconds(run: Run, clock: Clock = time.perf_counter) -> float:
 
 
 def time_alternately(
-    rivals: Mapping[str, Run], repeats: int, *, warm_up: int = 1, clock: Clock = time.perf_counter
+    functions: Mapping[str, Run], repeats: int, *, warm_up: int = 1, clock: Clock = time.perf_counter
 ) -> dict[str, Timing]:
     """Time functions in turns, A B A B, so that other load affects all of them equally.
 
     The first `warm_up` calls of each, which compile, do not count. `clock` is the wall clock by default.
     """
-    for run in rivals.values():
+    for run in functions.values():
         for _ in range(warm_up):
             jax.block_until_ready(run())
-    rounds = [{name: seconds(run, clock) for name, run in rivals.items()} for _ in range(repeats)]
-    return {name: Timing(tuple(round_[name] for round_ in rounds)) for name in rivals}
+    rounds = [{name: seconds(run, clock) for name, run in functions.items()} for _ in range(repeats)]
+    return {name: Timing(tuple(round_[name] for round_ in rounds)) for name in functions}
 
 
 def speed_ratio(ours: Timing, theirs: Timing) -> float:

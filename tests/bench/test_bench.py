@@ -25,7 +25,7 @@ from wanjax.cli import measuring
 from wanjax.errors import WanjaxError
 from wanjax.kernels import compiler_options
 from wanjax.kernels.attention import AUTO
-from wanjax.plan.hardware import mesh_on, priced_on
+from wanjax.plan.hardware import mesh_on, price_on
 from wanjax.pricing.chips import abstract_mesh, find_slice
 from wanjax.registry import model_description, presets
 
@@ -222,6 +222,6 @@ def test_every_program_compiles_for_the_chip(place, monkeypatch, tmp_path):
             (partial(collective_program, kind=kind, **sizes), {"dp": 1, "sp": 1, "tp": count}) for kind in COLLECTIVES
         ]
     programs = [(str(build), build(mesh_on(here.hardware, axes), AUTO)) for build, axes in builds]
-    for (name, _), priced in zip(programs, priced_on(here.hardware, programs), strict=True):  # by one compiler
+    for (name, _), priced in zip(programs, price_on(here.hardware, programs), strict=True):  # by one compiler
         assert priced.seconds is not None, name
         assert priced.seconds > 0, name

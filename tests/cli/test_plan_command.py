@@ -220,7 +220,7 @@ def test_frames_per_second_of_a_video_made_by_chunks():
     video = model_description("wan2.1-t2v-1.3b-causal").settings.updated({"height": 12, "width": 12, "frames": 15})
     result = estimate.estimate_video(small(shapes, video), "h200")
     runs = {run.name: run for run in programs(pipeline(shapes, video, attention=AttentionConfig("reference")), video)}
-    priced = hardware.priced_on(
+    priced = hardware.price_on(
         hardware.find_hardware("h200"), [(name, run.abstract_call) for name, run in runs.items()]
     )
     prices = {name: each.seconds for name, each in zip(runs, priced, strict=True)}
@@ -255,7 +255,7 @@ def test_the_bar_counts_only_what_is_compiled_now(monkeypatch):
     monkeypatch.setattr(Pricer, "prices", partly_cached)
     messages = []
     abstract_calls = [(name, AbstractCall(lambda: None, ())) for name in "abc"]
-    result = hardware.priced_on(SLICES["v6e-8"], abstract_calls, lambda *progress: messages.append(progress))
+    result = hardware.price_on(SLICES["v6e-8"], abstract_calls, lambda *progress: messages.append(progress))
     assert [x.argument_bytes for x in result] == [3, 1, 1]
     assert messages == [(["a"], 0, 2), (["a", "c"], 0, 2), (["a"], 1, 2), (["a"], 1, 2), ([], 2, 2)]
 

@@ -114,7 +114,7 @@ def test_the_start_of_a_slice_counts(priced):
 def test_a_deadline_that_some_slices_miss(priced):
     result = many(Workload(100, 154.483 + 35, **START_SECONDS))
     assert names(result) == ("v6e-4", "v6e-8")
-    assert not option_of(result, "v6e-1").in_time
+    assert not option_of(result, "v6e-1").meets_deadline
     assert json.loads(json.dumps(result.to_json(), allow_nan=False))["options"][0]["slices"] == [None] * 3
     late = many(Workload(100, 60, **START_SECONDS))
     assert names(late) == (None, "v6e-8")

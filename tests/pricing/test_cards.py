@@ -26,7 +26,14 @@ from wanjax.plan import hardware
 from wanjax.pricing import compile as compiling
 from wanjax.pricing.card_costs import CONVOLUTIONS, LAUNCH, LINKS, count_kernels, price_on_card
 from wanjax.pricing.chips import CARD_SLICES, CARDS, abstract_mesh
-from wanjax.pricing.compile import Compiled, Memory, check_cuda_compiler, compile_jobs, has_cuda_compiler, temporary
+from wanjax.pricing.compile import (
+    Compiled,
+    Memory,
+    check_cuda_compiler,
+    compile_jobs,
+    has_cuda_compiler,
+    temporary_folder,
+)
 from wanjax.pricing.exporting import export
 from wanjax.pricing.lowering import AbstractCall
 from wanjax.sharding import SHARDING_RULES, VIDEO_AXES, Partitioner, constrain, replicate, use_partitioner
@@ -172,7 +179,7 @@ def warnings_of_the_compiler(monkeypatch):
 
     @contextmanager
     def workspace():
-        with temporary() as folder:
+        with temporary_folder() as folder:
             yield folder
             texts.extend(log.read_text() for log in folder.rglob("errors.txt"))
 

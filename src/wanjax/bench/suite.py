@@ -31,7 +31,7 @@ from wanjax.pipelines.meshes import auto_mesh, step_cost
 from wanjax.pipelines.model import VideoModel
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.tracing import needed_pictures, trace_programs
-from wanjax.plan.hardware import Hardware, mesh_on, priced_on
+from wanjax.plan.hardware import Hardware, mesh_on, price_on
 from wanjax.plan.video_programs import STEP, programs_of
 from wanjax.pricing.chips import CHIPS_BY_DEVICE_KIND, SLICES
 from wanjax.pricing.digests import versions
@@ -70,7 +70,7 @@ class LocalHardware:
             return None, "the model covers a single device"
         try:
             abstract_call = build(mesh_on(self.hardware, axes), AttentionConfig("reference") if by_roofline else AUTO)
-            [price] = priced_on(self.hardware, [("", abstract_call)])
+            [price] = price_on(self.hardware, [("", abstract_call)])
         except WanjaxError as error:
             return None, str(error).splitlines()[0][:200]
         return (

@@ -34,11 +34,11 @@ from wanjax.plan.hardware import (
     find_priceable_hardware,
     fits_on,
     limit_of,
-    may_fit,
+    may_fit_advice,
     mesh_axes,
     mesh_on,
-    priced_on,
-    would_fit,
+    price_on,
+    smallest_slice_advice,
 )
 from wanjax.plan.video_programs import DENSE, REUSING, STEP, VideoProgram, programs_of
 from wanjax.pricing.chips import CARDS, Card, Slice
@@ -205,7 +205,7 @@ def estimate_video(
     Without `mesh`, the best mesh is chosen. If `sp` is set, this mesh has an axis `sp` of this size. Without
     `pictures`, the estimate assumes the pictures that the model requires, in the size of the video. With
     `finds_options`, the estimate has options for other sizes of memory (`fits_in`) even if the video fits.
-    `on_progress` is as in `priced_on`. The other arguments are as in `wanjax.load` and `Pipeline.denoise`. Raises
+    `on_progress` is as in `price_on`. The other arguments are as in `wanjax.load` and `Pipeline.denoise`. Raises
     WanjaxError if the chip is unknown, the mesh does not match its number of devices, or a compiler is missing.
     """
     family, settings = description.family, description.settings
@@ -252,12 +252,12 @@ def estimate_video(
     pipe = abstract_pipeline(replace(description, model=model, settings=settings), partitioner, **load_options)
 
     def programs_for(settings: Settings, pipe: Pipeline = pipe) -> list[VideoProgram]:
-        shown_pictures = needed_pictures(pipe, settings) if pictures is None else pictures
+        run_pictures = needed_pictures(pipe, settings) if pictures is None else pictures
         options = {"tiling": tiling, "batch_guidance": batch_guidance, "memory": hardware.memory}
-        return programs_of(trace_programs(pipe, settings, shown_pictures, **options))
+        return programs_of(trace_programs(pipe, settings, run_pictures, **options))
 
     programs = programs_for(settings)
-    program_prices = priced_on(hardware, [(program.name, program.abstract_call) for program in programs], on_progress)
+    program_prices = price_on(hardware, [(program.name, program.abstract_call) for program in programs], on_progress)
     prices = list(zip(programs, program_prices, strict=True))
     (step,) = (price for program, price in prices if program.name == STEP)
     names = dict.fromkeys(program.stage for program in programs)
@@ -269,7 +269,7 @@ def estimate_video(
                 f"the peak is above the {JAX_MEMORY_FRACTION:.0%} of a card that JAX allocates by default: set "
                 "XLA_CLIENT_MEM_FRACTION=.95 in the environment"
             )
-    memory = _memory(settings, chip, hardware, stages, step)
+    memory = _memory_fields(settings, chip, hardware, stages, step)
 
     def programs_with(precision: str, blocks: int) -> list[VideoProgram]:
         changed = replace(settings, precision=precision)
@@ -343,8 +343,8 @@ def estimate_video(
             )
             for program, price in prices
         ],
-        **_step(settings, hardware, step, attention_cost if attention.is_dense else None),
-        **_totals(model, settings, stages, prices),
+        **_step_fields(settings, hardware, step, attention_cost if attention.is_dense else None),
+        **_total_fields(model, settings, stages, prices),
         frames_per_second=_frames_per_second(chunk_frames, programs_with_next_chunk, prices),
         compile_seconds=sum(stage.compile_seconds for stage in stages.values()),
         download_bytes_at_most=4 * sum(network.parameters for network in networks),
@@ -376,7 +376,7 @@ def _priced_by(hardware: Hardware) -> str:
     return ESTIMATED_BY_MODEL if isinstance(hardware.chip, Card) else "the chip's compiler"
 
 
-def _memory(
+def _memory_fields(
     settings: Settings, chip: str, hardware: Hardware, stages: Mapping[str, Stage], step: Price
 ) -> dict[str, Any]:
     """Return the fields of `Estimate` about the stages, their memory, and what limits the speed of the video."""
@@ -414,7 +414,9 @@ def _frames_per_second(
     return chunk_frames / seconds if programs_with_next_chunk else None
 
 
-def _step(settings: Settings, hardware: Hardware, step: Price, attention_cost: ForwardCost | None) -> dict[str, Any]:
+def _step_fields(
+    settings: Settings, hardware: Hardware, step: Price, attention_cost: ForwardCost | None
+) -> dict[str, Any]:
     """Return the fields of `Estimate` about a step. `mfu` is None if `attention_cost` is None.
 
     A window or a mask reduces the work of attention by an unknown amount, so there is no `mfu` with them.
@@ -433,7 +435,7 @@ def _step(settings: Settings, hardware: Hardware, step: Price, attention_cost: F
     }
 
 
-def _totals(
+def _total_fields(
     model: VideoModel, settings: Settings, stages: Mapping[str, Stage], prices: Sequence[PricedProgram]
 ) -> dict[str, Any]:
     """Return the fields of `Estimate` about the whole run, about steps that reuse cached values, and about dense steps.
@@ -528,8 +530,10 @@ def _options_advice(peaks: Mapping[str, int], memory: int) -> str:
         memory: The memory of a device.
     """
     fitting = {option: peak for option, peak in peaks.items() if option and peak <= memory}
-    alone = {option: peak for option, peak in fitting.items() if option.count("--") == 1}
-    return "".join(f"; {option} needs about {format_bytes(peak, 1024)}" for option, peak in (alone or fitting).items())
+    single_options = {option: peak for option, peak in fitting.items() if option.count("--") == 1}
+    return "".join(
+        f"; {option} needs about {format_bytes(peak, 1024)}" for option, peak in (single_options or fitting).items()
+    )
 
 
 def _advice(settings: Settings, chip: str, stages: Mapping[str, Stage], devices: int, fits: bool | None) -> str:
@@ -539,8 +543,8 @@ def _advice(settings: Settings, chip: str, stages: Mapping[str, Stage], devices:
     needed, memory = largest.peak_bytes_per_chip, largest.peak_bytes_per_chip + largest.spare_bytes_per_chip
     if fits is None:
         min_bytes = largest.weights_bytes_per_chip + largest.kept_bytes_per_chip
-        return may_fit(f"{video} may fit {chip}", f"to {name} it", min_bytes, needed, memory)
+        return may_fit_advice(f"{video} may fit {chip}", f"to {name} it", min_bytes, needed, memory)
     return (
         f"{video} does not fit {chip}: to {name} it needs {format_bytes(needed, 1024)} a chip, which has "
-        f"{format_bytes(memory, 1024)}; {would_fit(chip, needed * devices)}"
+        f"{format_bytes(memory, 1024)}; {smallest_slice_advice(chip, needed * devices)}"
     )

@@ -32,7 +32,9 @@ def store_estimate(estimate: "Estimate", settings: "Settings") -> None:
         if entry["settings"] != settings_json
     ]
     latest_entries = [{"settings": settings_json, "stage_seconds": seconds}, *earlier_entries][:MAX_ESTIMATES]
-    ResultCache().put("estimates", _key(estimate.model, chip, estimate.devices, estimate.precision), latest_entries)
+    ResultCache().put(
+        "estimates", _cache_key(estimate.model, chip, estimate.devices, estimate.precision), latest_entries
+    )
 
 
 def load_estimates(model: str, chip: str, devices: int, precision: str) -> list[dict[str, Any]]:
@@ -44,8 +46,8 @@ def load_estimates(model: str, chip: str, devices: int, precision: str) -> list[
         devices: The number of devices in the mesh.
         precision: The precision of the model's weights.
     """
-    return ResultCache().get("estimates", _key(model, chip, devices, precision)) or []
+    return ResultCache().get("estimates", _cache_key(model, chip, devices, precision)) or []
 
 
-def _key(model: str, chip: str, devices: int, precision: str) -> Mapping[str, Any]:
+def _cache_key(model: str, chip: str, devices: int, precision: str) -> Mapping[str, Any]:
     return {"model": model, "chip": chip, "devices": devices, "precision": precision, "version": __version__}

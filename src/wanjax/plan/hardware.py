@@ -85,7 +85,7 @@ def mesh_on(hardware: Hardware, axes: Mapping[str, int]) -> Mesh | AbstractMesh:
     return abstract_mesh(hardware, axes) if isinstance(hardware, Slice) else make_mesh(devices=jax.devices("cpu")[:1])
 
 
-def priced_on(
+def price_on(
     hardware: Hardware,
     programs: Sequence[tuple[str, AbstractCall]],
     on_progress: OnProgress = lambda now, done, total: None,
@@ -152,7 +152,7 @@ def fits_on(hardware: Hardware, arguments: int, peak: int) -> bool | None:
     return None if not isinstance(hardware, Slice) and arguments <= hardware.memory else False
 
 
-def may_fit(claim: str, subject: str, min_bytes: int, max_bytes: int, memory: int) -> str:
+def may_fit_advice(claim: str, subject: str, min_bytes: int, max_bytes: int, memory: int) -> str:
     """Write the advice for a program that may or may not fit. Only a compiler can decide whether it fits.
 
     Args:
@@ -170,7 +170,7 @@ def may_fit(claim: str, subject: str, min_bytes: int, max_bytes: int, memory: in
     )
 
 
-def would_fit(chip: str, needed: int) -> str:
+def smallest_slice_advice(chip: str, needed: int) -> str:
     """Write the end of the advice.
 
     The advice names the smallest slice with enough memory, preferably of the same chip.

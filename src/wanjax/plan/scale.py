@@ -67,7 +67,7 @@ class Option:
         return self.video_seconds.scaled_by(self.devices)
 
     @property
-    def in_time(self) -> bool:
+    def meets_deadline(self) -> bool:
         """Whether any number of slices meets the deadline, by the middle value of the range."""
         return self.chip_hours.mid < inf
 
@@ -100,7 +100,7 @@ class ScaleEstimate:
     def best(self) -> Option | None:
         """The option with the fewest chip-hours; None if no slice fits the model and meets the deadline."""
         return min(
-            (option for option in self.options if option.in_time),
+            (option for option in self.options if option.meets_deadline),
             key=lambda option: option.chip_hours.mid,
             default=None,
         )
@@ -212,9 +212,12 @@ def _to_option(workload: Workload, devices: int, plan: Estimate) -> Option | Non
         return None
     video = ValueRange(plan.total_seconds_low, plan.total_seconds, plan.total_seconds_high)
     startup = startup_seconds(workload, plan)
-    slices, seconds = (ValueRange(*x) for x in zip(*map(partial(_fleet, workload), video, startup), strict=True))
+    slices, seconds = (
+        ValueRange(*x) for x in zip(*map(partial(_slices_and_seconds, workload), video, startup), strict=True)
+    )
     low, mid, high = (
-        devices * slice_count * held_seconds / 3600 for slice_count, held_seconds in zip(slices, seconds, strict=True)
+        devices * slice_count * rental_seconds / 3600
+        for slice_count, rental_seconds in zip(slices, seconds, strict=True)
     )
     return Option(
         plan.chip, devices, plan, video, startup, slices, seconds, ValueRange(min(low, mid), mid, max(mid, high))
@@ -238,7 +241,7 @@ def startup_seconds(workload: Workload, plan: Estimate) -> ValueRange:
     return ValueRange(low, (low + high) / 2, high)
 
 
-def _fleet(workload: Workload, video: float, startup: float) -> tuple[float, float]:
+def _slices_and_seconds(workload: Workload, video: float, startup: float) -> tuple[float, float]:
     """Return the smallest number of slices that meets the deadline, and the seconds for which these slices are rented.
 
     Both are infinite if no number of slices meets the deadline.

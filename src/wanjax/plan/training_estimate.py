@@ -31,11 +31,11 @@ from wanjax.plan.hardware import (
     find_priceable_hardware,
     fits_on,
     limit_of,
-    may_fit,
+    may_fit_advice,
     mesh_axes,
     mesh_on,
-    priced_on,
-    would_fit,
+    price_on,
+    smallest_slice_advice,
 )
 from wanjax.pricing.pricer import Price
 from wanjax.registry import ModelDescription
@@ -113,9 +113,9 @@ def estimate_training(
     param_dtype = "float32" if lora is None else settings.dtype
     load_options = {"attention": attention, "compiler": compiler, "param_dtype": param_dtype}
     pipe = abstract_pipeline(replace(description, settings=settings), partitioner, **load_options)
-    traced = _traced(pipe, settings, batch_size, lora, optimizer_config)
+    traced = _trace_step(pipe, settings, batch_size, lora, optimizer_config)
     programs = [(name, traced[program].abstract_call) for name, program in (("step", train), ("forward", compute_loss))]
-    step, forward = priced_on(hardware, programs, on_progress)
+    step, forward = price_on(hardware, programs, on_progress)
     return TrainingEstimate(
         model=settings.model,
         chip=chip,
@@ -127,24 +127,24 @@ def estimate_training(
         trained="all weights" if lora is None else f"a LoRA of rank {lora.rank}",
         precision=settings.precision,
         optimizer=optimizer_config.name,
-        **_memory(settings, chip, hardware, step),
-        **_seconds(step, forward),
+        **_memory_fields(settings, chip, hardware, step),
+        **_time_fields(step, forward),
     )
 
 
-def _traced(
+def _trace_step(
     pipe: Pipeline, settings: Settings, batch_size: int, lora: LoraConfig | None, optimizer_config: OptimizerConfig
 ) -> dict[Program, TracedProgram]:
     """Trace two programs on clips with captions: a training step, and its loss without the gradients."""
     config, partitioner = pipe.model.spec.networks["transformer"], pipe.partitioner
     graphdef, weights = nnx.split(pipe.components.abstract().get("transformer"))
 
-    def adapted(rngs: nnx.Rngs) -> nnx.Module:
+    def build_network(rngs: nnx.Rngs) -> nnx.Module:
         network = nnx.merge(graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), weights))
         rules = network_of(config, pipe.components.kinds).rules
         return network if lora is None else adapt(network, rules, lora, 0)[0]
 
-    network = with_shardings(as_shapes(adapted), partitioner)
+    network = with_shardings(as_shapes(build_network), partitioner)
     trained = all_parameters if lora is None else is_factor
     static, trainable_weights, constants = prepare_step(
         network, make_loss(pipe, NoiseLevels()), make_optimizer(optimizer_config, STEPS), trained=trained
@@ -174,7 +174,7 @@ def _batch(pipe: Pipeline, settings: Settings, batch_size: int) -> Batch:
     return Batch(jax.ShapeDtypeStruct((batch_size, *latents), jnp.float32), type(conditioning)(**fields | negatives))
 
 
-def _seconds(step: Price, forward: Price) -> dict[str, Any]:
+def _time_fields(step: Price, forward: Price) -> dict[str, Any]:
     """Return the fields of `TrainingEstimate` about time."""
     ratio = (step.seconds - forward.seconds) / forward.seconds if step.seconds and forward.seconds else None
     return {
@@ -188,17 +188,17 @@ def _seconds(step: Price, forward: Price) -> dict[str, Any]:
     }
 
 
-def _memory(settings: Settings, chip: str, hardware: Hardware, step: Price) -> dict[str, Any]:
+def _memory_fields(settings: Settings, chip: str, hardware: Hardware, step: Price) -> dict[str, Any]:
     """Return the fields of `TrainingEstimate` about memory, and about what limits the speed of a step."""
     spare_bytes, fits = hardware.memory - step.peak_bytes, fits_on(hardware, step.argument_bytes, step.peak_bytes)
     advice = None
     if fits is None:
         claim = f"a step of {settings.model} may fit {chip}"
-        advice = may_fit(claim, "it", step.argument_bytes, step.peak_bytes, hardware.memory)
+        advice = may_fit_advice(claim, "it", step.argument_bytes, step.peak_bytes, hardware.memory)
     elif not fits:
         advice = (
             f"a step of {settings.model} needs {format_bytes(step.peak_bytes, 1024)} a chip, but a chip has "
-            f"{format_bytes(hardware.memory, 1024)}: {would_fit(chip, step.peak_bytes * hardware.devices)}"
+            f"{format_bytes(hardware.memory, 1024)}: {smallest_slice_advice(chip, step.peak_bytes * hardware.devices)}"
         )
     return {
         "memory_per_chip": hardware.memory,

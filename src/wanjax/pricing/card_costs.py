@@ -121,9 +121,9 @@ def price_on_card(compiled: Compiled, *, cheapest: bool = False) -> ItemizedPric
     Only the most expensive branch of a conditional counts. With `cheapest`, only the cheapest branch counts.
     """
     choose = min if cheapest else max
-    reader = CardOperationPricer(parse(compiled.module), compiled.slice.chip, {}, {}, {}, None, choose)
-    items = reader.price_computation(reader.module.entry, 1)
-    return ItemizedPrice(tuple(items), (), tuple(reader.unknown_loops), {})
+    pricer = CardOperationPricer(parse(compiled.module), compiled.slice.chip, {}, {}, {}, None, choose)
+    items = pricer.price_computation(pricer.module.entry, 1)
+    return ItemizedPrice(tuple(items), (), tuple(pricer.unknown_loops), {})
 
 
 def count_kernels(compiled: Compiled, priced: ItemizedPrice) -> Mapping[str, int]:

@@ -77,7 +77,7 @@ Workspace = Callable[[], AbstractContextManager[Path]]
 
 
 @contextmanager
-def temporary() -> Iterator[Path]:
+def temporary_folder() -> Iterator[Path]:
     """Yield a new temporary folder, and remove it after the block."""
     with TemporaryDirectory(prefix="pricing-") as name:
         yield Path(name)
@@ -131,7 +131,7 @@ def compile_jobs(
     *,
     schedules: Container[int] = (),
     on_start: Callable[[int], Any] = lambda index: None,
-    workspace: Workspace = temporary,
+    workspace: Workspace = temporary_folder,
 ) -> Iterator[tuple[int, Compiled | CompilerError]]:
     """Compile jobs, and yield the index and the result of each as soon as it is done.
 
@@ -146,7 +146,7 @@ def compile_jobs(
         WanjaxError: A compiler is missing, or has a version that jax does not accept.
     """
     for platform in {job.slice.chip.platform for job in jobs} or {"tpu"}:
-        CHECKS[platform]()
+        COMPILER_CHECKS[platform]()
     if not jobs:
         return
     with workspace() as folder:
@@ -322,7 +322,7 @@ def _missing_cuda() -> list[str]:
     return missing
 
 
-CHECKS: Mapping[str, Callable[[], None]] = {
+COMPILER_CHECKS: Mapping[str, Callable[[], None]] = {
     "tpu": lambda: check_compiler(),
     "cuda": lambda: check_cuda_compiler(),
 }

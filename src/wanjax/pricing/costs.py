@@ -93,7 +93,7 @@ class PricedOperation:
     kind: str
     num_executions: int
     cost: ValueRange
-    flops: int = 0  # the total cost of all runs
+    flops: int = 0  # operations of all runs
     bytes: int = 0  # HBM traffic of all runs; for a collective, bytes on the wire
     group: int = 1  # devices in each group of a collective
     scope: str = ""  # the path of named scopes in which the operation was traced
@@ -148,14 +148,15 @@ def price_compiled(
             separately.
         skip: For each kernel, the blocks among `data_dependent_blocks` whose branch is taken, so that the code behind
             the branch does not run. By default all code behind such branches runs, including both sides of a
-        conditional. input_word: As in `Schedule.run`.
-        cheapest: Whether the cheapest branch of a conditional counts; by default, the most expensive one.
+            conditional.
+        input_word: As in `KernelSchedule.run`.
+        cheapest: Whether the cheapest branch of a conditional counts; by default, the most expensive branch counts.
     """
     options = (kernels or {}, skip or {}, input_word, min if cheapest else max)
-    reader = OperationPricer(parse(compiled.module), compiled.slice.chip, compiled.schedules, *options)
-    items = reader.price_computation(reader.module.entry, 1)
+    pricer = OperationPricer(parse(compiled.module), compiled.slice.chip, compiled.schedules, *options)
+    items = pricer.price_computation(pricer.module.entry, 1)
     return ItemizedPrice(
-        tuple(items), tuple(reader.unpriced_kernels), tuple(reader.unknown_loops), reader.data_dependent_blocks
+        tuple(items), tuple(pricer.unpriced_kernels), tuple(pricer.unknown_loops), pricer.data_dependent_blocks
     )
 
 
@@ -188,7 +189,7 @@ class OperationPricer:
             """Return when an operation ends. Transfers over the same links run one after another."""
             links = _Links(item.kind, instruction.sent_between)
             ends = (end for other, end in free_at.items() if other.overlaps(links))
-            end = ValueRange(*map(add, reduce(_later, ends, elapsed), item.cost))
+            end = ValueRange(*map(add, reduce(_elementwise_max, ends, elapsed), item.cost))
             if item.kind in ("collectives", "offload"):
                 free_at[links] = end
             return end
@@ -337,9 +338,9 @@ class OperationPricer:
 
     def matmul_cost(self, instruction: Instruction, operations: int, traffic_bytes: int) -> ValueRange:
         by_bytes = traffic_bytes / self.chip.bandwidth
-        floor = max(operations / self.chip.flops, by_bytes)
-        estimate = max((instruction.estimated_cycles or 0) / self.chip.clock, floor)
-        mid = math.sqrt(floor * estimate)
+        roofline = max(operations / self.chip.flops, by_bytes)
+        estimate = max((instruction.estimated_cycles or 0) / self.chip.clock, roofline)
+        mid = math.sqrt(roofline * estimate)
         low = max(operations / (BEST_PRODUCT * self.chip.flops), by_bytes)
         return ValueRange(min(low, mid), mid, estimate)
 
@@ -376,7 +377,7 @@ class _Links(NamedTuple):
         return self.kind == other.kind and not (self.pairs and other.pairs and self.pairs.isdisjoint(other.pairs))
 
 
-def _later(a: ValueRange, b: ValueRange) -> ValueRange:
+def _elementwise_max(a: ValueRange, b: ValueRange) -> ValueRange:
     return ValueRange(*map(max, a, b))
 
 

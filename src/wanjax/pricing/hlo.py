@@ -197,17 +197,17 @@ def _instruction(line: str) -> Instruction:
     match = _INSTRUCTION.match(line)
     assert match is not None
     rest = match[3]
-    shape = rest[: _closing(rest, 0)] if rest.startswith("(") else rest.partition(" ")[0]
+    shape = rest[: _closing_index(rest, 0)] if rest.startswith("(") else rest.partition(" ")[0]
     opcode, _, _ = rest[len(shape) + 1 :].partition("(")
     start = len(shape) + 1 + len(opcode)
-    stop = _closing(rest, start)
+    stop = _closing_index(rest, start)
     arguments = rest[start + 1 : stop - 1]
     return Instruction(
         match[2], opcode, arrays(shape), tuple(_NAME.findall(arguments)), arguments, rest[stop:], bool(match[1])
     )
 
 
-def _closing(text: str, start: int) -> int:
+def _closing_index(text: str, start: int) -> int:
     """Return the index after the parenthesis that closes the parenthesis at `start`."""
     depth = 0
     for mark in re.compile(r"[()]").finditer(text, start):

@@ -107,12 +107,12 @@ def _peak_bytes(jaxpr: Jaxpr, donated: Iterable[int]) -> int:
         last_used_at.setdefault(index, []).append(name)
     live_bytes = peak = sum(size[name] for name in arguments)
     for index, (arrays, inner_bytes, fused_inputs, in_place) in enumerate(steps):
-        new = sum(size[name] for name in arrays if name in last_uses)
+        new_bytes = sum(size[name] for name in arrays if name in last_uses)
         if inner_bytes is not None:
             input_copies = sum(size[x] for x in fused_inputs if all(last_uses[root] > index for root in roots[x]))
             reused_bytes = sum(size[root] for root in in_place if last_uses[root] == index)
-            peak = max(peak, live_bytes + input_copies + max(new - reused_bytes, inner_bytes))
-        live_bytes += new - sum(size[name] for name in last_used_at.get(index, ()))
+            peak = max(peak, live_bytes + input_copies + max(new_bytes - reused_bytes, inner_bytes))
+        live_bytes += new_bytes - sum(size[name] for name in last_used_at.get(index, ()))
     return max(peak, sum(size[name] for name in arguments if name not in freeable) + sum(map(_bytes, results)))
 
 

@@ -17,7 +17,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from wanjax.pricing.card_costs import count_kernels, price_on_card
 from wanjax.pricing.chips import Card, Slice, abstract_mesh, find_slice
-from wanjax.pricing.compile import CHECKS, CUDA_WHEELS, Compiled, Workspace, accepted_libtpu, compile_jobs, temporary
+from wanjax.pricing.compile import (
+    COMPILER_CHECKS,
+    CUDA_WHEELS,
+    Compiled,
+    Workspace,
+    accepted_libtpu,
+    compile_jobs,
+    temporary_folder,
+)
 from wanjax.pricing.costs import PricedOperation, price_compiled
 from wanjax.pricing.digests import digest, pricing_digest, versions
 from wanjax.pricing.exporting import CompileJob, CompilerError, export, trace
@@ -126,7 +134,7 @@ class Pricer:
     matmul_scope: str | None = None
     visits: Callable[[str, Any], Sequence[int | None] | None] = no_visited_words
     results: Results | None = None
-    workspace: Workspace = temporary
+    workspace: Workspace = temporary_folder
 
     def price(
         self,
@@ -155,7 +163,7 @@ class Pricer:
         the cached prices suffice.
         """
         if self.results is None or platform != "tpu" or not self.results.has("prices"):
-            CHECKS[platform]()
+            COMPILER_CHECKS[platform]()
 
     def price_all(self, target: Slice, abstract_calls: Sequence[AbstractCall]) -> list[Price]:
         """Price programs on a slice, and return the prices in order. Raises the errors of `prices`."""
