@@ -116,13 +116,13 @@ def casts(repeats: int) -> Table:
 
 
 def main() -> None:
-    measures = {"conv": conv, "dense": dense, "casts": casts}
+    benchmarks = {"conv": conv, "dense": dense, "casts": casts}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=[*measures, []], help=f"{', '.join(measures)}; default: all")
+    parser.add_argument("names", nargs="*", choices=[*benchmarks, []], help=f"{', '.join(benchmarks)}; default: all")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    for what in options.what or measures:
-        Console().print(measures[what](options.repeats))
+    for name in options.names or benchmarks:
+        Console().print(benchmarks[name](options.repeats))
 
 
 if __name__ == "__main__":

@@ -266,10 +266,10 @@ def _fold_indices(names: Iterable[str]) -> list[str]:
 def _format_ranges(indices: list[str]) -> str:
     if len(indices) == 1:
         return indices[0]
-    runs: list[list[int]] = []
+    ranges: list[list[int]] = []
     for i in sorted(map(int, indices)):
-        if runs and i == runs[-1][1] + 1:
-            runs[-1][1] = i
+        if ranges and i == ranges[-1][1] + 1:
+            ranges[-1][1] = i
         else:
-            runs.append([i, i])
-    return "{" + ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) + "}"
+            ranges.append([i, i])
+    return "{" + ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges) + "}"

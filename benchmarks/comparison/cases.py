@@ -135,13 +135,13 @@ def show(results: list[Result]) -> None:
     """Print the results as a table."""
     table = Table("stage", "wanjax, s", "torch, s", "torch / wanjax", "target", "relative L2 distance")
     for r in results:
-        mark = "" if r.ratio >= r.target else " (missed)"
+        missed_note = "" if r.ratio >= r.target else " (missed)"
         table.add_row(
             r.name,
             f"{r.ours:.3f}",
             f"{r.theirs:.3f}",
-            f"{r.ratio:.2f}{mark}",
-            f"{r.bar:.1f}",
+            f"{r.ratio:.2f}{missed_note}",
+            f"{r.target:.1f}",
             f"{r.relative_error:.1e}",
         )
     Console(width=140).print(table)

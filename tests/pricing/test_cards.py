@@ -240,7 +240,7 @@ def test_blocks_in_the_host_s_memory_take_none_of_the_card_s():
     options = offload_options(Target("gpu", CARDS["4090"].device_kind))
     compiled = compile_one(AbstractCall(run, (kernel, x), (), options), "4090")
     block = 2 * width**2
-    assert not compiled.refused
+    assert not compiled.rejected_options
     assert compiled.memory.arguments < block
     assert 2 * block <= compiled.memory.peak < 5 * block
     priced = price_on_card(compiled)

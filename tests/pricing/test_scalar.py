@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanjax.pricing.scalar import BINARY, Registers, steps
+from wanjax.pricing.scalar import BINARY, Registers, scalar_steps
 
 WORDS = st.integers(0, 2**32 - 1)
 
 
 def evaluate(bundle, **options):
     registers, memory = Registers(options), Registers()
-    for step in steps(bundle):
+    for step in scalar_steps(bundle):
         step(registers, memory, False)
     return registers["s9"] if "s9" in registers else registers["p9"]
 
@@ -65,7 +65,7 @@ def test_arguments_of_a_kernel(bundle, value):
     registers, memory = Registers(), Registers()
     memory.unassigned = 8192
     for part in bundle.split("  ;;  "):
-        for step in steps(part):
+        for step in scalar_steps(part):
             step(registers, memory, False)
     assert registers["s9"] == value
 

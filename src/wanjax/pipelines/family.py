@@ -32,7 +32,7 @@ def named_sizes(
     """
     height, width = defaults.size
     sizes_by_name = {resolution_name(size): size for size in (defaults.size, *published)}
-    portrait, square = (model.size_for((high, height, 3), defaults) for high in (width, height))
+    portrait, square = (model.size_for((picture_height, height, 3), defaults) for picture_height in (width, height))
     if portrait[0] > portrait[1]:
         sizes_by_name["portrait"] = portrait
     return sizes_by_name | ({"square": square} if square[0] == square[1] else {})

@@ -71,7 +71,7 @@ class Stage:
         from rich.table import Column
 
         self.name = name
-        self.start = self.last = perf_counter()
+        self.start = self.last_change_time = perf_counter()
         self.unit, self.done, self.total = "", 0, 0
         self.unit_seconds: float | None = None  # the duration of a unit
         self.compilations = Compilations()
@@ -108,14 +108,14 @@ class Stage:
         """Record that the device has completed `done` of `total` units, such as steps. `extra_text` is shown after the
         count."""
         now = perf_counter()
-        noticed_together = unit == self.unit and done > self.done and now - self.last < MIN_UNIT_SECONDS
+        came_together = unit == self.unit and done > self.done and now - self.last_change_time < MIN_UNIT_SECONDS
         if (unit, done) != (self.unit, self.done):
-            self.last = now
+            self.last_change_time = now
         if unit != self.unit:
             self.unit, self.done, self.total, self.unit_seconds = unit, done, total, None
             self._restart()
         self.done, self.total, self._extra_text = done, total, extra_text
-        if noticed_together:
+        if came_together:
             self._restart()
         if self._loading_progress is None:
             self.row.update(self._task.id, completed=done, total=total)
@@ -138,7 +138,9 @@ class Stage:
         if self.unit_seconds is None:
             return None
         units = self.total - self.done
-        return max(units * self.unit_seconds - (perf_counter() - self.last), max(0, units - 1) * self.unit_seconds)
+        return max(
+            units * self.unit_seconds - (perf_counter() - self.last_change_time), max(0, units - 1) * self.unit_seconds
+        )
 
     @property
     def elapsed(self) -> float:

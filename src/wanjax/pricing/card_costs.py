@@ -59,7 +59,7 @@ class CardOperationPricer(OperationPricer):
             inner = self.module.computations[instruction.called_computation]
             return self._price_without_scope(inner.root, inner, num_executions)
         if instruction.opcode.removesuffix("-start") in COLLECTIVES:
-            sent_bytes = wire_bytes(instruction, computation, switched=True)
+            sent_bytes = wire_bytes(instruction, computation, uses_switch=True)
             cost = _max_cost(LINKS.cost(sent_bytes, card.link), LAUNCH).scaled_by(num_executions)
             return PricedOperation(
                 instruction.name,

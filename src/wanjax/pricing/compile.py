@@ -61,7 +61,7 @@ class Memory:
 class Compiled:
     """A compiled program: its memory, the text of its final HLO module, and the schedules of its operations by name.
 
-    `refused` has one sentence for each set of options that the compiler rejected.
+    `rejected_options` has one sentence for each set of options that the compiler rejected.
     """
 
     slice: Slice
@@ -69,7 +69,7 @@ class Compiled:
     module: str = field(repr=False)
     schedules: Mapping[str, KernelSchedule] = field(repr=False)
     seconds: float = 0.0  # compilation time on this machine
-    refused: Sequence[str] = ()
+    rejected_options: Sequence[str] = ()
 
 
 # a context manager that yields a folder, and removes it after the block
@@ -265,7 +265,7 @@ def _read_result(target: Slice, folder: Path, schedules: bool) -> Compiled | Com
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     module = (folder / "module.txt").read_text(encoding="utf-8")
     dump = {} if isinstance(target.chip, Card) or not schedules else read_dump(folder, target.chip)
-    return Compiled(target, Memory(**result["memory"]), module, dump, result["seconds"], result["refused"])
+    return Compiled(target, Memory(**result["memory"]), module, dump, result["seconds"], result["rejected_options"])
 
 
 def check_compiler() -> None:

@@ -51,11 +51,11 @@ def mark_host_memory(lowered: jax.stages.Lowered, arguments: Sequence[Any]) -> N
     module: Any = lowered.compiler_ir("stablehlo")
     with module.context:
         symbol = ir.SymbolTable(module.operation)["main"]
-        attributes = [_named_attributes(marks) for marks in ir.ArrayAttr(symbol.attributes["arg_attrs"])]
-        for marks, argument in zip(attributes, arguments, strict=True):
+        attributes = [_named_attributes(entry) for entry in ir.ArrayAttr(symbol.attributes["arg_attrs"])]
+        for argument_attributes, argument in zip(attributes, arguments, strict=True):
             if argument.memory_space == jax.memory.Space.Host:
-                marks["mhlo.memory_kind"] = ir.StringAttr.get(HOST_MEMORY)
-        symbol.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(marks) for marks in attributes])
+                argument_attributes["mhlo.memory_kind"] = ir.StringAttr.get(HOST_MEMORY)
+        symbol.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(entry) for entry in attributes])
 
 
 def _named_attributes(attributes: Any) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def compile_job(folder: Path) -> None:
     peak = memory.peak_memory_in_bytes - on_host if memory.peak_memory_in_bytes else 0
     peak = peak or arguments + memory.temp_size_in_bytes + results
     sizes = {"arguments": arguments, "peak": peak}
-    result = {"memory": sizes, "seconds": seconds, "refused": rejected_options}
+    result = {"memory": sizes, "seconds": seconds, "rejected_options": rejected_options}
     (folder / "module.txt").write_text(module, encoding="utf-8")
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
 

@@ -337,11 +337,11 @@ class OperationPricer:
         return ValueRange(0, 0, 0)
 
     def matmul_cost(self, instruction: Instruction, operations: int, traffic_bytes: int) -> ValueRange:
-        by_bytes = traffic_bytes / self.chip.bandwidth
-        roofline = max(operations / self.chip.flops, by_bytes)
+        traffic_seconds = traffic_bytes / self.chip.bandwidth
+        roofline = max(operations / self.chip.flops, traffic_seconds)
         estimate = max((instruction.estimated_cycles or 0) / self.chip.clock, roofline)
         mid = math.sqrt(roofline * estimate)
-        low = max(operations / (BEST_PRODUCT * self.chip.flops), by_bytes)
+        low = max(operations / (BEST_PRODUCT * self.chip.flops), traffic_seconds)
         return ValueRange(min(low, mid), mid, estimate)
 
     def vector_cost(self, instruction: Instruction, computation: Computation, traffic_bytes: int) -> ValueRange:

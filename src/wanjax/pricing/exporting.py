@@ -58,7 +58,7 @@ class CompileJob:
         }
 
 
-class Traced(NamedTuple):
+class TracedCall(NamedTuple):
     """A program traced for a slice: its jitted function, the shapes of its arguments as a flat list, and the mesh."""
 
     abstract_call: AbstractCall
@@ -92,7 +92,7 @@ class Traced(NamedTuple):
         return CompileJob(self.slice, dict(self.mesh.shape), bytes(program), donate, options)
 
 
-def trace(abstract_call: AbstractCall, target: Slice) -> Traced:
+def trace(abstract_call: AbstractCall, target: Slice) -> TracedCall:
     """Trace a program for a slice. Its arguments have shardings on a mesh of `abstract_mesh`, or no shardings.
 
     Raises WanjaxError if wanjax rejects the program, and CompilerError for other failures.
@@ -111,7 +111,7 @@ def trace(abstract_call: AbstractCall, target: Slice) -> Traced:
         return jax.tree.leaves(abstract_call.function(*jax.tree.unflatten(tree, leaves)))
 
     # unused arguments stay in memory during the run, so they must be counted
-    traced = Traced(abstract_call, target, mesh, jax.jit(program, keep_unused=True), leaves)
+    traced = TracedCall(abstract_call, target, mesh, jax.jit(program, keep_unused=True), leaves)
     with as_compiler_errors(target):
         _ = traced.jaxpr  # traces the program now; JAX caches the jaxpr
     return traced

@@ -196,14 +196,14 @@ def parse(text: str) -> Module:
 def _instruction(line: str) -> Instruction:
     match = _INSTRUCTION.match(line)
     assert match is not None
-    rest = match[3]
-    shape = rest[: _closing_index(rest, 0)] if rest.startswith("(") else rest.partition(" ")[0]
-    opcode, _, _ = rest[len(shape) + 1 :].partition("(")
+    definition = match[3]
+    shape = definition[: _closing_index(definition, 0)] if definition.startswith("(") else definition.partition(" ")[0]
+    opcode, _, _ = definition[len(shape) + 1 :].partition("(")
     start = len(shape) + 1 + len(opcode)
-    stop = _closing_index(rest, start)
-    arguments = rest[start + 1 : stop - 1]
+    stop = _closing_index(definition, start)
+    arguments = definition[start + 1 : stop - 1]
     return Instruction(
-        match[2], opcode, arrays(shape), tuple(_NAME.findall(arguments)), arguments, rest[stop:], bool(match[1])
+        match[2], opcode, arrays(shape), tuple(_NAME.findall(arguments)), arguments, definition[stop:], bool(match[1])
     )
 
 

@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from wanjax.pricing.compile import Compiled
 from wanjax.pricing.costs import KERNEL_TARGET, price_compiled
-from wanjax.pricing.exporting import Traced
+from wanjax.pricing.exporting import TracedCall
 from wanjax.pricing.hlo import parse
 from wanjax.pricing.lowering import AbstractCall, replicated
 
@@ -20,17 +20,17 @@ DTYPES = {"bf16": "bfloat16", "pred": "bool", "f8e4m3fn": "float8_e4m3fn", "f8e5
 }
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """A kernel's name, and the dtypes and shapes of its operands."""
 
     kernel: str
     operands: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def kernel_calls(compiled: Compiled) -> dict[str, Call]:
+def kernel_calls(compiled: Compiled) -> dict[str, KernelCall]:
     """Return the kernel calls of a compiled program, by their names in its HLO module."""
     return {
-        instruction.name: Call(
+        instruction.name: KernelCall(
             instruction.name.partition(".")[0],
             tuple(
                 (DTYPES.get(array.dtype, array.dtype), array.shape)
@@ -44,21 +44,21 @@ def kernel_calls(compiled: Compiled) -> dict[str, Call]:
     }
 
 
-def kernels_of(traced: Traced) -> dict[Call, AbstractCall]:
+def kernels_of(traced: TracedCall) -> dict[KernelCall, AbstractCall]:
     """Return the distinct kernels of a traced program, each as a program that every device runs.
 
     If several kernels have the same name and operands, only the first is returned.
     """
-    kernels: dict[Call, AbstractCall] = {}
+    kernels: dict[KernelCall, AbstractCall] = {}
     for equation in pallas_calls(traced.jaxpr.jaxpr):
         avals: list[Any] = [x.aval for x in equation.invars]
-        call = Call(str(equation.params["name"]), tuple((aval.dtype.name, aval.shape) for aval in avals))
+        call = KernelCall(str(equation.params["name"]), tuple((aval.dtype.name, aval.shape) for aval in avals))
         if call not in kernels:
             kernels[call] = replicated(partial(equation.primitive.bind, **equation.params), traced.mesh, avals)
     return kernels
 
 
-def find_kernel_of_call(call: Call, kernels: Iterable[Call]) -> Call | None:
+def find_kernel_of_call(call: KernelCall, kernels: Iterable[KernelCall]) -> KernelCall | None:
     """Return the kernel of a call in a compiled program, or None if no kernel has the operands of the call.
 
     If several kernels have these operands, prefer the kernel with the call's name. The name may differ, because the

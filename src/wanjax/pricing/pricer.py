@@ -31,7 +31,7 @@ from wanjax.pricing.digests import digest, pricing_digest, versions
 from wanjax.pricing.exporting import CompileJob, CompilerError, export, trace
 from wanjax.pricing.lowering import AbstractCall
 from wanjax.pricing.pallas_kernels import (
-    Call,
+    KernelCall,
     KernelSeconds,
     find_kernel_of_call,
     kernel_calls,
@@ -236,8 +236,8 @@ class Pricer:
         if not programs:
             return
         seconds: dict[str, KernelSeconds | None] = {}
-        calls: dict[str, tuple[Call, CompileJob]] = {}
-        kernel_names: dict[str, dict[Call, str]] = {}  # the kernels of each program, by the names of their jobs
+        calls: dict[str, tuple[KernelCall, CompileJob]] = {}
+        kernel_names: dict[str, dict[KernelCall, str]] = {}  # the kernels of each program, by the names of their jobs
         for name, program in programs.items():
             jobs = _export_kernels(program)
             kernel_names[name] = {call: _job_name(job) for call, job in jobs.items()}
@@ -266,12 +266,16 @@ class Pricer:
                 yield name, _price_if_too_large(result)
             else:
                 compiled_programs[name] = result
-            for ready in [name for name in compiled_programs if seconds.keys() >= set(kernel_names[name].values())]:
-                kernel_prices = {call: seconds[kernel] for call, kernel in kernel_names[ready].items()}
-                program = compiled_programs.pop(ready)
-                yield ready, self.divide(program, _kernel_times(program, kernel_prices))
+            for ready_name in [
+                name for name in compiled_programs if seconds.keys() >= set(kernel_names[name].values())
+            ]:
+                kernel_prices = {call: seconds[kernel] for call, kernel in kernel_names[ready_name].items()}
+                program = compiled_programs.pop(ready_name)
+                yield ready_name, self.divide(program, _kernel_times(program, kernel_prices))
 
-    def _price_kernel(self, call: Call, job: CompileJob, result: Compiled | CompilerError) -> KernelSeconds | None:
+    def _price_kernel(
+        self, call: KernelCall, job: CompileJob, result: Compiled | CompilerError
+    ) -> KernelSeconds | None:
         """Price a kernel and cache its seconds; return None if it does not compile on its own."""
         if isinstance(result, CompilerError):
             return None
@@ -309,7 +313,7 @@ class Pricer:
             ),
             collectives=_collectives(priced.items),
             compile_seconds=program.seconds,
-            doubts=[*program.refused]
+            doubts=[*program.rejected_options]
             + [f"the kernel {name} has no price and counts as free" for name in priced.unpriced_kernels]
             + [f"the loop {name} counts once, because its trip count is unknown" for name in priced.unknown_loops],
             kernels=count_kernels(program, priced) if on_card else {},
@@ -332,7 +336,7 @@ class _UncachedProgram(NamedTuple):
     """A program without a cached price, and its kernels."""
 
     job: CompileJob
-    kernels: Mapping[Call, AbstractCall]
+    kernels: Mapping[KernelCall, AbstractCall]
 
 
 def _sharding_on(mesh: AbstractMesh, x: Any) -> NamedSharding:
@@ -342,9 +346,9 @@ def _sharding_on(mesh: AbstractMesh, x: Any) -> NamedSharding:
     return NamedSharding(mesh, spec if isinstance(spec, PartitionSpec) else PartitionSpec())
 
 
-def _export_kernels(program: _UncachedProgram) -> dict[Call, CompileJob]:
+def _export_kernels(program: _UncachedProgram) -> dict[KernelCall, CompileJob]:
     """Export a program's kernels. A kernel that cannot be lowered on its own is left out and gets no price."""
-    jobs: dict[Call, CompileJob] = {}
+    jobs: dict[KernelCall, CompileJob] = {}
     for call, kernel in program.kernels.items():
         with suppress(CompilerError):
             jobs[call] = export(kernel, program.job.slice)
@@ -355,7 +359,7 @@ def _job_name(job: CompileJob) -> str:
     return json.dumps(job.key)
 
 
-def _kernel_times(program: Compiled, prices: Mapping[Call, KernelSeconds | None]) -> dict[str, KernelSeconds]:
+def _kernel_times(program: Compiled, prices: Mapping[KernelCall, KernelSeconds | None]) -> dict[str, KernelSeconds]:
     """Return the seconds of a compiled program's kernels by their names in the program.
 
     Kernels without a price are left out.

@@ -28,10 +28,10 @@ class Machine:
     memory: int  # bytes available to a program
     flops: float  # peak rate, in operations of `peak_dtype` per second
     bandwidth: float  # bytes of memory per second
-    attention: float  # fraction of the peak
-    matmuls: float  # fraction of the peak
-    convolutions: float  # fraction of the peak
-    vectors: float  # fraction of the bandwidth that elementwise work reaches
+    attention_fraction: float  # fraction of the peak
+    matmul_fraction: float  # fraction of the peak
+    convolution_fraction: float  # fraction of the peak
+    bandwidth_fraction: float  # fraction of the bandwidth that elementwise work reaches
     link: float  # bytes per second and direction to the other devices of a host
     peak_dtype: str = "bfloat16"
     devices: ClassVar[int] = 1

@@ -28,7 +28,7 @@ class Work:
     matmuls: int  # operations of products outside attention
     convolutions: int  # operations
     matmul_bytes: int  # read and written by products
-    written: int  # the bytes that products and convolutions write; elementwise work reads and writes these bytes again
+    written_bytes: int  # by products and convolutions; elementwise work reads and writes these bytes again
     argument_bytes: int
     live_bytes: int  # live bytes at the peak, without the arguments
 
@@ -53,12 +53,12 @@ def price_abstract_call(machine: Machine, abstract_call: AbstractCall, attention
 
 def _seconds(machine: Machine, work: Work) -> dict[str, float]:
     """Return the seconds of each part of the work."""
-    bandwidth = machine.vectors * machine.bandwidth
+    bandwidth = machine.bandwidth_fraction * machine.bandwidth
     return {
-        "attention": work.attention / (machine.attention * machine.flops),
-        "matmuls": max(work.matmuls / (machine.matmuls * machine.flops), work.matmul_bytes / bandwidth)
-        + work.convolutions / (machine.convolutions * machine.flops),
-        "elementwise": 2 * work.written / bandwidth,
+        "attention": work.attention / (machine.attention_fraction * machine.flops),
+        "matmuls": max(work.matmuls / (machine.matmul_fraction * machine.flops), work.matmul_bytes / bandwidth)
+        + work.convolutions / (machine.convolution_fraction * machine.flops),
+        "elementwise": 2 * work.written_bytes / bandwidth,
         "copies": 0.0,
         "communication": 0.0,
     }
@@ -71,14 +71,14 @@ def count_work(jaxpr: Jaxpr, *, attention: str | None = None, cheapest: bool = F
     with `cheapest`, only the cheapest branch counts.
     """
     choose = min if cheapest else max
-    counts: dict[str, int] = dict.fromkeys(("attention", "matmuls", "convolutions", "matmul_bytes", "written"), 0)
+    counts: dict[str, int] = dict.fromkeys(("attention", "matmuls", "convolutions", "matmul_bytes", "written_bytes"), 0)
     for kind, flops, equation, num_executions in _matmuls(jaxpr, "", 1, choose, attention):
-        written = sum(_bytes(x) for x in equation.outvars)
+        written_bytes = sum(_bytes(x) for x in equation.outvars)
         counts[kind] += num_executions * flops
         if kind == "matmuls":
-            counts["matmul_bytes"] += num_executions * (written + sum(_bytes(x) for x in equation.invars))
+            counts["matmul_bytes"] += num_executions * (written_bytes + sum(_bytes(x) for x in equation.invars))
         if kind != "attention":
-            counts["written"] += num_executions * written
+            counts["written_bytes"] += num_executions * written_bytes
     argument_bytes = sum(_bytes(x) for x in jaxpr.invars)
     return Work(**counts, argument_bytes=argument_bytes, live_bytes=_peak_live_bytes(jaxpr, "", attention))
 
@@ -92,9 +92,9 @@ def _matmuls(
         name = equation.primitive.name
         if name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
-            summed = prod(_shape(equation.invars[0])[axis] for axis in contracted)
+            contracted_size = prod(_shape(equation.invars[0])[axis] for axis in contracted)
             kind = "attention" if _is_in(attention, inner_scope) else "matmuls"
-            yield kind, 2 * summed * prod(_shape(equation.outvars[0])), equation, num_executions
+            yield kind, 2 * contracted_size * prod(_shape(equation.outvars[0])), equation, num_executions
         elif name == "conv_general_dilated":
             kernel = _shape(equation.invars[1])
             output_sizes = kernel[equation.params["dimension_numbers"].rhs_spec[0]]

@@ -24,7 +24,7 @@ _ASSIGN = re.compile(r"%([\w.]+) = ([a-z][\w.]*)\s*([^;}]*)")
 _SLOT = r"\[smem:(\[#\w+(?: \+ \$0x[0-9a-f]+)?\])\]"
 _STORE = re.compile(rf"%\w+ = sst {_SLOT} (\(!?%\w+\),\s*)?%(\w+)")
 _PREDICATE = re.compile(r"\((!?)%(\w+)\)")
-_CHOICE = re.compile(r"\((!?)%(\w+),\s*([^)]*)\),\s*(.*)")
+_CONDITIONAL_MOVE = re.compile(r"\((!?)%(\w+),\s*([^)]*)\),\s*(.*)")
 _TRANSFER = re.compile(r"%\w+ = dma\.(?:hbm_to_vmem|vmem_to_hbm)\b([^;}]*)")
 
 
@@ -45,7 +45,7 @@ def _or(a: Scalar, b: Scalar) -> Scalar:
     return _not(_and(_not(a), _not(b)))
 
 
-def _wrapped(operation: Callable[[int, int], int]) -> Callable[[Scalar, Scalar], Scalar]:
+def _modulo_word(operation: Callable[[int, int], int]) -> Callable[[Scalar, Scalar], Scalar]:
     return lambda a, b: None if a is None or b is None else operation(a, b) % WORD
 
 
@@ -63,19 +63,19 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "ge": lambda a, b: a >= b,
 }
 BINARY: dict[str, Callable[[Scalar, Scalar], Scalar]] = {
-    "sadd.s32": _wrapped(lambda a, b: a + b),
-    "ssub.s32": _wrapped(lambda a, b: a - b),
-    "smul.u32": _wrapped(lambda a, b: a * b),
-    "sand.u32": _wrapped(lambda a, b: a & b),
-    "sor.u32": _wrapped(lambda a, b: a | b),
-    "sxor.u32": _wrapped(lambda a, b: a ^ b),
-    "sshll.u32": _wrapped(lambda a, b: a << b),
-    "sshrl.u32": _wrapped(lambda a, b: a >> b),
-    "sshra.s32": _wrapped(lambda a, b: signed(a) >> b),
-    "smin.u32": _wrapped(min),
-    "smax.u32": _wrapped(max),
-    "smin.s32": _wrapped(lambda a, b: min(signed(a), signed(b))),
-    "smax.s32": _wrapped(lambda a, b: max(signed(a), signed(b))),
+    "sadd.s32": _modulo_word(lambda a, b: a + b),
+    "ssub.s32": _modulo_word(lambda a, b: a - b),
+    "smul.u32": _modulo_word(lambda a, b: a * b),
+    "sand.u32": _modulo_word(lambda a, b: a & b),
+    "sor.u32": _modulo_word(lambda a, b: a | b),
+    "sxor.u32": _modulo_word(lambda a, b: a ^ b),
+    "sshll.u32": _modulo_word(lambda a, b: a << b),
+    "sshrl.u32": _modulo_word(lambda a, b: a >> b),
+    "sshra.s32": _modulo_word(lambda a, b: signed(a) >> b),
+    "smin.u32": _modulo_word(min),
+    "smax.u32": _modulo_word(max),
+    "smin.s32": _modulo_word(lambda a, b: min(signed(a), signed(b))),
+    "smax.s32": _modulo_word(lambda a, b: max(signed(a), signed(b))),
     "pand": _and,
     "por": _or,
     "pnand": lambda a, b: _not(_and(a, b)),
@@ -110,8 +110,8 @@ class BranchCondition(NamedTuple):
     def holds_or_assumed(self, registers: Registers) -> Scalar:
         """Return whether the condition holds. For an unknown predicate, use the value that the block's branch
         assumes."""
-        evaluate = self.evaluate(registers)
-        return self._matches(registers[ASSUMED_PREFIX + self.name]) if evaluate is None else evaluate
+        is_met = self.evaluate(registers)
+        return self._matches(registers[ASSUMED_PREFIX + self.name]) if is_met is None else is_met
 
     def _matches(self, value: Scalar) -> Scalar:
         return None if value is None else bool(value) is self.expected
@@ -125,10 +125,10 @@ ScalarStep = Callable[
 def condition(text: str) -> BranchCondition | None:
     """Return the condition in an instruction's arguments, or None."""
     match = _PREDICATE.search(text)
-    return None if match is None else BranchCondition(_key(match[2]), not match[1])
+    return None if match is None else BranchCondition(_value_name(match[2]), not match[1])
 
 
-def steps(bundle: str) -> list[ScalarStep]:
+def scalar_steps(bundle: str) -> list[ScalarStep]:
     """Return the effects of a bundle on the scalar registers, and on the scratch memory for spilled registers.
 
     The bundle's text must have no comments. The result of an unsupported instruction is unknown.
@@ -140,8 +140,8 @@ def steps(bundle: str) -> list[ScalarStep]:
         [assignment for assignment in assigned if (assignment[1] in PHI_OPCODES) is expected]
         for expected in (True, False)
     )
-    stores = [_store(slot, condition(predicate), _key(name)) for slot, predicate, name in _STORE.findall(bundle)]
-    make_step = lambda name, opcode, arguments: _assign(_key(name), opcode, arguments)  # noqa: E731
+    stores = [_store(slot, condition(predicate), _value_name(name)) for slot, predicate, name in _STORE.findall(bundle)]
+    make_step = lambda name, opcode, arguments: _assign(_value_name(name), opcode, arguments)  # noqa: E731
     return [
         *starmap(make_step, phis),
         *stores,
@@ -159,18 +159,18 @@ def transfers(bundle: str) -> list[tuple[BranchCondition | None, str | int]]:
         sizes = [part.strip() for part in arguments.split(",")]
         skip = 2 if _PREDICATE.search(sizes[0]) else 1  # after an optional predicate: the source and the size
         size = sizes[skip]
-        conditional_sizes.append((condition(sizes[0]), int(size) if size.isdigit() else _key(size.lstrip("%"))))
+        conditional_sizes.append((condition(sizes[0]), int(size) if size.isdigit() else _value_name(size.lstrip("%"))))
     return conditional_sizes
 
 
-def _key(name: str) -> str:
+def _value_name(name: str) -> str:
     """Return the compiler's name of a value, without the suffix for the physical register."""
     return name.split("_")[0]
 
 
 def _operand(text: str) -> Callable[[Registers], Scalar]:
     if text.startswith("%"):
-        name = _key(text[1:])
+        name = _value_name(text[1:])
         return lambda registers: registers[name]
     constant = int(text, 0) % WORD if re.fullmatch(r"-?(\d+|0x[0-9a-f]+)", text) else None
     return lambda registers: constant
@@ -178,37 +178,37 @@ def _operand(text: str) -> Callable[[Registers], Scalar]:
 
 def _store(slot: str, predicate: BranchCondition | None, name: str) -> ScalarStep:
     def step(registers, memory, after_backward_branch):
-        evaluate = True if predicate is None else predicate.holds_or_assumed(registers)
-        if evaluate is not False:
-            memory[slot] = registers[name] if evaluate else None
+        is_met = True if predicate is None else predicate.holds_or_assumed(registers)
+        if is_met is not False:
+            memory[slot] = registers[name] if is_met else None
 
     return step
 
 
 def _assign(name: str, opcode: str, arguments: str) -> ScalarStep:
-    if opcode == "smov" and (match := _CHOICE.match(arguments)):
+    if opcode == "smov" and (match := _CONDITIONAL_MOVE.match(arguments)):
         otherwise, then = match[3].strip(), match[4].strip()
-        return _choice(name, BranchCondition(_key(match[2]), not match[1]), then, otherwise)
+        return _choice(name, BranchCondition(_value_name(match[2]), not match[1]), then, otherwise)
     parts = [part.strip() for part in re.sub(r"\(!?%\w+\),?", "", arguments).split(",")]
     if opcode == "scalar_select":
-        return _choice(name, BranchCondition(_key(parts[0].lstrip("%")), True), parts[1], parts[2])
+        return _choice(name, BranchCondition(_value_name(parts[0].lstrip("%")), True), parts[1], parts[2])
     value = _value(opcode, parts)
     predicate = condition(arguments)
 
     def step(registers, memory, after_backward_branch):
-        evaluate = True if predicate is None else predicate.holds_or_assumed(registers)
-        if evaluate is not False:
-            registers[name] = value(registers, memory, after_backward_branch) if evaluate else None
+        is_met = True if predicate is None else predicate.holds_or_assumed(registers)
+        if is_met is not False:
+            registers[name] = value(registers, memory, after_backward_branch) if is_met else None
 
     return step
 
 
-def _choice(name: str, predicate: BranchCondition, yes: str, no: str) -> ScalarStep:
-    read_yes, read_no = _operand(yes), _operand(no)
+def _choice(name: str, predicate: BranchCondition, if_true: str, if_false: str) -> ScalarStep:
+    read_if_true, read_if_false = _operand(if_true), _operand(if_false)
 
     def step(registers, memory, after_backward_branch):
-        evaluate = predicate.evaluate(registers)
-        registers[name] = None if evaluate is None else (read_yes if evaluate else read_no)(registers)
+        is_met = predicate.evaluate(registers)
+        registers[name] = None if is_met is None else (read_if_true if is_met else read_if_false)(registers)
 
     return step
 

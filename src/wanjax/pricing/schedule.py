@@ -23,7 +23,7 @@ from wanjax.pricing.scalar import (
     Registers,
     ScalarStep,
     condition,
-    steps,
+    scalar_steps,
     transfers,
 )
 
@@ -180,7 +180,7 @@ def parse(name: str, code: str, units: str, buffers: str, branch_delay: int) -> 
                 stop,
                 {unit: sum(row[i] for row in used_slots[start:stop]) for i, unit in enumerate(names)},
                 branches.get(stop),
-                tuple(step for bundle in bundles for step in steps(bundle)),
+                tuple(step for bundle in bundles for step in scalar_steps(bundle)),
                 tuple(transfer for bundle in bundles for transfer in transfers(bundle)),
             )
         )

@@ -128,15 +128,15 @@ def branches(instruction: Instruction) -> list[str]:
     return re.findall(r"(?:to_apply=|_computation=|[{ ])%([\w.\-]+)", instruction.attributes.partition("metadata=")[0])
 
 
-def wire_bytes(collective: Instruction, computation: Computation, *, switched: bool = False) -> int:
+def wire_bytes(collective: Instruction, computation: Computation, *, uses_switch: bool = False) -> int:
     """Return the bytes that each device sends in a ring algorithm. Forwarded bytes count.
 
-    With `switched`, a switch connects all devices. No device then forwards bytes in an all-to-all.
+    With `uses_switch`, a switch connects all devices. No device then forwards bytes in an all-to-all.
     """
     operand_bytes = sum(array.bytes for name in collective.operands for array in computation.by_name[name].results)
     kind, count = collective.opcode.removesuffix("-start"), collective.group_size
     bytes_per_operand_byte = (
-        (count - 1) / count if switched and kind.endswith("all-to-all") else COLLECTIVES[kind](count)
+        (count - 1) / count if uses_switch and kind.endswith("all-to-all") else COLLECTIVES[kind](count)
     )
     return round(operand_bytes * bytes_per_operand_byte)
 

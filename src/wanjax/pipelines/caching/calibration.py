@@ -34,7 +34,7 @@ from wanjax.pipelines.sampling import sample_pass
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers.base import TRAIN_STEPS
 
-DELTA, MOST, WHOLE = 0.12, 2, 0.2  # MagCache's settings for a checkpoint that has no published settings
+MAGCACHE_SETTINGS = 0.12, 2, 0.2  # delta, most and whole, for a checkpoint without published settings
 DEGREE = 4  # the degree of TeaCache's polynomial, as in the code of its authors
 MIN_STEPS = 2 * (DEGREE + 1)  # the minimum number of steps: two for each coefficient of the polynomial
 REUSED_SHARE = 0.5  # TeaCache's threshold is chosen so that this share of steps reuses
@@ -123,7 +123,7 @@ def tables_from(runs: Sequence[Measurements]) -> Tables:
     if steps < MIN_STEPS:
         raise WanjaxError(f"{pluralize(steps, 'step')} are too few to measure a model: give at least {MIN_STEPS}")
     ratios = np.mean([run.ratios for run in runs], axis=0).round(5)
-    magnitudes = Magnitudes(tuple(ratios[0].tolist()), tuple(ratios[1].tolist()), DELTA, MOST, WHOLE)
+    magnitudes = Magnitudes(tuple(ratios[0].tolist()), tuple(ratios[1].tolist()), *MAGCACHE_SETTINGS)
     phase_starts = {phase.start for phase in runs[0].phases}
     measured_steps = [step for step in range(steps) if step not in phase_starts]
     embedding_changes = np.concatenate(

@@ -17,9 +17,9 @@ from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation, pad_batch
 
 PAD, END, UNKNOWN = 0, 1, 2
 SPECIAL_TOKENS = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}  # in the order of the ids
-FIRST_BYTE = len(SPECIAL_TOKENS)
-BYTES = 256
-FIRST_ADDED = FIRST_BYTE + BYTES
+FIRST_BYTE_ID = len(SPECIAL_TOKENS)
+NUM_BYTES = 256
+FIRST_ADDED_ID = FIRST_BYTE_ID + NUM_BYTES
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ByT5Tokenizer:
     @property
     def vocab_size(self) -> int:
         """The number of ids. The text encoder's embedding table needs at least as many rows."""
-        return max(FIRST_ADDED, *(id + 1 for id in self.names))
+        return max(FIRST_ADDED_ID, *(id + 1 for id in self.names))
 
     def tokenize(self, texts: Sequence[str], length: int | None = None) -> TokenBatch:
         """Return the texts' ids, cut and padded to `length` (`text_length` if None). The end token is always kept."""
@@ -114,11 +114,12 @@ class ByT5Tokenizer:
                 part = part.lstrip()
             if i + 1 < len(parts) and self.added[parts[i + 1]].strips_before:
                 part = part.rstrip()
-            yield from (byte + FIRST_BYTE for byte in part.encode("utf-8", "replace"))
+            yield from (byte + FIRST_BYTE_ID for byte in part.encode("utf-8", "replace"))
 
     def _decode(self, ids: Sequence[int]) -> str:
         parts = (
-            bytes([id - FIRST_BYTE]) if FIRST_BYTE <= id < FIRST_ADDED else self.names[id].encode("utf-8") for id in ids
+            bytes([id - FIRST_BYTE_ID]) if FIRST_BYTE_ID <= id < FIRST_ADDED_ID else self.names[id].encode("utf-8")
+            for id in ids
         )
         return b"".join(parts).decode("utf-8", "ignore")
 
@@ -136,7 +137,7 @@ def _added_tokens(config: Mapping[str, Any], entries_by_id: Mapping[int, Mapping
     sentinels = [f"<extra_id_{i}>" for i in range(config.get("extra_ids", 125))]
     for entry in config.get("extra_special_tokens", config.get("additional_special_tokens", sentinels)):
         entry = entry if isinstance(entry, Mapping) else {"content": entry}
-        name, token = _added_token(BYTES + len(tokens), entry)
+        name, token = _added_token(NUM_BYTES + len(tokens), entry)
         tokens.setdefault(name, token)
     return tokens
 
