@@ -74,7 +74,7 @@ def attention(small: bool) -> Iterator[Figure]:
     from wanjax.bench.operations import attention_program
     from wanjax.kernels.attention import IMPLEMENTATIONS, choose_implementation
 
-    what, shape, dtype = attention_shape(small)
+    workload_name, shape, dtype = attention_shape(small)
     operand = jax.ShapeDtypeStruct(shape, dtype)
     for name in IMPLEMENTATIONS:
         if name == "reference" and not small:
@@ -85,7 +85,7 @@ def attention(small: bool) -> Iterator[Figure]:
             continue
         sizes = {"queries": shape[1], "keys": shape[1], "heads": shape[2], "head_dim": shape[3], "dtype": dtype}
         abstract_call = attention_program(mesh_of_first_devices({}, devices()), name, **sizes)
-        yield time_program(what, f"wanjax, {name}", partial(measure, abstract_call, TIMED_SECONDS))
+        yield time_program(workload_name, f"wanjax, {name}", partial(measure, abstract_call, TIMED_SECONDS))
 
 
 def attention_shape(small: bool) -> tuple[str, tuple[int, int, int, int], str]:
@@ -272,8 +272,8 @@ def selftest(out: Path, seconds: float) -> dict[str, Any]:
 def report_lines(card: str, outcome: dict[str, Any], figures: Sequence[Figure]) -> list[str]:
     """Return the lines for docs/measured.md: a table of the times of each library."""
     checks = outcome.get("checks", [])
-    wrong = [check["name"] for check in checks if check["outcome"] == "wrong"]
-    summary = f"{len(checks)} checks of `wanjax selftest`, wrong: {', '.join(wrong) or 'none'}"
+    wrong_checks = [check["name"] for check in checks if check["outcome"] == "wrong"]
+    summary = f"{len(checks)} checks of `wanjax selftest`, wrong: {', '.join(wrong_checks) or 'none'}"
     table = [f"## {card}", "", f"`python -m benchmarks.card`, measured. {summary}.", ""]
     table += ["| what | by | time | torch / wanjax |", "|---|---|---|---|"]
     torch = {figure.what: figure.seconds for figure in figures if figure.library == "torch"}
@@ -298,8 +298,8 @@ def has_torch(small: bool) -> bool:
     if not all(map(find_spec, ("torch", "diffusers"))):
         return False
     code = "import torch; print(torch.cuda.is_available())"
-    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
-    return small or "True" in seen
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    return small or "True" in output
 
 
 def main() -> None:

@@ -347,7 +347,7 @@ def chaos(
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="cluster", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=["rate", "overhead", "plan", "chaos"])
+    parser.add_argument("benchmark", choices=["rate", "overhead", "plan", "chaos"])
     parser.add_argument("--requests", type=int)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workers-killed", type=int, default=10)
@@ -355,11 +355,11 @@ def main() -> None:
     parser.add_argument("--nodes-killed", type=int, default=2)
     parser.add_argument("--hosts", type=int, choices=[1, 2], default=1)
     arguments = parser.parse_args()
-    if arguments.what == "rate":
+    if arguments.benchmark == "rate":
         compare_rates(arguments.requests or 200, arguments.repeats)
-    elif arguments.what == "overhead":
+    elif arguments.benchmark == "overhead":
         measure_overhead(arguments.requests or 200)
-    elif arguments.what == "plan":
+    elif arguments.benchmark == "plan":
         measure_plan(arguments.requests or 10_000)
     else:
         with tempfile.TemporaryDirectory() as folder:

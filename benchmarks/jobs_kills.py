@@ -9,7 +9,7 @@ driver is restarted after each kill. `serve` is `wanjax serve --workers 2`: here
 some videos are deleted meanwhile. Both use PostgreSQL if databases are killed, otherwise SQLite. The benchmark prints
 its checks, all of which should be True. The files of a batch are compared with those of a batch without kills.
 
-`pytest -m slow tests/jobs/test_pool.py` kills 60 workers whose makers do no work.
+`pytest -m slow tests/jobs/test_pool.py` kills 60 workers that compute no videos.
 """
 
 import argparse
@@ -180,14 +180,14 @@ def database(kills: int) -> Iterator[Server | None]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     scenarios: dict[str, Callable[[Path, Kills], dict[str, Any]]] = {"batch": kill_batch, "serve": kill_server}
-    parser.add_argument("what", choices=[*scenarios])
+    parser.add_argument("scenario", choices=[*scenarios])
     for name, default in {"requests": 60, "drivers": 10, "workers": 15, "databases": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder, database(options.databases) as server:
         kills = Kills(options.requests, options.drivers, options.workers, options.databases, server)
         start = time.perf_counter()
-        checks = scenarios[options.what](Path(folder), kills)
+        checks = scenarios[options.scenario](Path(folder), kills)
         print(checks | {"kills left": len(kills.kinds), "seconds": round(time.perf_counter() - start, 1)})
 
 

@@ -468,11 +468,11 @@ MUTATIONS = (
 
 
 class Result(NamedTuple):
-    """The result of a mutation: whether a test caught it, which one, and in how many seconds."""
+    """The result of a mutation: whether a test caught it, the test or the timeout that did, and the seconds."""
 
     mutation: Mutation
     caught: bool
-    by: str
+    failure: str
     seconds: float
 
 
@@ -494,8 +494,10 @@ class Copy:
         (folder / "src/wanjax/converters").symlink_to(folder / "converters")  # as the package has it when installed
         script = "import wanjax, wanjax.converters as c; print(wanjax.__file__, c.__file__, sep='\\n')"
         command = [sys.executable, "-c", script]
-        done = subprocess.run(command, cwd=folder, env=self.environment, check=True, capture_output=True, text=True)
-        imported_files = done.stdout.splitlines()
+        completed = subprocess.run(
+            command, cwd=folder, env=self.environment, check=True, capture_output=True, text=True
+        )
+        imported_files = completed.stdout.splitlines()
         if not all(Path(file).resolve().is_relative_to(folder.resolve()) for file in imported_files):
             raise RuntimeError(f"tests in {folder} would import {imported_files}: remove them from the path")
 
@@ -571,9 +573,9 @@ def run(mutations: Sequence[Mutation], jobs: int, timeout: float) -> list[Result
             if status == NO_TESTS_RUN:
                 raise RuntimeError(f"{mutation.name}: no test of {', '.join(mutation.tests)} was run: name quick tests")
             failed = (line.split(" - ")[0] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR ")))
-            by = next(failed, "a timeout" if status == 124 else f"exit status {status}")
-            result = Result(mutation, status != 0, by if status else "", perf_counter() - start)
-            outcome = f"by {by.removeprefix('FAILED tests/')}" if result.caught else f"so: {mutation.breaks}"
+            failure = next(failed, "a timeout" if status == 124 else f"exit status {status}")
+            result = Result(mutation, status != 0, failure if status else "", perf_counter() - start)
+            outcome = f"by {failure.removeprefix('FAILED tests/')}" if result.caught else f"so: {mutation.breaks}"
             print(
                 f"{'caught' if result.caught else 'SURVIVED':9} {mutation.name:16} {outcome} ({result.seconds:.0f} s)",
                 flush=True,
@@ -598,14 +600,14 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds for the tests of one (%(default)g)")
     parser.add_argument("--list", action="store_true", help="print the effect of each mutation, and run nothing")
     arguments = parser.parse_args()
-    chosen = [mutation for mutation in MUTATIONS if arguments.only is None or mutation.name in arguments.only]
-    for mutation in chosen:
+    selected = [mutation for mutation in MUTATIONS if arguments.only is None or mutation.name in arguments.only]
+    for mutation in selected:
         mutation.apply((ROOT / mutation.file).read_text(encoding="utf-8"))
     if arguments.list:
-        for mutation in chosen:
+        for mutation in selected:
             print(f"{mutation.name:16} {mutation.breaks}")
         return
-    results = run(chosen, arguments.jobs, arguments.timeout)
+    results = run(selected, arguments.jobs, arguments.timeout)
     missed = [result.mutation for result in results if not result.caught]
     print(f"{len(results) - len(missed)} of {len(results)} mutations are caught")
     for mutation in missed:

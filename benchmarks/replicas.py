@@ -112,7 +112,7 @@ class ClientResults:
 
 
 def measure(
-    folder: Path, requests: int, clients: int, workers: int, every: float, database: str | None = None
+    folder: Path, requests: int, clients: int, workers: int, kill_interval: float, database: str | None = None
 ) -> dict[str, Any]:
     """Return the outcomes, the number of kills, and the response times in the second after a kill and otherwise."""
     results, kills, is_over = ClientResults(), [], Event()
@@ -126,7 +126,7 @@ def measure(
                 time.sleep(0.2)
 
         def kill() -> None:
-            while not is_over.wait(every):
+            while not is_over.wait(kill_interval):
                 while most_attempts(store) >= ATTEMPTS - 1 and not is_over.wait(POLL_SECONDS):
                     pass
                 for process in ready_process_ids(store)[:1]:

@@ -67,11 +67,11 @@ def read(model: str, chip: str, folder: Path) -> None:
     share_cache(folder, ahead_of_time=True)
     with substitute_devices(devices):
         with print_seconds("trace the run"):
-            chosen = model_description(model)
-            settings = chosen.settings.updated({"dtype": "bfloat16"})
-            cost = step_cost(chosen.family, chosen.model, settings)
+            description = model_description(model)
+            settings = description.settings.updated({"dtype": "bfloat16"})
+            cost = step_cost(description.family, description.model, settings)
             mesh = make_mesh(*auto_mesh(cost, devices), devices=devices)
-            pipe = abstract_pipeline(chosen, Partitioner(mesh, SHARDING_RULES["fsdp"]))
+            pipe = abstract_pipeline(description, Partitioner(mesh, SHARDING_RULES["fsdp"]))
             trace = trace_programs(pipe, settings, needed_pictures(pipe, settings))
         for name, program in zip(program_names(trace), trace.programs, strict=True):
             instance, start = program.traced_program, perf_counter()

@@ -215,13 +215,13 @@ def memory_of(client: httpx.Client) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("start", "load"))
+    parser.add_argument("benchmark", choices=("start", "load"))
     parser.add_argument("--empty-cache", action="store_true", help="start without compiled programs")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--clients", type=int, default=20)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        if options.what == "load":
+        if options.benchmark == "load":
             print(json.dumps(load(Path(folder), options.requests, options.clients), indent=2))
             return
         costs = start(Path(folder), options.empty_cache)

@@ -63,13 +63,13 @@ class RandomTensors:
         self.specs = {key: Spec(shape, self.noise.dtype) for key, shape in shapes.items()}
 
     def read(self, key: str) -> np.ndarray:
-        rows, *rest = self.specs[key].shape
-        if key.endswith("gamma") or (key.endswith("weight") and not rest):
-            return np.ones((rows, *rest), self.noise.dtype)
-        columns = np.prod(rest, dtype=int)
+        rows, *inner_sizes = self.specs[key].shape
+        if key.endswith("gamma") or (key.endswith("weight") and not inner_sizes):
+            return np.ones((rows, *inner_sizes), self.noise.dtype)
+        columns = np.prod(inner_sizes, dtype=int)
         step = self.STEP * self.noise.itemsize
         x = np.lib.stride_tricks.as_strided(self.noise, (rows, columns), (step, self.noise.itemsize))
-        return x.reshape(rows, *rest)
+        return x.reshape(rows, *inner_sizes)
 
 
 def wan() -> Checkpoint:

@@ -67,8 +67,11 @@ def train(config: TinyDecoderConfig, latents: np.ndarray, frames: np.ndarray, st
 
     state, random = optimizer.init(weights), np.random.default_rng(1)
     for number in range(steps):
-        chosen = random.choice(len(latents), BATCH, replace=False)
-        z, x = latents[chosen, :TRAIN_FRAMES], frames[chosen, : (TRAIN_FRAMES - 1) * config.temporal_factor + 1]
+        batch_indices = random.choice(len(latents), BATCH, replace=False)
+        z, x = (
+            latents[batch_indices, :TRAIN_FRAMES],
+            frames[batch_indices, : (TRAIN_FRAMES - 1) * config.temporal_factor + 1],
+        )
         weights, state, value = step(weights, state, z, x)
         if number % 50 == 0 or number + 1 == steps:
             print(f"step {number + 1}: mean squared error {float(value):.5f}", flush=True)

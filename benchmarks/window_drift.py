@@ -5,8 +5,9 @@
 
 A scene of nano has a still background. The benchmark compares the border of each window's last frame with the border of
 the video's first frame: the distance of their mean colours, in hundredths of Oklab's range from black to white, and
-the PSNR. `--videos 0` makes no videos. It only prints the remaining part of deliberate colour changes after eight
-windows, for a film with full contrast and for a film with half the contrast.
+the PSNR. `--videos 0` makes no videos. The benchmark then applies colour matching to films whose colours change on
+purpose, and prints the part of the change that remains after eight windows. One film has full contrast, and the other
+has half the contrast.
 """
 
 import argparse

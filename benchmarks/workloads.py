@@ -53,8 +53,8 @@ SHARDS = (4, 8)
 def _patches(height: int, width: int, frames: int, patch: tuple[int, int, int]) -> int:
     """Return the number of patches of a video. There is one latent frame for the first frame and one for every four
     frames after it. The sizes of video and patch are in pixels."""
-    deep, high, wide = patch
-    return -(-((frames - 1) // 4 + 1) // deep) * (height // high) * (width // wide)
+    patch_frames, patch_height, patch_width = patch
+    return -(-((frames - 1) // 4 + 1) // patch_frames) * (height // patch_height) * (width // patch_width)
 
 
 def _wan() -> Iterator[Workload]:

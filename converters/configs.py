@@ -55,9 +55,9 @@ def read_config(file: str, json: Mapping[str, Any], read: Callable[[Mapping[str,
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
         if isinstance(error, KeyError) and error.args and error.args[0] not in json:
             raise WanjaxError(f"{file} has no {error.args[0]}: give a published config.json") from error
-        wrong = [key for key, value in entries.read.items() if not _is_size(value)]
+        invalid_keys = [key for key, value in entries.read.items() if not _is_size(value)]
         missing = [key for key, value in entries.read.items() if value is None]
-        if not (names := [*wrong, *missing, *list(entries.read)[-1:]]):
+        if not (names := [*invalid_keys, *missing, *list(entries.read)[-1:]]):
             raise WanjaxError(f"{file} is not a network's config: give a published config.json") from error
         raise _invalid_entry(file, names[0], json[names[0]], "a size, or a list of sizes") from error
     hints = get_type_hints(type(config))

@@ -96,8 +96,8 @@ def step(sizes: Sizes) -> Iterator[Case]:
         def theirs(network_inputs: Any = network_inputs) -> torch.Tensor:
             names = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
             texts = {
-                f"{which}{name}": torch.from_numpy(x)
-                for which, text in zip(("", "negative_"), network_inputs, strict=True)
+                f"{prefix}{name}": torch.from_numpy(x)
+                for prefix, text in zip(("", "negative_"), network_inputs, strict=True)
                 for name, x in zip(names, text, strict=True)
             }
             return diffusers_pipeline(

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """HunyuanVideo 1.5 in its authors' layout: tensor names, and configs from names, shapes and the authors' configs.
 
-The tables are total in both directions, so either layout can be read as the other. Sources:
-hyvideo/models/transformers/hunyuanvideo_1_5_transformer.py of the official code for the authors' names, diffusers'
-scripts/convert_hunyuan_video1_5_to_diffusers.py for diffusers' names, and `process_unet_state_dict` of ComfyUI's
-comfy/supported_models.py for ComfyUI's names.
+The tables have every name in both directions, so either layout can be read as the other. Sources of the names:
+
+- of the authors: hyvideo/models/transformers/hunyuanvideo_1_5_transformer.py of the official code
+- of diffusers: its scripts/convert_hunyuan_video1_5_to_diffusers.py
+- of ComfyUI: `process_unet_state_dict` of its comfy/supported_models.py
 """
 
 from collections.abc import Mapping

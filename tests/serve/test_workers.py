@@ -114,7 +114,7 @@ def test_a_batch_and_a_server_share_one_database(start, pipe, tmp_path, request,
 
 @pytest.mark.slow
 def test_no_accepted_job_is_lost_if_workers_are_killed(tmp_path):
-    counts = measure(tmp_path / "served", requests=200, clients=20, workers=2, every=20)
+    counts = measure(tmp_path / "served", requests=200, clients=20, workers=2, kill_interval=20)
     assert counts["completed"] == 200, counts["outcomes"]
     assert counts["kills"] > 1
     assert np.percentile(counts["otherwise"], 99) <= MAX_RESPONSE_SECONDS

@@ -32,8 +32,8 @@ def watch_compiler(
 ) -> Iterator[None]:
     """Within the block, call `begin` before and `end` after each program is compiled or read from a cache.
 
-    With `this_thread`, watch only the programs that this thread compiles, and the programs for which it waits while
-    another thread compiles them.
+    With `this_thread`, watch only the programs that this thread compiles, and the programs that another thread compiles
+    while this thread waits.
     """
     from jax import monitoring  # imported late, because some commands compute nothing
 
@@ -71,13 +71,13 @@ def watch_compiler(
         monitoring.unregister_event_duration_listener(stop)
 
 
-def report_loaded(name: str, since: float) -> None:
+def report_loaded(name: str, start_time: float) -> None:
     """Report a program that was read from a cache. `since` is the value of `perf_counter` at the start."""
     from jax import monitoring
 
     monitoring.record_scalar(COMPILATION_EVENT, 0.0)
     monitoring.record_event(CACHE_HIT)
-    monitoring.record_event_duration_secs(COMPILATION_EVENT, perf_counter() - since, fun_name=name)
+    monitoring.record_event_duration_secs(COMPILATION_EVENT, perf_counter() - start_time, fun_name=name)
 
 
 def report_refused(reason: str) -> None:
@@ -92,7 +92,7 @@ def report_waiting(name: str) -> Iterator[None]:
     """Within the block, this thread waits for a program that another thread compiles. Report the time of the block."""
     from jax import monitoring
 
-    since = perf_counter()
+    start_time = perf_counter()
     monitoring.record_scalar(WAITING_EVENT, 0.0)
     yield
-    monitoring.record_event_duration_secs(WAITING_EVENT, perf_counter() - since, fun_name=name)
+    monitoring.record_event_duration_secs(WAITING_EVENT, perf_counter() - start_time, fun_name=name)

@@ -85,8 +85,8 @@ class Lease:
 
 
 class EntryExists(Exception):
-    """Raised if an entry already exists while the cache is filled ahead of time. The entry cannot be read, because this
-    machine does not have its devices."""
+    """Raised if an entry already exists while the cache is filled ahead of time. The entry cannot be read, because it
+    is for devices that this machine does not have."""
 
 
 class SharedCache(CacheInterface):

@@ -61,7 +61,7 @@ class Drift(NamedTuple):
     Attributes:
         lightness: The mean change of lightness, in hundredths of the range from black to white.
         colour: The distance between the mean colours, in hundredths of that range; it includes the lightness.
-        remaining: The same distance after the colours were matched; None if they were not.
+        remaining: The distance between the mean colours after the colours were matched; None without matching.
     """
 
     lightness: float

@@ -27,7 +27,7 @@ def named_sizes(
 ) -> dict[str, tuple[int, int]]:
     """Give names to a model's sizes (height, width). The default size comes first.
 
-    The name of the default size and of the `published` sizes is their short side, such as 480p. `portrait` is the
+    The default size and the `published` sizes are named after their short sides, such as 480p. `portrait` is the
     rotated default size, and `square` has about the same area. Sizes that the model does not support are left out.
     """
     height, width = defaults.size

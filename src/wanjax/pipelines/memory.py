@@ -49,12 +49,12 @@ def check_video(settings: Settings, weight_bytes: int, token_bytes: int, devices
     )  # CPU devices share one memory
 
 
-def check_memory(settings: Settings, needed: int, stage: str | None = None) -> None:
+def check_memory(settings: Settings, needed_bytes: int, stage: str | None = None) -> None:
     """Raise WanjaxError if a video, or one of its stages, needs more than the total memory of a device.
 
     Args:
         settings: The settings of the video.
-        needed: The minimum number of bytes that the video needs.
+        needed_bytes: The minimum number of bytes that the video needs.
         stage: encode, denoise or decode; None for the whole video.
 
     Warns:
@@ -67,13 +67,13 @@ def check_memory(settings: Settings, needed: int, stage: str | None = None) -> N
     tiles = ", or decode in tiles" if stage == "decode" else ""
     problem = (
         f"a video of {settings.width}x{settings.height} and {pluralize(settings.frames, 'frame')} needs at least "
-        f"{format_bytes(needed)} of memory{f' to {stage}' if stage else ''}"
+        f"{format_bytes(needed_bytes)} of memory{f' to {stage}' if stage else ''}"
     )
     advice = f"use a smaller size or fewer frames{tiles}"
-    if needed > total:
+    if needed_bytes > total:
         owner = "this machine" if is_cpu else f"each {device.device_kind}"
         raise WanjaxError(f"{problem}, and {owner} has {format_bytes(total)}: {advice}")
-    if is_cpu and needed > (free := process_memory() + available_memory() + psutil.swap_memory().free):
+    if is_cpu and needed_bytes > (free := process_memory() + available_memory() + psutil.swap_memory().free):
         message = f"{problem}, and other programs leave {format_bytes(free)}, so the system may end it: {advice}"
         warnings.warn(message, WanjaxWarning, stacklevel=user_stack_level())
 

@@ -46,7 +46,7 @@ from wanjax.schedulers.base import TRAIN_STEPS, Schedule
 Shape = tuple[int, ...]
 Field = ArrayOrShape | np.ndarray  # the value of a field in `encode`'s output
 ConditioningSelf = TypeVar("ConditioningSelf")
-OLD_TEXT_LENGTH = 226  # the wrong prompt length in files that older scripts, before wanjax, wrote
+OLD_TEXT_LENGTH = 226  # a wrong prompt length, in files from scripts that preceded wanjax
 
 
 @runtime_checkable

@@ -97,8 +97,8 @@ class Row:
 class Estimate:
     """The estimated memory and time of a video. The figures are prices, not measurements.
 
-    `fits` is True if every stage fits. `fits` is None if the roofline model cannot decide, because the model's peak is
-    an upper bound that assumes no fusion. Unless `fits` is True, `advice` says what to do.
+    `fits` is True if every stage fits. `fits` is None if the roofline model cannot decide. The peak of this model is an
+    upper bound, because the model assumes no fusion. Unless `fits` is True, `advice` says what to do.
 
     `compiler` is the name of the set of compiler options; None if nothing was compiled. `attention` is the priced
     implementation of self-attention. A run uses the same implementation if the trials of its kernel pass.
@@ -109,10 +109,10 @@ class Estimate:
     `full_precision` describes the projections that stay in full precision when the other weights have 8 bits.
 
     `reusing_steps` is the number of steps that reuse values of the step cache. `dense_steps` is the number of steps
-    that use full attention, which are the first steps of radial attention. Fields named `step_...` describe the steps
-    that neither reuse values nor are dense. Some caches decide on the device whether a step reuses values. For such a
-    cache, `reusing_step_seconds` is the time of a step that does not reuse values, `reusing_step_seconds_least` is the
-    time of a step that reuses values, and `total_seconds_least` assumes the maximum number of reusing steps.
+    that use full attention, which are the first steps of radial attention. Fields named `step_...` describe all other
+    steps. Some caches decide on the device whether a step reuses values. For such a cache, `reusing_step_seconds` is
+    the time of a step that does not reuse values, `reusing_step_seconds_least` is the time of a step that reuses
+    values, and `total_seconds_least` assumes the maximum number of reusing steps.
     `step_seconds_worst` is the high end of the time of a step in which every attention head takes its running-max path;
     None if kernels have no schedules. `total_seconds_low` adds up the low ends of all programs, and
     `total_seconds_high` adds up the high ends.
@@ -198,7 +198,7 @@ def estimate_video(
     offload: Offload = STAGES,
     decoder: DecoderFile | None = None,
     finds_options: bool = False,
-    on_progress: OnProgress = lambda now, done, total: None,
+    on_progress: OnProgress = lambda running_names, done, total: None,
 ) -> Estimate:
     """Estimate a video with the description's settings on a slice such as v6e-8.
 
@@ -540,11 +540,11 @@ def _advice(settings: Settings, chip: str, stages: Mapping[str, Stage], devices:
     """Write the advice for a video that does not fit, or that may not fit."""
     name, largest = max(stages.items(), key=lambda item: item[1].peak_bytes_per_chip)
     video = f"{settings.model} at {settings.width}x{settings.height} and {pluralize(settings.frames, 'frame')}"
-    needed, memory = largest.peak_bytes_per_chip, largest.peak_bytes_per_chip + largest.spare_bytes_per_chip
+    needed_bytes, memory = largest.peak_bytes_per_chip, largest.peak_bytes_per_chip + largest.spare_bytes_per_chip
     if fits is None:
         min_bytes = largest.weights_bytes_per_chip + largest.kept_bytes_per_chip
-        return may_fit_advice(f"{video} may fit {chip}", f"to {name} it", min_bytes, needed, memory)
+        return may_fit_advice(f"{video} may fit {chip}", f"to {name} it", min_bytes, needed_bytes, memory)
     return (
-        f"{video} does not fit {chip}: to {name} it needs {format_bytes(needed, 1024)} a chip, which has "
-        f"{format_bytes(memory, 1024)}; {smallest_slice_advice(chip, needed * devices)}"
+        f"{video} does not fit {chip}: to {name} it needs {format_bytes(needed_bytes, 1024)} a chip, which has "
+        f"{format_bytes(memory, 1024)}; {smallest_slice_advice(chip, needed_bytes * devices)}"
     )

@@ -88,7 +88,7 @@ def mesh_on(hardware: Hardware, axes: Mapping[str, int]) -> Mesh | AbstractMesh:
 def price_on(
     hardware: Hardware,
     programs: Sequence[tuple[str, AbstractCall]],
-    on_progress: OnProgress = lambda now, done, total: None,
+    on_progress: OnProgress = lambda running_names, done, total: None,
 ) -> list[Price]:
     """Price named programs that are traced on `mesh_on`.
 
@@ -170,14 +170,16 @@ def may_fit_advice(claim: str, subject: str, min_bytes: int, max_bytes: int, mem
     )
 
 
-def smallest_slice_advice(chip: str, needed: int) -> str:
+def smallest_slice_advice(chip: str, needed_bytes: int) -> str:
     """Write the end of the advice.
 
     The advice names the smallest slice with enough memory, preferably of the same chip.
     """
     family = CARD_SLICES if chip.partition("-")[0] in CARD_SLICES else SLICES
     large_enough = [
-        hardware for hardware in family.values() if hardware.devices * hardware.chip.hbm * USABLE_FRACTION > needed
+        hardware
+        for hardware in family.values()
+        if hardware.devices * hardware.chip.hbm * USABLE_FRACTION > needed_bytes
     ]
     candidates = [hardware for hardware in large_enough if hardware.chip.name == chip.partition("-")[0]] or large_enough
     smallest = min(candidates, key=lambda hardware: hardware.devices, default=None)

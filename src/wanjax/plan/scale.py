@@ -145,7 +145,7 @@ def estimate_at_scale(
     sp: int | None = None,
     rules: str = "fsdp",
     attention: AttentionConfig = AUTO,
-    on_progress: OnProgress = lambda now, done, total: None,
+    on_progress: OnProgress = lambda running_names, done, total: None,
     **keywords: Any,
 ) -> ScaleEstimate:
     """Estimate many videos on `chip` and on each smaller slice of the same chip.
@@ -166,8 +166,8 @@ def estimate_at_scale(
             rejected.append(Rejected(name, ratio))
             continue
 
-        def report(now: Sequence[str], done: int, total: int, name: str = name) -> None:
-            on_progress([f"{program} on {name}" for program in now], done, total)
+        def report(running_names: Sequence[str], done: int, total: int, name: str = name) -> None:
+            on_progress([f"{program} on {name}" for program in running_names], done, total)
 
         plan = estimate_video(
             description, name, mesh, sp=sp, rules=rules, attention=attention, on_progress=report, **keywords

@@ -98,7 +98,7 @@ def estimate_training(
     rules: str = "fsdp",
     compiler: str = SAFE_SET,
     attention: AttentionConfig = AUTO,
-    on_progress: OnProgress = lambda now, done, total: None,
+    on_progress: OnProgress = lambda running_names, done, total: None,
 ) -> TrainingEstimate:
     """Estimate a training step on clips with the description's settings. The other arguments are as in `estimate`."""
     check_trainable_precision(Precision.of(description.settings.precision), lora)

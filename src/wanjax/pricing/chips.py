@@ -13,8 +13,8 @@ L40S, T4) and from the appendix of the Ada whitepaper (RTX 4090). Peaks are dens
 Multiprocessors, caches, clocks and limits are from XLA's descriptions (`xla/backends/gpu/target_config/specs`: B200,
 H200, H100, A100) and from the CUDA programming guide's table of compute capabilities. Memory is the amount that JAX and
 PyTorch report, which excludes the memory of the driver. The link is NVLink in one direction, or PCIe for cards without
-NVLink. The bandwidth to the host's memory is the bandwidth of 16 lanes of PCIe in one direction, of the generation in
-the data sheet.
+NVLink. The bandwidth to the host's memory is the bandwidth of 16 PCIe lanes in one direction. The data sheets give the
+generation of PCIe.
 """
 
 from collections.abc import Mapping

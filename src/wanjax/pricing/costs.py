@@ -146,8 +146,8 @@ def price_compiled(
         kernels: Seconds of kernels by their names in the module: `flash.3`, or `flash` for all kernels of that name. A
             whole model needs `kernels`, because it is compiled without schedules; its kernels are compiled and priced
             separately.
-        skip: For each kernel, the blocks among `data_dependent_blocks` whose branch is taken, so that the code behind
-            the branch does not run. By default all code behind such branches runs, including both sides of a
+        skip: For each kernel, some of its `data_dependent_blocks`. The branches of these blocks are taken, and the code
+            that they skip does not run. By default all code behind such branches runs, including both sides of a
             conditional.
         input_word: As in `KernelSchedule.run`.
         cheapest: Whether the cheapest branch of a conditional counts; by default, the most expensive branch counts.

@@ -210,8 +210,8 @@ def _instruction(line: str) -> Instruction:
 def _closing_index(text: str, start: int) -> int:
     """Return the index after the parenthesis that closes the parenthesis at `start`."""
     depth = 0
-    for mark in re.compile(r"[()]").finditer(text, start):
-        depth += 1 if mark[0] == "(" else -1
+    for parenthesis in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if parenthesis[0] == "(" else -1
         if depth == 0:
-            return mark.end()
+            return parenthesis.end()
     raise ValueError(f"a parenthesis does not close: {text[start : start + 80]}")

@@ -136,7 +136,7 @@ def scalar_steps(bundle: str) -> list[ScalarStep]:
     assigned = [
         assignment for assignment in _ASSIGN.findall(bundle) if assignment[0][0] in "sp" and assignment[1] != "sst"
     ]
-    phis, others = (
+    phis, other_assignments = (
         [assignment for assignment in assigned if (assignment[1] in PHI_OPCODES) is expected]
         for expected in (True, False)
     )
@@ -145,7 +145,7 @@ def scalar_steps(bundle: str) -> list[ScalarStep]:
     return [
         *starmap(make_step, phis),
         *stores,
-        *starmap(make_step, others),
+        *starmap(make_step, other_assignments),
     ]  # phi instructions take effect first
 
 

@@ -209,8 +209,8 @@ def bytes_from_host(module: Module, instruction: Instruction, computation: Compu
         return 0
     if instruction.opcode in ("tuple", "while", "conditional", "call", "get-tuple-element", "bitcast", "parameter"):
         return 0
-    copied = [array for array in instruction.results if array.space != HOST]
-    return max((array.bytes for array in copied), default=0)
+    copied_arrays = [array for array in instruction.results if array.space != HOST]
+    return max((array.bytes for array in copied_arrays), default=0)
 
 
 def traffic(module: Module, instruction: Instruction, computation: Computation) -> int:
@@ -253,7 +253,9 @@ def _read_bytes(module: Module, inner: Computation, value: Instruction) -> int:
             read_bytes += _read_bytes(module, inner, user)
         elif user.opcode == "fusion" and user.called_computation is not None:
             computation_called = module.computations[user.called_computation]
-            if _changes_only_layout(computation_called):  # the operations that use it decide how much of it is computed
+            if _changes_only_layout(
+                computation_called
+            ):  # the operations that use the result decide how much of it is computed
                 read_bytes += _read_bytes(module, inner, user)
                 continue
             positions = [i for i, name in enumerate(user.operands) if name == value.name]

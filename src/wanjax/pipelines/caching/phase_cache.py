@@ -84,8 +84,8 @@ def step_cache(
     """Return the cache of a phase. Raises WanjaxError if no step would reuse cached values, or if every step that may
     reuse them does.
 
-    TeaCache reads the weights. While a run is traced, there are no weights; then only the last step that may reuse
-    cached values reuses them.
+    TeaCache reads the weights. A traced run has no weights. Of its steps, only the last step that may reuse cached
+    values reuses them.
     """
     if not isinstance(rule, TeaCache):
         return rule.cache(phase, (False,) * phase.start + rule.reused(phase, tables))

@@ -90,8 +90,8 @@ def _covering_length(mask: Shaped[Array | np.ndarray, "B S"], lengths: Sequence[
     """
     if isinstance(mask, Tracer):
         return mask.shape[1]
-    needed = int(np.max(np.nonzero(_as_booleans(mask))[1], initial=-1)) + 1
-    return next((length for length in lengths if length >= needed), lengths[-1])
+    num_needed = int(np.max(np.nonzero(_as_booleans(mask))[1], initial=-1)) + 1
+    return next((length for length in lengths if length >= num_needed), lengths[-1])
 
 
 def _as_booleans(mask: Shaped[Array | np.ndarray, "B S"]) -> Bool[Array | np.ndarray, "B S"]:

@@ -129,7 +129,7 @@ def _added_tokens(config: Mapping[str, Any], entries_by_id: Mapping[int, Mapping
     by_id: dict[int, tuple[str, AddedToken]] = {}
     for id, (name, default) in enumerate(SPECIAL_TOKENS.items()):
         entry = config.get(name) or default
-        # a token that is only a name strips the whitespace around it, for compatibility with the first release
+        # a token without an entry of its own strips the whitespace around it, for compatibility with the first release
         entry = entry if isinstance(entry, Mapping) else {"content": entry, "lstrip": True, "rstrip": True}
         by_id[id] = _added_token(id, entry)
     by_id |= {id: _added_token(id, entry) for id, entry in entries_by_id.items()}

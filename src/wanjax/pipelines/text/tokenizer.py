@@ -166,7 +166,7 @@ END, SPACE = "</s>", "▁"
 EXTRA_TOKEN = re.compile(r"<extra_id_\d+>")
 
 
-def read_spiece(file: Path, extra: int) -> tokenizers.Tokenizer:
+def read_spiece(file: Path, num_extra_ids: int) -> tokenizers.Tokenizer:
     """Read a SentencePiece model as a tokenizer, and append the tokens <extra_id_0> to <extra_id_{extra - 1}>.
 
     Raises WanjaxError if the file cannot be read or is not a T5 model.
@@ -177,7 +177,7 @@ def read_spiece(file: Path, extra: int) -> tokenizers.Tokenizer:
     try:
         model = ModelProto.FromString(file.read_bytes())
         pieces = [Piece(piece.piece, piece.score, piece.type) for piece in model.pieces]
-        pieces += [Piece(f"<extra_id_{i}>", 0.0, PieceKind.NORMAL) for i in reversed(range(extra))]
+        pieces += [Piece(f"<extra_id_{i}>", 0.0, PieceKind.NORMAL) for i in reversed(range(num_extra_ids))]
         backend = t5_tokenizer(pieces, model.normalizer_spec.precompiled_charsmap)
     except Exception as error:  # the libraries raise no narrower exception type
         raise WanjaxError(f"{file} is not a readable SentencePiece model: download it again") from error

@@ -289,8 +289,8 @@ def other_expert(path: str) -> tuple[str, ...]:
         other_name = prefix + OTHER_EXPERT_WORD[expert] + suffix
         names = [other_name, DATE.sub("", other_name)]
     folder = _other_folder(path)
-    others = [f"../{folder}/{other_name}" for other_name in (names or [name])] if folder else []
-    return tuple(dict.fromkeys([*names, *others]))
+    other_paths = [f"../{folder}/{other_name}" for other_name in (names or [name])] if folder else []
+    return tuple(dict.fromkeys([*names, *other_paths]))
 
 
 def _other_folder(path: str | Path) -> str | None:
@@ -316,9 +316,9 @@ def _other_expert_paths(path: Path, folder: str | None = None) -> list[Path]:
     `folder`.
 
     The swapped name is the name of `path` with `high` in place of `low`, or `low` in place of `high`. If a neighbour
-    has exactly the swapped name, return only this neighbour. Otherwise, return the neighbours whose name extends the
-    swapped name or is extended by it, for example with a date. If there are none, return the neighbours whose name
-    equals the swapped name up to the word `noise`.
+    has exactly the swapped name, return only this neighbour. Otherwise, return the neighbours whose name differs from
+    the swapped name only by additional characters at the end of one of them, for example a date. If there are none,
+    return the neighbours whose name equals the swapped name up to the word `noise`.
     """
     if not (parts := _split_expert_name(path.name)):
         return []
@@ -367,14 +367,18 @@ def _with_other_expert(
     return low | high | {"transformer_2": low["transformer"]}
 
 
-def _check_has_pair(transformer: Mapping[str, Any], path: Path, others: Sequence[Path]) -> None:
+def _check_has_pair(transformer: Mapping[str, Any], path: Path, other_paths: Sequence[Path]) -> None:
     """Raise WanjaxError if the name and shapes show an expert, but the number of other experts next to it is not
     one."""
     if not (parts := _split_expert_name(path.name)) or not _published_preset(transformer, experts=True):
         return
     if NOISE_WORD.search(path.name) or not _published_preset(transformer, experts=False):
         expected = parts[0] + OTHER_EXPERT_WORD[parts[1]] + parts[2]
-        advice = f"keep only one of {' and '.join(x.name for x in others)}" if others else "put it next to this one"
+        advice = (
+            f"keep only one of {' and '.join(x.name for x in other_paths)}"
+            if other_paths
+            else "put it next to this one"
+        )
         raise WanjaxError(f"{path} is one of two experts, and {expected}, the other, is missing: {advice}")
 
 

@@ -44,9 +44,9 @@ def segments(count: int, settings: Settings) -> list[Int[np.ndarray, " _T"]]:
         settings: The settings of the video.
     """
     step, follows_diffusers = settings.frames - settings.overlap, settings.follow == "diffusers"
-    full, remainder = divmod(max(count - settings.overlap, 1), step)
+    num_full, remainder = divmod(max(count - settings.overlap, 1), step)
     last = step if follows_diffusers else min(step, max(MIN_NEW_FRAMES, remainder + 4 - remainder % 4))
-    lengths = [*[step] * full, *[last] * bool(remainder)][: settings.windows]
+    lengths = [*[step] * num_full, *[last] * bool(remainder)][: settings.windows]
     indices = ping_pong_indices(count, settings.overlap + sum(lengths), repeats_ends=follows_diffusers)
     return [indices[i * step : i * step + settings.overlap + length] for i, length in enumerate(lengths)]
 
