@@ -126,8 +126,10 @@ def mlp(
 ) -> jax.Array:
     """The MLP."""
     if variant.name == "fused":
-        parts = {"modulation": modulation, "gated_sum": gated_sum}
-        return quantized_mlp(x, *weights, hadamard_sizes=(HADAMARD_SIZE, HADAMARD_SIZE), **variant.options, **parts)
+        fused_inputs = {"modulation": modulation, "gated_sum": gated_sum}
+        return quantized_mlp(
+            x, *weights, hadamard_sizes=(HADAMARD_SIZE, HADAMARD_SIZE), **variant.options, **fused_inputs
+        )
     normed = modulated_norm(x, modulation, EPS).astype(DTYPE)
     return add_gated(variant.product(variant.product(normed, weights[0], gelu=True), weights[1]), gated_sum)
 

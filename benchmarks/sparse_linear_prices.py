@@ -57,9 +57,9 @@ def _row(compiled: Compiled) -> list[str]:
     schedule = compiled.schedules[names[SPARSE_LINEAR_KERNEL]]
     runs = schedule.run(rare[names[SPARSE_LINEAR_KERNEL]]).run_counts
     body = max(schedule.blocks, key=lambda block: block.bundles * runs[block.start])
-    again = body.bundles + sum(block.bundles for block in schedule.blocks if not runs[block.start])
-    times.append(again * runs[body.start] / compiled.slice.chip.clock)
-    return [f"{schedule.occupancy(runs)['MXU']:.0%}", *(f"{1e3 * part:.2f}" for part in times)]
+    repeated_bundles = body.bundles + sum(block.bundles for block in schedule.blocks if not runs[block.start])
+    times.append(repeated_bundles * runs[body.start] / compiled.slice.chip.clock)
+    return [f"{schedule.occupancy(runs)['MXU']:.0%}", *(f"{1e3 * seconds:.2f}" for seconds in times)]
 
 
 def main() -> None:

@@ -70,16 +70,16 @@ class JoinStatic(NamedTuple):
 
 @program(scan_options)
 def cut(
-    parts: tuple[LatentTile, ...], latents: Float[Array, "_B C T H W"], video: Int[Array, ""]
+    latent_tiles: tuple[LatentTile, ...], latents: Float[Array, "_B C T H W"], video: Int[Array, ""]
 ) -> tuple[Float[Array, "1 _T _H _W C"], ...]:
     """Cut the latents of one video of the batch into parts. One program decodes all parts of the same shape."""
     x = jnp.moveaxis(jax.lax.dynamic_slice_in_dim(latents, video, 1), 1, -1)
 
-    def cut_tile(part: LatentTile) -> Float[Array, "1 _T _H _W C"]:
-        top, left, height, width = part.tile
-        return x[:, part.start : part.stop, top : top + height, left : left + width]
+    def cut_tile(latent_tile: LatentTile) -> Float[Array, "1 _T _H _W C"]:
+        top, left, height, width = latent_tile.tile
+        return x[:, latent_tile.start : latent_tile.stop, top : top + height, left : left + width]
 
-    return tuple(map(cut_tile, parts))
+    return tuple(map(cut_tile, latent_tiles))
 
 
 @program(conv_options, donated=("cache",), fast_options=fast_conv_options)
@@ -184,8 +184,8 @@ def decode_latents(
     for latent_chunk in latent_chunks:
         rows = split_into_tiles(latent_chunk.shape[3], latent_chunk.shape[4], tiling, config.spatial_factor)
         chunks = list(spans(latent_chunk.shape[2], (later_length if caches else first_length, later_length)))
-        parts = tuple(LatentTile(span.start, span.stop, tile) for span in chunks for row in rows for tile in row)
-        tile_latents = iter(call(cut, parts, latent_chunk, np.int32(video)))
+        latent_tiles = tuple(LatentTile(span.start, span.stop, tile) for span in chunks for row in rows for tile in row)
+        tile_latents = iter(call(cut, latent_tiles, latent_chunk, np.int32(video)))
         for _ in chunks:
             if tiling is None:  # one program from latents to frames
                 yield decode(decode_chunk, rows[0][0], next(tile_latents))

@@ -197,10 +197,10 @@ def _run_compilers(remaining: dict[Path, list[int]], on_start: Callable[[int], A
                                 subprocess.Popen([*map(str, arguments)], env=_environment(root), **streams)
                             )
                 for line in lines:  # the lines of all processes
-                    word, _, index = line.strip().partition(" ")
-                    if word == "started":
+                    status, _, index = line.strip().partition(" ")
+                    if status == "started":
                         on_start(int(index))
-                    elif word == "done":
+                    elif status == "done":
                         root = next(root for root, indices in remaining.items() if int(index) in indices)
                         remaining[root].remove(int(index))
                         yield root, int(index)

@@ -235,7 +235,8 @@ class OperationPricer:
         if instruction.opcode in ("call", "conditional"):
             callees = [self.module.computations[name] for name in branches(instruction)]
             return self.choose(
-                (self.price_computation(part, num_executions) for part in callees), key=lambda part: _sum(part).mid
+                (self.price_computation(callee, num_executions) for callee in callees),
+                key=lambda priced: _sum(priced).mid,
             )
         return [self.price_operation(instruction, computation, num_executions)]
 
@@ -272,7 +273,7 @@ class OperationPricer:
                 self.kernel_cost(call, traffic_bytes).scaled_by(num_executions),
                 bytes=num_executions * traffic_bytes,
             )
-        opcodes = {part.opcode for part in (instruction, *self.module.nested_instructions(instruction))}
+        opcodes = {executed.opcode for executed in (instruction, *self.module.nested_instructions(instruction))}
         if instruction.opcode.removesuffix("-start") in COLLECTIVES:
             sent_bytes = wire_bytes(instruction, computation)
             links = 1 if instruction.group_size == 2 else 2  # how many of a chip's links the group uses

@@ -125,7 +125,7 @@ class Instruction:
         if match := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{([^{}]*)\}", self.attributes):
             sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
             split_axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])
-            return math.prod(int(part or sizes[axis]) for axis, part in split_axes)
+            return math.prod(int(size or sizes[axis]) for axis, size in split_axes)
         return 2 if self.sent_between else 1
 
     @property
@@ -170,9 +170,9 @@ class Module:
     def nested_instructions(self, instruction: Instruction) -> Iterator[Instruction]:
         """Yield the instructions of a fusion or call, including the instructions of nested fusions and calls."""
         if instruction.called_computation is not None:
-            for part in self.computations[instruction.called_computation].instructions:
-                yield part
-                yield from self.nested_instructions(part)
+            for nested in self.computations[instruction.called_computation].instructions:
+                yield nested
+                yield from self.nested_instructions(nested)
 
 
 def parse(text: str) -> Module:

@@ -105,10 +105,10 @@ def _matmuls(
                 num_executions,
             )
         runs = equation.params["length"] if name == "scan" else 1
-        parts = list(inner_jaxprs(equation))
+        inner_programs = list(inner_jaxprs(equation))
         if name == "cond":  # only one branch of a conditional runs
-            parts = [choose(parts, key=lambda part: _flops(part, inner_scope, choose, attention))]
-        for inner in parts:
+            inner_programs = [choose(inner_programs, key=lambda branch: _flops(branch, inner_scope, choose, attention))]
+        for inner in inner_programs:
             yield from _matmuls(inner, inner_scope, num_executions * runs, choose, attention)
 
 

@@ -156,7 +156,7 @@ def transfers(bundle: str) -> list[tuple[BranchCondition | None, str | int]]:
     """
     conditional_sizes = []
     for arguments in _TRANSFER.findall(bundle):
-        sizes = [part.strip() for part in arguments.split(",")]
+        sizes = [operand_text.strip() for operand_text in arguments.split(",")]
         skip = 2 if _PREDICATE.search(sizes[0]) else 1  # after an optional predicate: the source and the size
         size = sizes[skip]
         conditional_sizes.append((condition(sizes[0]), int(size) if size.isdigit() else _value_name(size.lstrip("%"))))
@@ -189,10 +189,12 @@ def _assign(name: str, opcode: str, arguments: str) -> ScalarStep:
     if opcode == "smov" and (match := _CONDITIONAL_MOVE.match(arguments)):
         otherwise, then = match[3].strip(), match[4].strip()
         return _choice(name, BranchCondition(_value_name(match[2]), not match[1]), then, otherwise)
-    parts = [part.strip() for part in re.sub(r"\(!?%\w+\),?", "", arguments).split(",")]
+    operand_texts = [operand_text.strip() for operand_text in re.sub(r"\(!?%\w+\),?", "", arguments).split(",")]
     if opcode == "scalar_select":
-        return _choice(name, BranchCondition(_value_name(parts[0].lstrip("%")), True), parts[1], parts[2])
-    value = _value(opcode, parts)
+        return _choice(
+            name, BranchCondition(_value_name(operand_texts[0].lstrip("%")), True), operand_texts[1], operand_texts[2]
+        )
+    value = _value(opcode, operand_texts)
     predicate = condition(arguments)
 
     def step(registers, memory, after_backward_branch):
@@ -213,8 +215,8 @@ def _choice(name: str, predicate: BranchCondition, if_true: str, if_false: str) 
     return step
 
 
-def _value(opcode: str, parts: list[str]) -> Callable[[Registers, Registers, bool], Scalar]:
-    operands = [_operand(part) for part in parts]
+def _value(opcode: str, operand_texts: list[str]) -> Callable[[Registers, Registers, bool], Scalar]:
+    operands = [_operand(operand_text) for operand_text in operand_texts]
     if opcode in BINARY and len(operands) == 2:
         operation, (a, b) = BINARY[opcode], operands
         return lambda registers, memory, after_backward_branch: operation(a(registers), b(registers))
@@ -224,10 +226,10 @@ def _value(opcode: str, parts: list[str]) -> Callable[[Registers, Registers, boo
         return lambda registers, memory, after_backward_branch: _not(operands[0](registers))
     if opcode in PHI_OPCODES:  # the first operand on entry to the loop, otherwise the last operand
         return lambda registers, memory, after_backward_branch: operands[-1 if after_backward_branch else 0](registers)
-    if opcode == "sld" and (match := re.fullmatch(_SLOT, parts[0])):
+    if opcode == "sld" and (match := re.fullmatch(_SLOT, operand_texts[0])):
         return lambda registers, memory, after_backward_branch: memory[match[1]]
     if opcode == "sld" or (
-        opcode == OPERAND_OPCODE and parts[0].startswith("<no memory space>")
+        opcode == OPERAND_OPCODE and operand_texts[0].startswith("<no memory space>")
     ):  # an input word of the kernel
         return lambda registers, memory, after_backward_branch: memory.unassigned
     return lambda registers, memory, after_backward_branch: None

@@ -36,15 +36,15 @@ def trip_count(module: Module, loop: Instruction, computation: Computation) -> i
     # the fusion contains the comparison; the parameters of the comparison are the fusion's operands
     if comparison.opcode == "fusion":
         comparison = next(
-            (part for part in module.nested_instructions(comparison) if part.opcode == "compare"), comparison
+            (nested for nested in module.nested_instructions(comparison) if nested.opcode == "compare"), comparison
         )
-        sides = [_outer_operand(module, condition.root, name) for name in comparison.operands]
+        operand_names = [_outer_operand(module, condition.root, name) for name in comparison.operands]
     else:
-        sides = list(comparison.operands)
+        operand_names = list(comparison.operands)
     if comparison.opcode != "compare" or comparison.attribute("direction") not in ("LT", "LE"):
         return None
-    counter = _element_index(condition, sides[0])
-    bound = _constant_value(condition, sides[1], start)
+    counter = _element_index(condition, operand_names[0])
+    bound = _constant_value(condition, operand_names[1], start)
     if counter is None or bound is None or start.get(counter) is None:
         return None
     step = _counter_step(module, body, counter, start)
@@ -65,7 +65,7 @@ def _constant_elements(computation: Computation, name: str) -> dict[int, int]:
     if instruction.opcode in PASS_THROUGH_OPCODES:
         return _constant_elements(computation, instruction.operands[0])
     values = (
-        {i: _constant_value(computation, part, {}) for i, part in enumerate(instruction.operands)}
+        {i: _constant_value(computation, operand, {}) for i, operand in enumerate(instruction.operands)}
         if instruction.opcode == "tuple"
         else {}
     )
@@ -109,14 +109,17 @@ def _counter_step(module: Module, body: Computation, counter: int, elements: Map
         inner = module.computations[instruction.called_computation or ""]
         if inner.root.opcode != "add":
             return None
-        sides = [_outer_operand(module, instruction, name) for name in inner.root.operands]
-        values = [_constant_value(body, side, elements) or _constant_value(inner, side, {}) for side in sides]
+        operand_names = [_outer_operand(module, instruction, name) for name in inner.root.operands]
+        values = [
+            _constant_value(body, operand_name, elements) or _constant_value(inner, operand_name, {})
+            for operand_name in operand_names
+        ]
     elif instruction.opcode == "add":
-        sides = list(instruction.operands)
-        values = [_constant_value(body, side, elements) for side in sides]
+        operand_names = list(instruction.operands)
+        values = [_constant_value(body, operand_name, elements) for operand_name in operand_names]
     else:
         return None
-    counters = [_element_index(body, side) == counter for side in sides]
+    counters = [_element_index(body, operand_name) == counter for operand_name in operand_names]
     return next((value for value, is_counter in zip(values, counters, strict=True) if not is_counter), None)
 
 
@@ -153,7 +156,7 @@ def flops(module: Module, instruction: Instruction, computation: Computation) ->
     total = 0
     if instruction.called_computation is not None:
         inner = module.computations[instruction.called_computation]
-        total = sum(flops(module, part, inner) for part in inner.instructions)
+        total = sum(flops(module, nested, inner) for nested in inner.instructions)
     return total
 
 
@@ -253,9 +256,8 @@ def _read_bytes(module: Module, inner: Computation, value: Instruction) -> int:
             read_bytes += _read_bytes(module, inner, user)
         elif user.opcode == "fusion" and user.called_computation is not None:
             computation_called = module.computations[user.called_computation]
-            if _changes_only_layout(
-                computation_called
-            ):  # the operations that use the result decide how much of it is computed
+            if _changes_only_layout(computation_called):
+                # the users of the result decide how much is read
                 read_bytes += _read_bytes(module, inner, user)
                 continue
             positions = [i for i, name in enumerate(user.operands) if name == value.name]

@@ -42,11 +42,11 @@ class LatentToRGB(NamedTuple):
     def pictures(self, latents: Float[Array | np.ndarray, "B C T H W"]) -> UInt8[np.ndarray, "B T H W 3"]:
         """Return a small image of each latent frame of each video."""
         x = np.moveaxis(np.asarray(latents, np.float32), 1, -1)
-        parts = [
+        frame_colours = [
             x[:, frames] @ weights + bias
             for frames, weights, bias in zip((slice(1), slice(1, None)), self.weights, self.bias, strict=True)
         ]
-        return np.round(255 * np.clip(np.concatenate(parts, axis=1), 0, 1)).astype(np.uint8)
+        return np.round(255 * np.clip(np.concatenate(frame_colours, axis=1), 0, 1)).astype(np.uint8)
 
 
 def fit_colours(encode: Callable[[Any], Any], spatial: int, temporal: int) -> LatentToRGB:

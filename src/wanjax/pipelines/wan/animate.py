@@ -231,13 +231,13 @@ class CharacterAnimation(CharacterToVideo):
         previous_frames = previous_segment_frames(pictures, settings)
         unknown = np.full((settings.frames - len(previous_frames), *size, 3), GREY)
         mask = known_frame_mask(range(len(previous_frames)), settings.frames, self.vae.temporal_factor)
-        parts = (
+        conditions = (
             runtime.call(known_condition, None, encode([image / byte]), known_frame_mask([0], 1, len(mask))),
             runtime.call(known_condition, None, encode(np.concatenate([previous_frames, unknown])), mask),
         )
         has_bias = self.distilled and settings.follow == "official"
         return {
-            "condition": runtime.call(join, 2, parts),
+            "condition": runtime.call(join, 2, conditions),
             "image_embeds": embed(image),
             "clip_latents": encode(clip / byte),
             "clip_image_embeds": embed(letterbox(pictures["clip_image"], size, BILINEAR)),

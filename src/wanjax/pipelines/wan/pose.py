@@ -83,10 +83,10 @@ class PoseSegments(Segments):
     """The segments of a pose clip. Every clip is extended by playing it backwards and forwards."""
 
     def video_shape(self, pictures: Pictures, settings: Settings, *, is_limited: bool) -> Mapping[str, int]:
-        for name, other in ((BACKGROUND, MASK), (MASK, BACKGROUND)):
-            if name.name in pictures and other.name not in pictures:
-                problem = f"{name.noun} without {other.noun} does not say what to replace"
-                raise SettingError(f"{problem}: give {other.option} too, or leave {name.option} out", other.name)
+        for given, missing in ((BACKGROUND, MASK), (MASK, BACKGROUND)):
+            if given.name in pictures and missing.name not in pictures:
+                problem = f"{given.noun} without {missing.noun} does not say what to replace"
+                raise SettingError(f"{problem}: give {missing.option} too, or leave {given.option} out", missing.name)
         return super().video_shape(pictures, settings, is_limited=is_limited)
 
     def pictures(
@@ -99,8 +99,8 @@ class PoseSegments(Segments):
     ) -> Pictures:
         clips = {name: pictures[name] for name in CLIPS if name in pictures}
         count = len(clips[POSE_CLIP.name])
-        parts = {name: x[full_segments(count, len(x), settings)[window.index]] for name, x in clips.items()}
-        return pictures.with_inputs(**parts, previous_frames=previous_frames)
+        segment_clips = {name: x[full_segments(count, len(x), settings)[window.index]] for name, x in clips.items()}
+        return pictures.with_inputs(**segment_clips, previous_frames=previous_frames)
 
 
 @program(matmul_options, fast_options=fast_matmul_options)
