@@ -86,12 +86,12 @@ def dense(repeats: int) -> Table:
         graphdef, weights = nnx.split(layer)
         x, kernel = jnp.asarray(random.standard_normal(shape, np.float32)), layer.kernel[...]
         by_hand = _gradient(lambda weights, x, graphdef=graphdef: nnx.merge(graphdef, weights)(x))
-        forms = {
+        functions = {
             "by hand": partial(by_hand, weights, x),
             "XLA's": partial(_gradient(lambda kernel, x: x @ kernel), kernel, x),
             "flat": partial(_gradient(lambda kernel, x: x.reshape(-1, x.shape[-1]) @ kernel), kernel, x),
         }
-        timings = time_alternately(forms, repeats)
+        timings = time_alternately(functions, repeats)
         times = (f"{1e3 * timing.median:.1f}" for timing in timings.values())
         table.add_row(str(list(shape)), str(list(kernel.shape)), *times)
     return table

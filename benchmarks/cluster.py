@@ -53,22 +53,22 @@ MAX_STALL_SECONDS = 900.0  # the most seconds between two videos of a driver
 @contextmanager
 def pinned(core: int | None) -> Iterator[None]:
     """Pin processes that are started in the block to one core."""
-    before = os.sched_getaffinity(0)
+    previous_cores = os.sched_getaffinity(0)
     if core is not None:
-        os.sched_setaffinity(0, {sorted(before)[core % len(before)]})
+        os.sched_setaffinity(0, {sorted(previous_cores)[core % len(previous_cores)]})
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        os.sched_setaffinity(0, previous_cores)
 
 
-def start_with_retries(start: Callable[[], Any], tries: int = 5) -> Any:
+def start_with_retries(start: Callable[[], Any], max_attempts: int = 5) -> Any:
     """Start a node; try again if it fails, since Ray's timeout of 30 seconds is too short on a busy machine."""
-    for tries_left in reversed(range(tries)):
+    for attempts_left in reversed(range(max_attempts)):
         try:
             return start()
         except Exception:
-            if not tries_left:
+            if not attempts_left:
                 raise
 
 
@@ -228,7 +228,7 @@ def measure_plan(requests: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         file, pipe = write_requests(folder / "requests.jsonl", requests), load("nano")
-        before, start = psutil.Process().memory_info().rss, time.perf_counter()
+        bytes_before, start = psutil.Process().memory_info().rss, time.perf_counter()
         cpu = time.process_time()
         tasks = VideoMaker(lambda: pipe, folder).tasks_for(read_requests(str(file)))
         plan_seconds = time.perf_counter() - start
@@ -243,7 +243,7 @@ def measure_plan(requests: int) -> None:
         assert len(manifest.done_names) == requests * 9 // 10
         resume_seconds, cpu = time.perf_counter() - start_again, time.process_time() - cpu
         memory_growth, peak = (
-            psutil.Process().memory_info().rss - before,
+            psutil.Process().memory_info().rss - bytes_before,
             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         )
         print(

@@ -113,7 +113,7 @@ def kill_server(folder: Path, kills: Kills) -> dict[str, Any]:
         "--database",
         os.environ.get(ENV_VARIABLE) or str(folder / "jobs.sqlite"),
     )
-    accepted, deleted, statuses, num_requests, faults = set[str](), set[str](), dict[str, str](), 0, set[str]()
+    accepted, deleted, statuses, num_requests, problems = set[str](), set[str](), dict[str, str](), 0, set[str]()
 
     def num_ended() -> int:
         return sum(status in ("completed", "failed") for status in statuses.values())
@@ -136,16 +136,16 @@ def kill_server(folder: Path, kills: Kills) -> dict[str, Any]:
                             deleted.add(id)
                     if (listed_videos := list_videos(client)) is not None:
                         statuses = {video["id"]: video["status"] for video in listed_videos}
-                        faults |= {"listed twice"} if len(statuses) < len(listed_videos) else set()
-                        faults |= {"lost"} if not accepted <= statuses.keys() else set()
-                        faults |= {"deleted and there"} if deleted & statuses.keys() else set()
+                        problems |= {"listed twice"} if len(statuses) < len(listed_videos) else set()
+                        problems |= {"lost"} if not accepted <= statuses.keys() else set()
+                        problems |= {"deleted but listed"} if deleted & statuses.keys() else set()
                     kills.poll(num_ended() + len(deleted), process)
                     time.sleep(0.1)
         except httpx.TransportError:
             continue  # the server process was killed
     num_completed = list(statuses.values()).count("completed")
     return {
-        "nothing lost": not faults,
+        "nothing lost": not problems,
         "completed": num_completed,
         "given up": len(statuses) - num_completed,
         "deleted": len(deleted),

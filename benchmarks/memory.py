@@ -55,11 +55,11 @@ def decode(model: str, frames: int, height: int, width: int) -> dict[str, int]:
     pipeline = Pipeline(components, video_model, preset.defaults)
     shape = video_model.spec.latent_shape(replace(preset.defaults, frames=frames, height=height, width=width))
     latents = jax.random.normal(jax.random.key(0), shape)
-    before = memory("VmRSS")
+    bytes_before = memory("VmRSS")
     with tempfile.TemporaryDirectory() as folder:
         chunks = (np.asarray(chunk) for chunk in pipeline.decode_chunks(latents))
         write_video(f"{folder}/video.mp4", chunks, preset.defaults.fps, {})
-    return {"frames": frames, "before": before, "peak": memory("VmHWM")}
+    return {"frames": frames, "before": bytes_before, "peak": memory("VmHWM")}
 
 
 def main() -> None:

@@ -481,13 +481,13 @@ class Copy:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        listed = subprocess.run(
+        git_output = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
             cwd=ROOT,
             check=True,
             capture_output=True,
         )
-        for name in filter(None, listed.stdout.decode().split("\0")):
+        for name in filter(None, git_output.stdout.decode().split("\0")):
             if (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
@@ -608,11 +608,11 @@ def main() -> None:
             print(f"{mutation.name:16} {mutation.breaks}")
         return
     results = run(selected, arguments.jobs, arguments.timeout)
-    missed = [result.mutation for result in results if not result.caught]
-    print(f"{len(results) - len(missed)} of {len(results)} mutations are caught")
-    for mutation in missed:
+    surviving = [result.mutation for result in results if not result.caught]
+    print(f"{len(results) - len(surviving)} of {len(results)} mutations are caught")
+    for mutation in surviving:
         print(f"survived: {mutation.name} ({mutation.file}): {mutation.survives or mutation.breaks}")
-    sys.exit(any(not mutation.survives for mutation in missed))
+    sys.exit(any(not mutation.survives for mutation in surviving))
 
 
 if __name__ == "__main__":

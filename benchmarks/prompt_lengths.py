@@ -29,8 +29,8 @@ def main() -> None:
     for tokens in options.tokens:
         shapes: Any = replace(model.model, prompt_tokens=tokens)
         estimate = estimate_video(replace(model, model=shapes, settings=settings), options.chip, options.mesh)
-        spread = f"{estimate.step_seconds_low:.2f} to {estimate.step_seconds_high:.2f}"
-        print(f"{tokens} tokens: {estimate.step_seconds:.3f} s, {spread}")
+        seconds_range = f"{estimate.step_seconds_low:.2f} to {estimate.step_seconds_high:.2f}"
+        print(f"{tokens} tokens: {estimate.step_seconds:.3f} s, {seconds_range}")
 
 
 if __name__ == "__main__":

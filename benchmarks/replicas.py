@@ -68,7 +68,7 @@ class ClientResults:
 
     def get(self, client: httpx.Client, path: str) -> httpx.Response | None:
         """Send one GET; return None if it failed."""
-        begun = time.monotonic()
+        request_start = time.monotonic()
         try:
             answer = client.get(path)
         except httpx.TransportError as error:
@@ -77,7 +77,7 @@ class ClientResults:
         if answer.status_code >= 500:
             self.failed[str(answer.status_code)] += 1
             return None
-        self.gets.append((begun, time.monotonic() - begun))
+        self.gets.append((request_start, time.monotonic() - request_start))
         return answer
 
     def request_video(self, address: str, number: int) -> None:

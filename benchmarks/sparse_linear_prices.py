@@ -46,8 +46,8 @@ def price_table(workload: Workload, chip: str, tops: list[float]) -> Table:
 
 def _row(compiled: Compiled) -> list[str]:
     names = {call.kernel: name for name, call in kernel_calls(compiled).items()}
-    rare = {names[SPARSE_LINEAR_KERNEL]: rare_work(compiled)[names[SPARSE_LINEAR_KERNEL]]}
-    priced = price_compiled(compiled, skip=rare)
+    rare_blocks = {names[SPARSE_LINEAR_KERNEL]: rare_work(compiled)[names[SPARSE_LINEAR_KERNEL]]}
+    priced = price_compiled(compiled, skip=rare_blocks)
     seconds = {item.name: item.cost.mid for item in priced.items}
     times = [
         priced.total.mid,
@@ -55,7 +55,7 @@ def _row(compiled: Compiled) -> list[str]:
     ]
     times.append(times[0] - sum(times[1:]))
     schedule = compiled.schedules[names[SPARSE_LINEAR_KERNEL]]
-    runs = schedule.run(rare[names[SPARSE_LINEAR_KERNEL]]).run_counts
+    runs = schedule.run(rare_blocks[names[SPARSE_LINEAR_KERNEL]]).run_counts
     body = max(schedule.blocks, key=lambda block: block.bundles * runs[block.start])
     repeated_bundles = body.bundles + sum(block.bundles for block in schedule.blocks if not runs[block.start])
     times.append(repeated_bundles * runs[body.start] / compiled.slice.chip.clock)

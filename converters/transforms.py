@@ -18,12 +18,12 @@ class Transform:
     forward: Callable
     inverse: Callable
 
-    def __rshift__(self, after: "Transform") -> "Transform":
+    def __rshift__(self, next_transform: "Transform") -> "Transform":
         """Return a transform that applies this one and then `after`."""
         return Transform(
-            f"{self.name} >> {after.name}",
-            lambda x: after.forward(self.forward(x)),
-            lambda x: self.inverse(after.inverse(x)),
+            f"{self.name} >> {next_transform.name}",
+            lambda x: next_transform.forward(self.forward(x)),
+            lambda x: self.inverse(next_transform.inverse(x)),
         )
 
     def shape(self, source: Shape) -> Shape | None:

@@ -192,9 +192,9 @@ def _candidates(hardware: Hardware, chip: str, sp: int | None, cost: StepCost) -
             and candidate.devices % (sp or 1) == 0
         ):
             slice_chip_seconds[name] = chip_seconds(candidate, cost, sp)
-    fewest = min(slice_chip_seconds.values(), default=inf)
+    min_chip_seconds = min(slice_chip_seconds.values(), default=inf)
     for name in sorted(slice_chip_seconds.keys() | {chip}, key=lambda name: slices[name].devices):
-        yield name, slice_chip_seconds[name] / fewest if slice_chip_seconds.get(name, inf) < inf else inf
+        yield name, slice_chip_seconds[name] / min_chip_seconds if slice_chip_seconds.get(name, inf) < inf else inf
 
 
 def chip_seconds(hardware: Slice, cost: StepCost, sp: int | None) -> float:

@@ -187,8 +187,8 @@ def _store(slot: str, predicate: BranchCondition | None, name: str) -> ScalarSte
 
 def _assign(name: str, opcode: str, arguments: str) -> ScalarStep:
     if opcode == "smov" and (match := _CONDITIONAL_MOVE.match(arguments)):
-        otherwise, then = match[3].strip(), match[4].strip()
-        return _choice(name, BranchCondition(_value_name(match[2]), not match[1]), then, otherwise)
+        if_false, if_true = match[3].strip(), match[4].strip()
+        return _choice(name, BranchCondition(_value_name(match[2]), not match[1]), if_true, if_false)
     operand_texts = [operand_text.strip() for operand_text in re.sub(r"\(!?%\w+\),?", "", arguments).split(",")]
     if opcode == "scalar_select":
         return _choice(

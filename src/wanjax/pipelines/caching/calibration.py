@@ -141,8 +141,8 @@ def gaps_for(changes: Changes, gap_changes: Float[np.ndarray, "_T _S"] | None) -
     if gap_changes is None:
         return ()
     never_reused = np.append(GAPS[1:], TRAIN_STEPS)  # for each gap, the next longer gap
-    below = np.polyval(changes.polynomial, gap_changes) < changes.threshold
-    gaps = [float(max(never_reused[row], default=GAPS[0])) for row in below]
+    below_threshold = np.polyval(changes.polynomial, gap_changes) < changes.threshold
+    gaps = [float(max(never_reused[row], default=GAPS[0])) for row in below_threshold]
     return (gaps[1], *gaps[1:])  # no step starts at timestep 0
 
 

@@ -79,9 +79,12 @@ def synthetic_clip(frames: int, position_size: int) -> UInt8[np.ndarray, "T H W 
     """Draw a clip of moving squares of several sizes in random colours."""
     random, size = np.random.default_rng(0), CLIP_SIZE * position_size
     frame = np.zeros((size, size, 3))
-    for squares in GRID_SIZES:
-        colours, visible = random.random((squares, squares, 3)), random.random((squares, squares, 1)) < 0.5
-        square_size = (size // squares, size // squares, 1)
+    for num_squares in GRID_SIZES:
+        colours, visible = (
+            random.random((num_squares, num_squares, 3)),
+            random.random((num_squares, num_squares, 1)) < 0.5,
+        )
+        square_size = (size // num_squares, size // num_squares, 1)
         frame = np.where(np.kron(visible, np.ones(square_size, bool)), np.kron(colours, np.ones(square_size)), frame)
     moved_frames = [np.roll(frame, round(index * MOTION * position_size), axis=1) for index in range(frames)]
     return np.round(255 * np.stack(moved_frames)).astype(np.uint8)

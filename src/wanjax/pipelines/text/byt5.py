@@ -51,12 +51,12 @@ class ByT5Tokenizer:
         Raises WanjaxError if a file cannot be read, or if an added token must be a single word.
         """
         files = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-        config, specials, added = (read_json(folder / name, missing={}) for name in files)
+        config, special_tokens, added_tokens = (read_json(folder / name, missing={}) for name in files)
         if "added_tokens_decoder" in config:
             entries_by_id = {int(id): entry for id, entry in config["added_tokens_decoder"].items()}
         else:
-            config |= specials
-            entries_by_id = {id: {"content": name} for name, id in added.items()}
+            config |= special_tokens
+            entries_by_id = {id: {"content": name} for name, id in added_tokens.items()}
         return cls(_added_tokens(config, entries_by_id), length=length)
 
     def with_tokens(self, names: Sequence[str]) -> "ByT5Tokenizer":

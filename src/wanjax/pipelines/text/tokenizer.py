@@ -93,8 +93,8 @@ class Tokenizer:
         Raises WanjaxError if both files are missing or one cannot be read.
         """
         files = ("special_tokens_map.json", "tokenizer_config.json")
-        specials, config = (read_json(folder / name, missing={}) for name in files)
-        settings = specials | config
+        special_tokens, config = (read_json(folder / name, missing={}) for name in files)
+        settings = special_tokens | config
         if (folder / "tokenizer.json").is_file():
             backend = _read_tokenizer(folder / "tokenizer.json")
         elif (folder / "spiece.model").is_file():
@@ -129,8 +129,8 @@ class Tokenizer:
 def _truncation(prompt: str, encoding: tokenizers.Encoding, length: int) -> Truncation | None:
     if not encoding.overflowing:
         return None
-    specials = sum(encoding.special_tokens_mask)  # each part that was cut off repeats the special tokens
-    tokens = len(encoding.ids) + sum(len(part.ids) - specials for part in encoding.overflowing)
+    num_special_tokens = sum(encoding.special_tokens_mask)  # each part that was cut off repeats the special tokens
+    tokens = len(encoding.ids) + sum(len(part.ids) - num_special_tokens for part in encoding.overflowing)
     start, _ = encoding.overflowing[0].offsets[0]
     return Truncation(tokens, length, prompt[start:].strip())
 

@@ -216,10 +216,10 @@ def _vae_config_and_names(reader: TensorReader, authors_names: bool) -> tuple[di
 
 def _pose_transformer(reader: TensorReader) -> TensorReader:
     """Return Animate's transformer, whose tensors get the shapes that diffusers uses. Fixed filters are left out."""
-    learned = RenamedReader(reader, lambda key: None if FILTER.fullmatch(key) else key)
-    biases = [key for key in learned.specs if ACTIVATION_BIAS.fullmatch(key)]
-    flat = ReshapedReader(learned, lambda key, shape: shape[1:2] if key in biases else shape)
-    return UnfusedReader(flat, ("linear1_kv",))
+    learned_tensors = RenamedReader(reader, lambda key: None if FILTER.fullmatch(key) else key)
+    biases = [key for key in learned_tensors.specs if ACTIVATION_BIAS.fullmatch(key)]
+    flat_biases = ReshapedReader(learned_tensors, lambda key, shape: shape[1:2] if key in biases else shape)
+    return UnfusedReader(flat_biases, ("linear1_kv",))
 
 
 def _vision_tower(reader: TensorReader) -> TensorReader:
