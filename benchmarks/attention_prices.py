@@ -27,7 +27,7 @@ from wanjax.pricing.pallas_kernels import rare_work
 from wanjax.sharding import pad_to
 
 CHIPS = ("v5e", "v5p", "v6e", "v7x")
-DEFAULT_WORKLOAD = "wan_14b_720p_self_on_8"  # the default workload
+DEFAULT_WORKLOAD = "wan_14b_720p_self_on_8"
 SPLASH_TILES = ((2048, 1024, 512), (3328, 2816, 256))  # block_q, block_kv and block_kv_compute
 LARGEST_SCORES = 16e9  # bytes; with more, the plain formula fits no chip
 INT8 = "flash_tpu:qk=int8"

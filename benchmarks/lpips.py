@@ -18,7 +18,7 @@ from wanjax.checkpoints.files import load_safetensors
 SHIFT = np.array([[[[-0.030, -0.088, -0.188]]]], np.float32)
 SCALE = np.array([[[[0.458, 0.448, 0.450]]]], np.float32)
 LAYERS = {0: (4, 2), 3: (1, 2), 6: (1, 1), 8: (1, 1), 10: (1, 1)}  # stride and padding of AlexNet's convolutions
-POOLED = (3, 6)  # max-pooling of 3 × 3 with stride 2 precedes these
+POOLED_LAYERS = (3, 6)  # max-pooling of 3 × 3 with stride 2 precedes these
 
 
 @cache
@@ -31,7 +31,7 @@ def _features(x: Float[Array, "B H W 3"], weights: dict[str, Array]) -> list[Flo
     """Return the features after each convolution, each of length 1 along the channels."""
     features, x = [], (x - SHIFT) / SCALE
     for layer, (stride, padding) in LAYERS.items():
-        if layer in POOLED:
+        if layer in POOLED_LAYERS:
             x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "VALID")
         x = jax.lax.conv_general_dilated(
             x,

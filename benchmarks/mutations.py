@@ -248,8 +248,8 @@ MUTATIONS = (
     Mutation(
         "window-fade",
         "src/wanjax/pipelines/windows.py",
-        "np.float32(1 - number / (FADING + 1))",
-        "np.float32(number / (FADING + 1))",
+        "np.float32(1 - number / (FADE_FRAMES + 1))",
+        "np.float32(number / (FADE_FRAMES + 1))",
         "a long video jumps where windows meet",
         ("pipelines/test_windows.py::test_a_small_jump_fades_and_motion_stays",),
     ),

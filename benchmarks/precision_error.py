@@ -148,7 +148,7 @@ def identity(x: Array) -> Array:
     return x
 
 
-FORMS: Mapping[str, tuple[Product, Callable[[Array], Array]]] = {
+ARITHMETIC: Mapping[str, tuple[Product, Callable[[Array], Array]]] = {
     "bfloat16": (lambda x, kernel: bfloat16(bfloat16(x) @ bfloat16(kernel)), bfloat16),
     "int8": (lambda x, kernel: quantized_product("int8", 256, x, kernel), bfloat16),
     "int8 without rotation": (lambda x, kernel: quantized_product("int8", 0, x, kernel), bfloat16),
@@ -225,7 +225,7 @@ def measure_block(num_rows: int) -> Table:
     table = Table(
         "precision", "error", title=f"what a block of Wan 14B adds, {tokens:,} tokens, {num_rows} of them compared"
     )
-    for name, (multiply, quantize_attention) in FORMS.items():
+    for name, (multiply, quantize_attention) in ARITHMETIC.items():
         table.add_row(
             name, f"{relative_error(block_output(weights, rows, multiply, quantize_attention), expected):.2%}"
         )

@@ -22,7 +22,7 @@ from benchmarks.quality import nano_prompts, psnr
 from tests.support import drifts
 from wanjax.pipelines.colour_match import srgb_to_oklab
 from wanjax.pipelines.progress import console
-from wanjax.pipelines.settings import MATCHES
+from wanjax.pipelines.settings import MATCH_CHOICES
 
 BORDER = 4  # pixels; nano's objects stay inside it most of the time
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     pipe, (prompts, _) = wanjax.load("nano"), nano_prompts()
     table = Table("match", "window", "distance of colours", "PSNR, dB")
-    for match in MATCHES:
+    for match in MATCH_CHOICES:
         distances, psnrs = np.zeros((2, options.videos, options.windows))
         for video, (prompt, _) in enumerate(prompts[: options.videos]):
             frames = np.asarray(pipe(prompt, windows=options.windows, match=match, seed=video).frames)

@@ -57,7 +57,7 @@ def test_likeness_of_frames():
 def test_lpips_agrees_with_torch(tmp_path):
     """On random weights, against the same network in torch."""
     torch = pytest.importorskip("torch")
-    from benchmarks.lpips import LAYERS, POOLED, SCALE, SHIFT, lpips
+    from benchmarks.lpips import LAYERS, POOLED_LAYERS, SCALE, SHIFT, lpips
 
     rng, widths = np.random.default_rng(0), [3, 64, 192, 384, 256, 256]
     sizes = dict(zip(LAYERS, (11, 5, 3, 3, 3), strict=True))
@@ -73,7 +73,7 @@ def test_lpips_agrees_with_torch(tmp_path):
     def features(frames):
         x, result = torch.tensor((frames.astype(np.float32) / 127.5 - 1 - SHIFT) / SCALE).permute(0, 3, 1, 2), []
         for layer, (stride, padding) in LAYERS.items():
-            if layer in POOLED:
+            if layer in POOLED_LAYERS:
                 x = torch.nn.functional.max_pool2d(x, 3, 2)
             kernel, bias = (torch.tensor(weights[f"features.{layer}.{name}"]) for name in ("weight", "bias"))
             x = torch.nn.functional.conv2d(x, kernel, bias, stride, padding).relu()

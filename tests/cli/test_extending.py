@@ -96,7 +96,7 @@ def test_a_picture_has_other_instructions_and_later_windows_are_extended(tmp_pat
         succeeded(run("a cat", "--then", "a dog", *shape, "--extend-prompt", chat.url, "--out", "made.gif"))
         bodies = [body["messages"] for _, _, body in chat.requests]
     assert [messages[1]["content"] for messages in bodies] == ["a cat", "a dog"]
-    assert {messages[0]["content"] for messages in bodies} == {prompt_extension.FROM_PICTURE}
+    assert {messages[0]["content"] for messages in bodies} == {prompt_extension.PICTURE_INSTRUCTIONS}
     record = read_metadata("made.gif")
     assert record["original_prompt"] == "a cat\na dog"
     assert record["then"] == "[31ma dog, slowly , <think>"

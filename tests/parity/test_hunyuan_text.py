@@ -24,9 +24,9 @@ from tests.support.toy_chat_tokenizer import save_chat_tokenizer
 from tests.support.toy_tokenizer import AWKWARD_PROMPTS
 from tests.support.words import has_line_with
 from wanjax.pipelines.hunyuanvideo.text import (
-    END,
     GLYPH_LENGTH,
-    SYSTEM,
+    SYSTEM_MESSAGE,
+    TEMPLATE_END,
     TEMPLATE_TOKENS,
     TEXT_LENGTH,
     chat,
@@ -60,7 +60,7 @@ def tokenizers(folder):
 
 
 def test_constants():
-    assert SETTINGS["system_message"].default == SYSTEM
+    assert SETTINGS["system_message"].default == SYSTEM_MESSAGE
     assert SETTINGS["crop_start"].default == TEMPLATE_TOKENS
     assert SETTINGS["tokenizer_max_length"].default == TEXT_LENGTH
     glyphs = inspect.signature(HunyuanVideo15Pipeline._get_byt5_prompt_embeds).parameters
@@ -69,7 +69,7 @@ def test_constants():
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_the_chat(tokenizers, prompt):
-    [messages] = format_text_input([prompt], SYSTEM)
+    [messages] = format_text_input([prompt], SYSTEM_MESSAGE)
     expected = tokenizers[0].apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert chat(prompt) == expected
 
@@ -78,7 +78,7 @@ def test_tokens_of_chats(tokenizers):
     reference, tokenizer = tokenizers
     prompts = PROMPTS + LONG
     expected = reference.apply_chat_template(
-        format_text_input(prompts, SYSTEM), add_generation_prompt=True, tokenize=True, return_dict=True,
+        format_text_input(prompts, SYSTEM_MESSAGE), add_generation_prompt=True, tokenize=True, return_dict=True,
         padding="max_length", max_length=TEXT_LENGTH + TEMPLATE_TOKENS, truncation=True, return_tensors="np",
     )  # fmt: skip
     batch = tokenize_chats(tokenizer, prompts)
@@ -99,7 +99,7 @@ def test_the_truncation_of_a_chat_is_that_of_its_prompt(tokenizers):
     """The toy's template has more tokens than the true one, so that less of a prompt fits."""
     _, tokenizer = tokenizers
     num_template_tokens = len(tokenizer.backend.encode(chat("a")).ids) - 1
-    closing = len(tokenizer.backend.encode(END).ids)
+    closing = len(tokenizer.backend.encode(TEMPLATE_END).ids)
     room = TEMPLATE_TOKENS + TEXT_LENGTH - num_template_tokens
     digits = [("1" * count) for count in (room, room + 1, room + closing, room + closing + 1, room + closing + 7)]
     *fit, one_token, seven = tokenize_chats(tokenizer, digits).truncated

@@ -11,7 +11,7 @@ from wanjax.pipelines.colour_match import ColourMap, fit_colours, match_colours,
 from wanjax.pipelines.observers import Observer
 from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Run
-from wanjax.pipelines.windows import FADING, join_window
+from wanjax.pipelines.windows import FADE_FRAMES, join_window
 
 pytestmark = pytest.mark.usefixtures("cached_programs")
 
@@ -43,7 +43,7 @@ def test_equal_colours_stay_as_they_are():
     frames = drifts.synthetic_clip(1.0)
     np.testing.assert_array_equal(match_colours(frames, ColourMap(np.eye(3), np.zeros(3))), frames)
     new_frames, drift = join_window(frames[-2:], np.concatenate([frames[-2:], frames]), "colour")
-    assert np.abs(new_frames[FADING:].astype(int) - frames[FADING:]).max() <= 1
+    assert np.abs(new_frames[FADE_FRAMES:].astype(int) - frames[FADE_FRAMES:]).max() <= 1
     assert drift.colour == 0
 
 

@@ -23,7 +23,7 @@ from tests.support.tiny import (
 from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.settings import total_frames
-from wanjax.pipelines.windows import FADING, fade_seam
+from wanjax.pipelines.windows import FADE_FRAMES, fade_seam
 from wanjax.registry import presets
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples" / "nano"))
@@ -96,7 +96,7 @@ def test_a_small_jump_fades_and_motion_stays():
     assert steps.max() <= 2
     assert steps.sum() == 5
     np.testing.assert_array_equal(result[:, 4:], frames[:, 4:])
-    np.testing.assert_array_equal(result[FADING:], frames[FADING:])
+    np.testing.assert_array_equal(result[FADE_FRAMES:], frames[FADE_FRAMES:])
 
 
 def test_a_plan_counts_every_window(pipe):

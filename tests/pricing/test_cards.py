@@ -24,7 +24,13 @@ from wanjax.models.wan import vae
 from wanjax.models.wan.vae import FrameAttention
 from wanjax.plan import hardware
 from wanjax.pricing import compile as compiling
-from wanjax.pricing.card_costs import CONVOLUTIONS, LAUNCH, LINKS, count_kernels, price_on_card
+from wanjax.pricing.card_costs import (
+    CONVOLUTION_EFFICIENCY,
+    LAUNCH_SECONDS,
+    LINK_EFFICIENCY,
+    count_kernels,
+    price_on_card,
+)
 from wanjax.pricing.chips import CARD_SLICES, CARDS, abstract_mesh
 from wanjax.pricing.compile import (
     Compiled,
@@ -102,19 +108,21 @@ def test_operations_of_libraries_and_fusions_count(stored):
 
 def test_the_time_of_a_kernel_is_the_longest_of_compute_memory_and_launch(stored):
     conv, link = FLOPS["cudnn-conv.1"], CARDS["l40s"].link
-    assert cost_of("cudnn-conv.1", stored) == pytest.approx(conv / (CARDS["h100"].flops * CONVOLUTIONS.typical))
-    assert cost_of("all-gather-start", stored) == LAUNCH.mid
+    assert cost_of("cudnn-conv.1", stored) == pytest.approx(
+        conv / (CARDS["h100"].flops * CONVOLUTION_EFFICIENCY.typical)
+    )
+    assert cost_of("all-gather-start", stored) == LAUNCH_SECONDS.mid
     by_pcie = replace(stored, slice=CARD_SLICES["l40s-2"])
     shard = 2 * TOKENS // 2 * CHANNELS
-    assert cost_of("all-gather-start", by_pcie) == pytest.approx(shard / (link * LINKS.typical))
+    assert cost_of("all-gather-start", by_pcie) == pytest.approx(shard / (link * LINK_EFFICIENCY.typical))
 
 
 def test_float32_is_multiplied_at_half_the_peak_and_by_a_t4_at_its_only_one(stored):
     conv, half = FLOPS["cudnn-conv.1"], CARDS["h100"].flops / 2
     wide = replace(stored, module=STORED.replace("bf16[", "f32["))
-    assert cost_of("cudnn-conv.1", wide) == pytest.approx(conv / (half * CONVOLUTIONS.typical))
+    assert cost_of("cudnn-conv.1", wide) == pytest.approx(conv / (half * CONVOLUTION_EFFICIENCY.typical))
     on_t4 = replace(stored, slice=CARD_SLICES["t4-2"])
-    assert cost_of("cudnn-conv.1", on_t4) == pytest.approx(conv / (CARDS["t4"].flops * CONVOLUTIONS.typical))
+    assert cost_of("cudnn-conv.1", on_t4) == pytest.approx(conv / (CARDS["t4"].flops * CONVOLUTION_EFFICIENCY.typical))
 
 
 @needs_cuda

@@ -12,12 +12,12 @@ from wanjax.errors import WanjaxError
 from wanjax.pricing import chips, hlo, schedule
 from wanjax.pricing.compile import Compiled, Memory
 from wanjax.pricing.costs import (
-    ACHIEVED_LINK,
-    BEST_PRODUCT,
-    HOST_LINK,
-    KERNEL_HIGH,
-    KERNEL_LOW,
-    MAX_OVER_BYTES,
+    ACHIEVED_LINK_FRACTION,
+    BEST_MATMUL_FRACTION,
+    HOST_LINK_FRACTIONS,
+    KERNEL_HIGH_FACTOR,
+    KERNEL_LOW_FACTOR,
+    MAX_BYTE_TIME_RATIO,
     price_compiled,
 )
 from wanjax.pricing.pallas_kernels import kernel_seconds
@@ -77,7 +77,7 @@ def test_a_kernel_costs_its_bundles(kernel):
     program = compiled((DATA / "kernel_module.txt").read_text(), schedules={"product.1": kernel})
     cost = price_compiled(program).by_kind["kernels"]
     assert cost.mid == pytest.approx(cycles / 1.75e9)
-    assert (cost.low, cost.high) == pytest.approx((KERNEL_LOW * cost.mid, KERNEL_HIGH * cost.mid))
+    assert (cost.low, cost.high) == pytest.approx((KERNEL_LOW_FACTOR * cost.mid, KERNEL_HIGH_FACTOR * cost.mid))
     slow = replace(program, slice=replace(program.slice, chip=replace(chips.V6E, bandwidth=1e6)))
     assert price_compiled(slow).by_kind["kernels"].mid == pytest.approx(kernel.run().traffic_bytes / 0.8e6)
 
@@ -373,15 +373,15 @@ def test_price_of_layers():
     product = items["convolution_tanh_fusion.2"]
     assert (product.kind, product.num_executions) == ("matmuls", 6)
     floor, estimate = product.flops / 918e12, 6 * 4832 / 1.75e9
-    assert product.cost.low == pytest.approx(floor / BEST_PRODUCT)
+    assert product.cost.low == pytest.approx(floor / BEST_MATMUL_FRACTION)
     assert product.cost.high == pytest.approx(estimate)
     assert product.cost.mid == pytest.approx((floor * estimate) ** 0.5)
     assert items["all-gather.2"].cost.mid == pytest.approx(6 * 3 * 2**20 / 180e9)
-    assert items["all-gather.2"].cost.high == pytest.approx(items["all-gather.2"].cost.mid / ACHIEVED_LINK)
+    assert items["all-gather.2"].cost.high == pytest.approx(items["all-gather.2"].cost.mid / ACHIEVED_LINK_FRACTION)
     assert items["all-gather.2"].group == 4
     copy = items["copy"]  # a transpose to VMEM that reads 4 MiB; the estimate is above three times its price
     assert (copy.kind, copy.bytes) == ("copies", 2048 * 1024 * 2)
-    assert copy.cost.high == pytest.approx(MAX_OVER_BYTES * copy.cost.mid)
+    assert copy.cost.high == pytest.approx(MAX_BYTE_TIME_RATIO * copy.cost.mid)
     assert copy.cost.mid == pytest.approx(copy.bytes / (0.8 * 1.64e12))
     assert sum(cost.mid for cost in priced.by_kind.values()) == pytest.approx(priced.total.mid)
     assert price_compiled(compiled(LAYERS.replace("direction=LT", "direction=NE"))).unknown_loops == ("while.9",)
@@ -516,7 +516,7 @@ def test_copies_from_the_host_s_memory_share_its_link(copies):
         )
     priced = price_compiled(compiled(text))
     overlapped = 2 * 65536 * 1024 * 4 / (0.8 * 1.64e12)
-    for end, share in zip(("low", "mid", "high"), HOST_LINK, strict=True):
+    for end, share in zip(("low", "mid", "high"), HOST_LINK_FRACTIONS, strict=True):
         total = copies * 4096 * 4096 * 2 / (share * chips.V6E.host_link)
         assert getattr(priced.by_kind["offload"], end) == pytest.approx(total - overlapped)
 

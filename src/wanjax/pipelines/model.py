@@ -39,7 +39,7 @@ from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation
 from wanjax.pipelines.torch_noise import NoiseSpec
 from wanjax.pipelines.validation import FieldShape, check_conditioning
 from wanjax.pipelines.video_shape import encoded_shape
-from wanjax.pipelines.windows import CONTROL, PICTURE, Windowing
+from wanjax.pipelines.windows import CONTROL_INPUT, IMAGE_INPUT, Windowing
 from wanjax.schedulers import Scheduler, resolve
 from wanjax.schedulers.base import TRAIN_STEPS, Schedule
 
@@ -276,10 +276,10 @@ class ModelSpec:
         None if windows are not supported.
         """
         if self.windowing.follows_clip:
-            return CONTROL
-        if self.is_chunked or set(self.required_inputs) - {PICTURE}:
+            return CONTROL_INPUT
+        if self.is_chunked or set(self.required_inputs) - {IMAGE_INPUT}:
             return None
-        return CONTROL if "mask" in self.input_names else PICTURE if PICTURE in self.input_names else None
+        return CONTROL_INPUT if "mask" in self.input_names else IMAGE_INPUT if IMAGE_INPUT in self.input_names else None
 
     @property
     def tasks(self) -> list[str]:

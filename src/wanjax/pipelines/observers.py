@@ -25,7 +25,7 @@ from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.windows import Seam, Window
 from wanjax.schedulers.base import AnyArray
 
-IN_FLIGHT = 2  # the maximum number of steps queued on the device: two keep it busy, and more would use more memory
+MAX_QUEUED_STEPS = 2  # on the device: two steps keep it busy, and more would use more memory
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ class Monitor:
         self.observers.notify("switched", Switch(network, self._earlier_steps + index, self._total, seconds))
 
     def stepped(self, index: int, state: State, x0: LatentTree, finite: Bool[ArrayOrShape, ""], reuses: bool) -> None:
-        """Report a step, after waiting until at most `IN_FLIGHT` steps are queued.
+        """Report a step, after waiting until at most `MAX_QUEUED_STEPS` steps are queued.
 
         Args:
             index: The number of the step, from 0.
@@ -345,7 +345,7 @@ class Monitor:
         timestep = float(self.timesteps[index])
         step = self._last = Step(step_number, self._total, timestep, state, x0, reuses, self.latent_preview)
         self._queue.append((step_number, finite))
-        self._wait(IN_FLIGHT)
+        self._wait(MAX_QUEUED_STEPS)
         if any(result is False for result in self.observers.notify("stepped", step)):  # notifies all
             raise Cancelled(step.index)
 

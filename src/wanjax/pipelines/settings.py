@@ -58,7 +58,7 @@ SIGMA_SCHEDULES = (*REFERENCE_IMPLEMENTATIONS, *COMFY_SCHEDULES.values())
 RNGS = ("jax", TORCH := "torch")  # generators of noise
 NO_MARGINS = "0,0,0,0"  # the order of the margins in `outpaint`
 SEAM_SETTINGS = ("overlap", "match")  # settings without effect on a video of one window
-MATCHES = ("none", MATCH_COLOUR := "colour")  # the properties that a window can match to the previous window
+MATCH_CHOICES = ("none", MATCH_COLOUR := "colour")  # the properties that a window can match to the previous window
 RANDOM_SEED = -1  # a seed of -1 means: draw a seed at random
 MAX_VIDEOS = 100_000  # the maximum number of videos of one call or command
 TYPE_NAMES = {str: "a text in UTF-8", bool: "true or false", int: "a whole number", float: "a finite number"}
@@ -282,7 +282,7 @@ class Settings:
     match: str = setting(
         "What to match in the frames that two windows share: colour matches brightness, contrast and hue. With none, "
         "these drift in long videos.",
-        default="none", group="windows", choices=MATCHES,
+        default="none", group="windows", choices=MATCH_CHOICES,
     )  # fmt: skip
     then: str = setting(
         "Prompt of the next part (window) of a long video; by default the prompt stays the same. Repeat the option for "

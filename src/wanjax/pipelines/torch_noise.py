@@ -20,8 +20,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32
 
-GROUP = 16  # numbers that are transformed together
-BLOCK = 2**14  # numbers that are drawn at once, so that they stay in a processor's cache
+GROUP_SIZE = 16  # numbers that are transformed together
+BLOCK_SIZE = 2**14  # numbers that are drawn at once, so that they stay in a processor's cache
 SEED_MASK = 0xFFFFFFFF  # the bits of a seed that count
 Shape = tuple[int, ...]
 Noise = Float[np.ndarray, "B C ..."]
@@ -48,17 +48,17 @@ class TorchGenerator:
         """
         count = math.prod(shape)
         numbers = np.empty(count, np.float32)
-        if count < GROUP:
+        if count < GROUP_SIZE:
             for index in range(count):
                 numbers[index] = self._one_normal()
         else:
-            grouped = count // GROUP * GROUP
-            for start in range(0, grouped, BLOCK):
-                block = numbers[start : min(start + BLOCK, grouped)]
+            grouped_count = count // GROUP_SIZE * GROUP_SIZE
+            for start in range(0, grouped_count, BLOCK_SIZE):
+                block = numbers[start : min(start + BLOCK_SIZE, grouped_count)]
                 block[:] = _pairs_to_normal(self._uniform(len(block)))
-            if grouped < count:  # torch draws the last sixteen numbers again
+            if grouped_count < count:  # torch draws the last sixteen numbers again
                 self._bits.random_raw(_unused_draws(count, dtype), output=False)
-                numbers[-GROUP:] = _pairs_to_normal(self._uniform(GROUP))
+                numbers[-GROUP_SIZE:] = _pairs_to_normal(self._uniform(GROUP_SIZE))
         return numbers.reshape(shape).astype(jnp.dtype(dtype), copy=False)
 
     def skip(self, shape: Shape, dtype: DTypeLike = np.float32) -> None:
@@ -69,11 +69,11 @@ class TorchGenerator:
             dtype: The type of its numbers.
         """
         count = math.prod(shape)
-        if count < GROUP:
+        if count < GROUP_SIZE:
             self.normal(shape)
         else:
-            grouped = -(-count // GROUP) * GROUP
-            self._bits.random_raw(grouped + _unused_draws(count, dtype), output=False)
+            grouped_count = -(-count // GROUP_SIZE) * GROUP_SIZE
+            self._bits.random_raw(grouped_count + _unused_draws(count, dtype), output=False)
 
     def _uniform(self, count: int) -> Float32[np.ndarray, " N"]:
         """Draw numbers in [0, 1) with 24 bits each."""
@@ -101,12 +101,12 @@ def _unused_draws(count: int, dtype: DTypeLike) -> int:
     torch draws float32 numbers for the whole array, and then sixteen new ones for its end. For the types of 16 bits it
     draws one group at a time.
     """
-    return count % GROUP if jnp.dtype(dtype).itemsize == 4 else 0
+    return count % GROUP_SIZE if jnp.dtype(dtype).itemsize == 4 else 0
 
 
 def _pairs_to_normal(uniform: Float32[np.ndarray, " N"]) -> Float32[np.ndarray, " N"]:
     """Convert uniform numbers to normally distributed ones. Each group has eight radii, then eight angles."""
-    groups = uniform.reshape(-1, 2, GROUP // 2)
+    groups = uniform.reshape(-1, 2, GROUP_SIZE // 2)
     numbers = np.empty_like(groups)
     radius, angle = np.sqrt(np.float32(-2) * np.log(1 - groups[:, 0])), np.float32(2 * np.pi) * groups[:, 1]
     np.multiply(radius, np.cos(angle), out=numbers[:, 0])

@@ -27,11 +27,11 @@ from wanjax.media.pictures import Clip, Pictures, fit_to_size
 from wanjax.pipelines.colour_match import Drift, fit_colours, match_colours, measure_drift
 from wanjax.pipelines.settings import MATCH_COLOUR, SEED_BITS, Settings, check_prompt_count
 
-PICTURE, CONTROL = "image", "video"  # the input that receives the last frames of the previous window
+IMAGE_INPUT, CONTROL_INPUT = "image", "video"  # the input that receives the last frames of the previous window
 GREY = 127  # the colour of unknown frames
-FADING = 4  # the number of frames over which the jump at a seam fades
+FADE_FRAMES = 4  # the number of frames over which the jump at a seam fades
 MAX_WINDOWS = 1000
-MAX_JUMP = 16.0  # in pixel values from 0 to 255; much larger differences are motion, which is not faded
+MAX_FADED_DIFFERENCE = 16.0  # in pixel values from 0 to 255; much larger differences are motion, which is not faded
 
 
 class Seam(NamedTuple):
@@ -77,7 +77,7 @@ class Windowing:
     def clip_frames(self, settings: Settings, continuation_input: str | None, *, is_limited: bool) -> int:
         """Count the frames of a clip that a video uses. `is_limited` is True if the user gives the number of
         windows."""
-        return settings.length if continuation_input == CONTROL else settings.frames
+        return settings.length if continuation_input == CONTROL_INPUT else settings.frames
 
     def match_frame_rate(self, pictures: Pictures, sources: Mapping[str, Any], settings: Settings) -> Pictures:
         """If windows follow the clip, repeat frames of a clip with a lower frame rate than the video."""
@@ -139,7 +139,7 @@ def check_windows(settings: Settings, continuation_input: str | None) -> None:
     if continuation_input is None:
         problem = f"{settings.model} cannot continue a video in several windows"
         raise SettingError(f"{problem}: choose a model that takes a first picture or a control clip", "windows")
-    if settings.overlap > 1 and continuation_input == PICTURE:
+    if settings.overlap > 1 and continuation_input == IMAGE_INPUT:
         problem = f"{settings.model} continues from one picture, got an overlap of {settings.overlap} frames"
         raise SettingError(f"{problem}: give an overlap of 1", "overlap")
     if settings.overlap >= settings.frames:
@@ -172,7 +172,7 @@ def window_pictures(
     pictures = pictures if window.is_last else pictures.with_inputs(last_image=None)
     if previous_frames is None:
         return pictures
-    if continuation_input == PICTURE:
+    if continuation_input == IMAGE_INPUT:
         return pictures.with_inputs(image=previous_frames[-1], video=None)
     settings, overlap = window.settings, len(previous_frames)
     start = window.index * (settings.frames - overlap)
@@ -209,13 +209,13 @@ def join_window(
 def fade_seam(previous_frames: UInt8[np.ndarray, "_T H W 3"], frames: Clip) -> Clip:
     """Spread the jump at a seam over the first new frames of a window.
 
-    Differences well below `MAX_JUMP` are faded completely. Large differences are not faded, so that motion leaves no
-    ghosts.
+    Differences well below `MAX_FADED_DIFFERENCE` are faded completely. Large differences are not faded, so that motion
+    leaves no ghosts.
     """
     difference = previous_frames[-1].astype(np.float32) - frames[0]
-    difference *= np.exp(-np.square(difference / np.float32(MAX_JUMP)))
+    difference *= np.exp(-np.square(difference / np.float32(MAX_FADED_DIFFERENCE)))
     frames = frames.copy()
-    for number, frame in enumerate(frames[:FADING], 1):
-        weight = np.float32(1 - number / (FADING + 1))
+    for number, frame in enumerate(frames[:FADE_FRAMES], 1):
+        weight = np.float32(1 - number / (FADE_FRAMES + 1))
         frame[...] = np.clip(np.rint(frame + weight * difference), 0, 255)
     return frames

@@ -34,12 +34,12 @@ class Efficiency(NamedTuple):
         return ValueRange(*(amount / (rate * fraction) for fraction in self))
 
 
-ATTENTION = Efficiency(0.75, 0.6, 0.45)  # FlashAttention 3 is reported at 0.75 of an H100's peak
-MATMULS = Efficiency(0.8, 0.6, 0.4)
-CONVOLUTIONS = Efficiency(0.7, 0.4, 0.2)
-BANDWIDTH = Efficiency(0.92, 0.8, 0.55)
-LINKS = Efficiency(0.9, 0.75, 0.5)
-LAUNCH = ValueRange(1e-6, 3e-6, 6e-6)
+ATTENTION_EFFICIENCY = Efficiency(0.75, 0.6, 0.45)  # FlashAttention 3 is reported at 0.75 of an H100's peak
+MATMUL_EFFICIENCY = Efficiency(0.8, 0.6, 0.4)
+CONVOLUTION_EFFICIENCY = Efficiency(0.7, 0.4, 0.2)
+BANDWIDTH_EFFICIENCY = Efficiency(0.92, 0.8, 0.55)
+LINK_EFFICIENCY = Efficiency(0.9, 0.75, 0.5)
+LAUNCH_SECONDS = ValueRange(1e-6, 3e-6, 6e-6)
 FLOAT32_FRACTION = 0.5  # float32's fraction of the bfloat16 peak: XLA multiplies in TF32
 EIGHT_BITS_FRACTION = 2.0  # the dense rate of int8 and fp8 divided by the rate of bfloat16, from the data sheets
 DTYPES_OF_16_BITS = {"bf16", "f16"}
@@ -60,7 +60,7 @@ class CardOperationPricer(OperationPricer):
             return self._price_without_scope(inner.root, inner, num_executions)
         if instruction.opcode.removesuffix("-start") in COLLECTIVES:
             sent_bytes = wire_bytes(instruction, computation, uses_switch=True)
-            cost = _max_cost(LINKS.cost(sent_bytes, card.link), LAUNCH).scaled_by(num_executions)
+            cost = _max_cost(LINK_EFFICIENCY.cost(sent_bytes, card.link), LAUNCH_SECONDS).scaled_by(num_executions)
             return PricedOperation(
                 instruction.name,
                 "collectives",
@@ -73,7 +73,7 @@ class CardOperationPricer(OperationPricer):
         efficiency, operations = self._matmul_work(instruction, computation)
         peak = card.flops * self._peak_fraction(card, instruction, computation)
         cost = _max_cost(
-            efficiency.cost(operations, peak), BANDWIDTH.cost(traffic_bytes, card.bandwidth), LAUNCH
+            efficiency.cost(operations, peak), BANDWIDTH_EFFICIENCY.cost(traffic_bytes, card.bandwidth), LAUNCH_SECONDS
         ).scaled_by(num_executions)
         opcodes = {fused.opcode for fused in (instruction, *self.module.nested_instructions(instruction))}
         kind = (
@@ -92,16 +92,17 @@ class CardOperationPricer(OperationPricer):
         target = instruction.target or ""
         if target.startswith("__cudnn$fmha"):
             q, k = (computation.by_name[name].results[0].shape for name in instruction.operands[:2])
-            return ATTENTION, 4 * math.prod(q) * k[1]  # batch, length, heads, width
+            return ATTENTION_EFFICIENCY, 4 * math.prod(q) * k[1]  # batch, length, heads, width
         if target.startswith("__cudnn$conv"):
-            return CONVOLUTIONS, product_flops(instruction, computation)
+            return CONVOLUTION_EFFICIENCY, product_flops(instruction, computation)
         if target.startswith("__cublas$"):
             contracted = re.search(r'"lhs_contracting_dimensions":\["?(\d+)', instruction.attributes)
             lhs_shape = computation.by_name[instruction.operands[0]].results[0].shape
-            return MATMULS, 2 * instruction.results[0].elements * (lhs_shape[int(contracted[1])] if contracted else 1)
+            contracted_size = lhs_shape[int(contracted[1])] if contracted else 1
+            return MATMUL_EFFICIENCY, 2 * instruction.results[0].elements * contracted_size
         opcodes = {fused.opcode for fused in self.module.nested_instructions(instruction)} | {instruction.opcode}
         operations = flops(self.module, instruction, computation) if opcodes & set(PRODUCT_OPCODES) else 0
-        return CONVOLUTIONS if "convolution" in opcodes else MATMULS, operations
+        return CONVOLUTION_EFFICIENCY if "convolution" in opcodes else MATMUL_EFFICIENCY, operations
 
     def _peak_fraction(self, card: Card, instruction: Instruction, computation: Computation) -> float:
         """Return the rate of a kernel's products as a fraction of the card's peak. The dtypes of the operands determine

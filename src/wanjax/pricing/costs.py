@@ -62,15 +62,17 @@ MOVE_OPCODES = {
     "broadcast",
 }
 KERNEL_TARGET = "tpu_custom_call"
-ACHIEVED_BANDWIDTH = 0.8  # fraction of the nominal bandwidth
-KERNEL_LOW = 0.98  # splash attention: 43.93 ms in a published measurement, 44.4 ms by its bundles
-KERNEL_HIGH = 1.17  # a product of 8192 x 8192 x 8192: 2.644 M cycles in a published measurement, 2.255 M by its bundles
-BEST_PRODUCT = 0.93  # the fraction of the peak that this product reaches by its bundles
-HOST_LINK = 0.9, 0.8, 0.5  # the best, typical and worst fractions of the host link's rate; these are assumptions
+ACHIEVED_BANDWIDTH_FRACTION = 0.8  # fraction of the nominal bandwidth
+KERNEL_LOW_FACTOR = 0.98  # splash attention: 43.93 ms in a published measurement, 44.4 ms by its bundles
+# a product of 8192 x 8192 x 8192: 2.644 M cycles in a published measurement, 2.255 M by its bundles
+KERNEL_HIGH_FACTOR = 1.17
+BEST_MATMUL_FRACTION = 0.93  # the fraction of the peak that this product reaches by its bundles
+# the best, typical and worst fractions of the host link's rate; these are assumptions
+HOST_LINK_FRACTIONS = 0.9, 0.8, 0.5
 # the fraction of a link's nominal rate at the high end; an assumption without a published measurement
-ACHIEVED_LINK = 0.8
-MAX_OVER_BYTES = 3  # a compiler's estimate above this multiple of the price by bytes hints at a bad memory layout
-VECTOR_BYTES = 2 * 4096  # the maximum number of bytes that the vector unit reads and writes per cycle
+ACHIEVED_LINK_FRACTION = 0.8
+MAX_BYTE_TIME_RATIO = 3  # a compiler's estimate above this multiple of the price by bytes hints at a bad memory layout
+VECTOR_BYTES_PER_CYCLE = 2 * 4096  # the maximum number of bytes that the vector unit reads and writes per cycle
 
 
 class ValueRange(NamedTuple):
@@ -244,9 +246,8 @@ class OperationPricer:
         self, instruction: Instruction, computation: Computation, num_executions: int
     ) -> PricedOperation:
         if (copied_bytes := bytes_from_host(self.module, instruction, computation)) > 0:
-            cost = ValueRange(*(copied_bytes / (share * self.chip.host_link) for share in HOST_LINK)).scaled_by(
-                num_executions
-            )
+            seconds = (copied_bytes / (fraction * self.chip.host_link) for fraction in HOST_LINK_FRACTIONS)
+            cost = ValueRange(*seconds).scaled_by(num_executions)
             name, scope = instruction.name, instruction.scope
             return PricedOperation(
                 name, "offload", num_executions, cost, bytes=num_executions * copied_bytes, scope=scope
@@ -278,7 +279,7 @@ class OperationPricer:
             sent_bytes = wire_bytes(instruction, computation)
             links = 1 if instruction.group_size == 2 else 2  # how many of a chip's links the group uses
             seconds = sent_bytes / (links * self.chip.link)
-            cost = ValueRange(seconds, seconds, seconds / ACHIEVED_LINK).scaled_by(num_executions)
+            cost = ValueRange(seconds, seconds, seconds / ACHIEVED_LINK_FRACTION).scaled_by(num_executions)
             return PricedOperation(
                 instruction.name,
                 "collectives",
@@ -301,9 +302,8 @@ class OperationPricer:
         kind = "copies" if opcodes <= MOVE_OPCODES | FREE_OPCODES | {"fusion", "copy-start"} else "elementwise"
         byte_cost = self.vector_cost(instruction, computation, traffic_bytes)
         estimate = (instruction.estimated_cycles or 0) / self.chip.clock
-        cost = byte_cost._replace(high=min(max(byte_cost.mid, estimate), MAX_OVER_BYTES * byte_cost.mid)).scaled_by(
-            num_executions
-        )
+        high = min(max(byte_cost.mid, estimate), MAX_BYTE_TIME_RATIO * byte_cost.mid)
+        cost = byte_cost._replace(high=high).scaled_by(num_executions)
         return PricedOperation(instruction.name, kind, num_executions, cost, bytes=num_executions * traffic_bytes)
 
     def find_kernel(self, instruction: Instruction, computation: Computation) -> tuple[Instruction | None, Computation]:
@@ -321,7 +321,8 @@ class OperationPricer:
         ), inner or computation
 
     def kernel_cost(self, instruction: Instruction, traffic_bytes: int) -> ValueRange:
-        bandwidth, price_range = ACHIEVED_BANDWIDTH * self.chip.bandwidth, ValueRange(KERNEL_LOW, 1, KERNEL_HIGH)
+        bandwidth = ACHIEVED_BANDWIDTH_FRACTION * self.chip.bandwidth
+        price_range = ValueRange(KERNEL_LOW_FACTOR, 1, KERNEL_HIGH_FACTOR)
         for name in (instruction.name, re.sub(r"\.\d+$", "", instruction.name)):
             if name in self.kernels:
                 return price_range.scaled_by(
@@ -342,7 +343,7 @@ class OperationPricer:
         roofline = max(operations / self.chip.flops, traffic_seconds)
         estimate = max((instruction.estimated_cycles or 0) / self.chip.clock, roofline)
         mid = math.sqrt(roofline * estimate)
-        low = max(operations / (BEST_PRODUCT * self.chip.flops), traffic_seconds)
+        low = max(operations / (BEST_MATMUL_FRACTION * self.chip.flops), traffic_seconds)
         return ValueRange(min(low, mid), mid, estimate)
 
     def vector_cost(self, instruction: Instruction, computation: Computation, traffic_bytes: int) -> ValueRange:
@@ -357,9 +358,9 @@ class OperationPricer:
             cycles = schedule.cycles(schedule.run().run_counts)
         else:
             largest = max((array.bytes for array in accessed if array.space), default=0)
-            cycles = max(largest, traffic_bytes) / VECTOR_BYTES / self.chip.cores
+            cycles = max(largest, traffic_bytes) / VECTOR_BYTES_PER_CYCLE / self.chip.cores
         low = traffic_bytes / self.chip.bandwidth
-        mid = max(low / ACHIEVED_BANDWIDTH, cycles / self.chip.clock)
+        mid = max(low / ACHIEVED_BANDWIDTH_FRACTION, cycles / self.chip.clock)
         return ValueRange(low, mid, mid)
 
 

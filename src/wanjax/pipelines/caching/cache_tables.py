@@ -23,7 +23,7 @@ from wanjax.figures import pluralize
 from wanjax.schedulers.base import TRAIN_STEPS
 from wanjax.stores.user_folders import home, user_cache, xdg_folder
 
-FILE = "caches.json"  # the published tables of a family
+TABLES_FILE = "caches.json"  # the published tables of a family
 NAMES_IN_FILE = {
     "magnitudes": "magcache",
     "changes": "teacache",

@@ -177,7 +177,7 @@ class MagCache(CacheRule):
         ratios = np.stack(
             [resample_nearest(table_ratios, phase.skipped + phase.total) for table_ratios in ratio_lists]
         )[:, phase.skipped :]
-        flags, (growth, errors, count) = [], RESET
+        flags, (growth, errors, count) = [], INITIAL_STATISTICS
         for step in range(len(phase.steps)):
             if step == 0 or not _may_reuse(step, phase, uncached_share, table):
                 flags.append(False)
@@ -186,11 +186,12 @@ class MagCache(CacheRule):
             errors, count = errors + np.abs(1 - growth), count + 1
             flags.append(bool((errors < delta).all()) and count <= max_reused)
             if not flags[-1]:
-                growth, errors, count = RESET
+                growth, errors, count = INITIAL_STATISTICS
         return _compute_first(flags)
 
 
-RESET = (1.0, 0.0, 0)  # the initial growth, errors and count of MagCache, also after each step that is computed in full
+# the initial growth, errors and count of MagCache, also after each step that is computed in full
+INITIAL_STATISTICS = (1.0, 0.0, 0)
 
 
 def _may_reuse(step: int, phase: Phase, uncached_share: float, table: Magnitudes) -> bool:

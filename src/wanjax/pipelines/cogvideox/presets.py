@@ -32,11 +32,11 @@ DEFAULTS = Settings(
 FIRST_GENERATION: dict[str, Any] = {"height": 480, "width": 720, "frames": 49, "fps": 8}
 LICENCE = "CogVideoX licence"
 
-T2V_NEW = CogVideoXModel(text_encoder=T5_XXL, transformer=T2V_1_5_5B, vae=VAE_1_5)
-I2V_NEW = replace(T2V_NEW, transformer=I2V_1_5_5B)
-T2V_OLD = replace(T2V_NEW, transformer=T2V_5B, vae=VAE_5B)
-I2V_OLD = replace(T2V_OLD, transformer=I2V_5B)
-T2V_SMALL = replace(T2V_OLD, transformer=T2V_2B, vae=VAE_2B, scheduler=DDIM(snr_shift=3.0))
+T2V_1_5 = CogVideoXModel(text_encoder=T5_XXL, transformer=T2V_1_5_5B, vae=VAE_1_5)
+I2V_1_5 = replace(T2V_1_5, transformer=I2V_1_5_5B)
+T2V_1_0 = replace(T2V_1_5, transformer=T2V_5B, vae=VAE_5B)
+I2V_1_0 = replace(T2V_1_0, transformer=I2V_5B)
+T2V_1_0_SMALL = replace(T2V_1_0, transformer=T2V_2B, vae=VAE_2B, scheduler=DDIM(snr_shift=3.0))
 
 
 def _preset(
@@ -64,20 +64,20 @@ def _preset(
 
 
 PRESETS = (
-    _preset("cogvideox1.5-5b", "CogVideoX1.5-5B", "text to video, 1360 × 768", T2V_NEW, 5_570_676_352),
-    _preset("cogvideox1.5-5b-i2v", "CogVideoX1.5-5B-I2V", "image to video, 1360 × 768", I2V_NEW, 5_571_594_880),
+    _preset("cogvideox1.5-5b", "CogVideoX1.5-5B", "text to video, 1360 × 768", T2V_1_5, 5_570_676_352),
+    _preset("cogvideox1.5-5b-i2v", "CogVideoX1.5-5B-I2V", "image to video, 1360 × 768", I2V_1_5, 5_571_594_880),
     _preset(
         "cogvideox-2b",
         "CogVideoX-2b",
         "text to video, 720 × 480",
-        T2V_SMALL,
+        T2V_1_0_SMALL,
         1_693_783_872,
         "Apache-2.0",
         **FIRST_GENERATION,
     ),
-    _preset("cogvideox-5b", "CogVideoX-5b", "text to video, 720 × 480", T2V_OLD, 5_570_283_072, **FIRST_GENERATION),
+    _preset("cogvideox-5b", "CogVideoX-5b", "text to video, 720 × 480", T2V_1_0, 5_570_283_072, **FIRST_GENERATION),
     _preset(
-        "cogvideox-5b-i2v", "CogVideoX-5b-I2V", "image to video, 720 × 480", I2V_OLD, 5_570_479_680, **FIRST_GENERATION
+        "cogvideox-5b-i2v", "CogVideoX-5b-I2V", "image to video, 720 × 480", I2V_1_0, 5_570_479_680, **FIRST_GENERATION
     ),
 )
 

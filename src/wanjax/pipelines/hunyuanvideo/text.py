@@ -19,7 +19,7 @@ TEXT_LENGTH = 1000
 """The number of prompt tokens that the transformer reads, including padding and the end of the chat."""
 GLYPH_LENGTH = 256
 """The number of quoted-text bytes that the transformer reads, including padding and the end token."""
-SYSTEM = (" " * 9).join(  # the model was trained with these runs of spaces
+SYSTEM_MESSAGE = (" " * 9).join(  # the model was trained with these runs of spaces
     (
         "You are a helpful assistant. Describe the video by detailing the following aspects:",
         "1. The main content and theme of the video.",
@@ -29,15 +29,15 @@ SYSTEM = (" " * 9).join(  # the model was trained with these runs of spaces
         "5. camera angles, movements, and transitions used in the video.",
     )
 )
-START = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
-END = "<|im_end|>\n<|im_start|>assistant\n"
+TEMPLATE_START = f"<|im_start|>system\n{SYSTEM_MESSAGE}<|im_end|>\n<|im_start|>user\n"
+TEMPLATE_END = "<|im_end|>\n<|im_start|>assistant\n"
 AnyTokenizer = Any  # a checkpoint's tokenizer, or a placeholder in a plan
 QUOTED = re.compile(r'"([^"\n]*)"|“([^”\n]*)”')
 
 
 def chat(prompt: str) -> str:
     """Format a prompt as a chat: the user's message is the prompt, and the assistant's answer comes next."""
-    return START + (_valid_unicode(prompt) or " ") + END
+    return TEMPLATE_START + (_valid_unicode(prompt) or " ") + TEMPLATE_END
 
 
 def glyph_text(prompt: str) -> str | None:
@@ -52,7 +52,7 @@ def glyph_text(prompt: str) -> str | None:
 def tokenize_chats(tokenizer: AnyTokenizer, prompts: Sequence[str]) -> TokenBatch:
     """Tokenize each prompt's chat. The reported truncation is the truncation of the prompt, not of the chat."""
     batch = tokenizer.tokenize([chat(prompt) for prompt in prompts], TEMPLATE_TOKENS + TEXT_LENGTH)
-    end_tokens = len(tokenizer.backend.encode(END).ids)
+    end_tokens = len(tokenizer.backend.encode(TEMPLATE_END).ids)
     return replace(batch, truncated=tuple(_prompt_truncation(truncation, end_tokens) for truncation in batch.truncated))
 
 
@@ -73,7 +73,7 @@ def _valid_unicode(prompt: str) -> str:
 def _prompt_truncation(truncation: Truncation | None, end_tokens: int) -> Truncation | None:
     """Convert the truncation of a chat to the truncation of its prompt. The chat has `end_tokens` tokens after the
     prompt."""
-    end_text = END.strip()
+    end_text = TEMPLATE_END.strip()
     if truncation is None or end_text.endswith(truncation.cut):
         return None
     return Truncation(

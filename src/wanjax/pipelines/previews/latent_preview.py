@@ -16,7 +16,7 @@ Picture = UInt8[np.ndarray, "H W 3"]
 
 CLIP_SIZE = 24  # the height and width of the synthetic clip, in latent positions
 GRID_SIZES = (1, 3, 6, 12)  # the number of squares along a side of the clip, for each size of squares
-MOTION = 0.5  # how far the clip moves from frame to frame, in latent positions
+MOTION_PER_FRAME = 0.5  # how far the clip moves from frame to frame, in latent positions
 MAX_PICTURES = 6  # the maximum number of images in a strip
 MIN_HEIGHT = 96  # the minimum height of a strip, in pixels
 
@@ -86,7 +86,7 @@ def synthetic_clip(frames: int, position_size: int) -> UInt8[np.ndarray, "T H W 
         )
         square_size = (size // num_squares, size // num_squares, 1)
         frame = np.where(np.kron(visible, np.ones(square_size, bool)), np.kron(colours, np.ones(square_size)), frame)
-    moved_frames = [np.roll(frame, round(index * MOTION * position_size), axis=1) for index in range(frames)]
+    moved_frames = [np.roll(frame, round(index * MOTION_PER_FRAME * position_size), axis=1) for index in range(frames)]
     return np.round(255 * np.stack(moved_frames)).astype(np.uint8)
 
 

@@ -12,8 +12,8 @@ from wanjax.errors import WanjaxError
 from wanjax.pipelines.text.tokenizer import Piece, t5_tokenizer
 from wanjax.stores.temporary import temp_dir
 
-FIELD = "tokenizer.ggml."
-PARTS = ("tokens", "scores", "token_type", "precompiled_charsmap")
+FIELD_PREFIX = "tokenizer.ggml."
+FIELD_NAMES = ("tokens", "scores", "token_type", "precompiled_charsmap")
 
 
 def write_tokenizer(path: Path, owner: object) -> list[Path] | None:
@@ -33,10 +33,12 @@ def write_tokenizer(path: Path, owner: object) -> list[Path] | None:
     if path.suffix != GGUF_SUFFIX:
         return None
     file = GgufFile(path)
-    if file.value(f"{FIELD}model") != "t5" or any(f"{FIELD}{part}" not in file.fields for part in PARTS):
+    if file.value(f"{FIELD_PREFIX}model") != "t5" or any(
+        f"{FIELD_PREFIX}{part}" not in file.fields for part in FIELD_NAMES
+    ):
         return None
-    tokens, scores, kinds, charsmap = (file.value(f"{FIELD}{part}") for part in PARTS)
-    padding = file.value(f"{FIELD}padding_token_id", 0)
+    tokens, scores, kinds, charsmap = (file.value(f"{FIELD_PREFIX}{part}") for part in FIELD_NAMES)
+    padding = file.value(f"{FIELD_PREFIX}padding_token_id", 0)
     try:
         pieces = [Piece(*piece) for piece in zip(tokens, scores, kinds, strict=True)]
         backend = t5_tokenizer(pieces, bytes(value & 255 for value in charsmap))

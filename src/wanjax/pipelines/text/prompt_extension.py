@@ -25,14 +25,14 @@ TIMEOUT = 60.0  # the time limit of a whole answer, in seconds
 MAX_ANSWER_BYTES = 2**20  # the maximum size of an answer, in bytes
 MAX_PROMPT_LENGTH = 4_000  # the maximum length of an extended prompt, in characters
 REASONING = re.compile(r"<think>.*?</think>", re.DOTALL)  # the reasoning that some models write before their answer
-FROM_TEXT = (
+TEXT_INSTRUCTIONS = (
     "You prepare prompts for a model that makes a short video from a text. The user writes what the video should show. "
     "Describe the same scene so that one who has never seen it could film it: who or what is there and how it looks, "
     "what moves and how, the place and the light, the camera's distance and movement, and the style. Keep every fact, "
     "number, name and quoted text of the user, and add nothing that contradicts them. Write one paragraph of 80 to 120 "
     "words, in the language of the user's text. Answer with this paragraph alone."
 )
-FROM_PICTURE = (
+PICTURE_INSTRUCTIONS = (
     "You prepare prompts for a model that makes a short video from a picture and a text. The model sees the picture, "
     "which is the first frame, and you do not. The user writes what should happen. Describe how things move from "
     "there, in which order and how fast, and what the camera does. Say nothing of how things look beyond what the user "
@@ -74,7 +74,7 @@ def extend_prompt(prompt: str, url: str, *, model: str | None = None, picture: b
     if not key.isascii() or not key.isprintable():
         raise WanjaxError(f"the key in {KEY_VARIABLE} is not printable ASCII: set it to a valid key")
     messages = [
-        {"role": "system", "content": FROM_PICTURE if picture else FROM_TEXT},
+        {"role": "system", "content": PICTURE_INSTRUCTIONS if picture else TEXT_INSTRUCTIONS},
         {"role": "user", "content": str(prompt)},
     ]
     body = {"model": model or DEFAULT_MODEL, "messages": messages, "stream": False}

@@ -41,7 +41,7 @@ CAUSAL_PIPELINES = (
     "CausalForcingPipeline",
     "WanCausalForcingPipeline",
 )
-THREE_STEPS = Consistency(timesteps=(1000.0, 757.0, 522.0))
+THREE_STEP_SOLVER = Consistency(timesteps=(1000.0, 757.0, 522.0))
 """The scheduler of FastWan and similar distilled models. The scheduler_config.json of such a model is still the base
 model's.
 """
@@ -70,7 +70,7 @@ def model_of(source: Source, encoders: bool = False) -> WanModel:
         raise WanjaxError(
             f"the two transformers of {source.name} differ in their config.json: both experts need the same config"
         )
-    scheduler = THREE_STEPS if kind == "WanDMDPipeline" else from_config(source["scheduler"].config())
+    scheduler = THREE_STEP_SOLVER if kind == "WanDMDPipeline" else from_config(source["scheduler"].config())
     model_class = _model_class(source.index, transformer, vae)
     options: dict[str, Any] = {}
     if model_class is CharacterAnimation:  # the authors' solver is the same for both kinds of weights

@@ -32,7 +32,7 @@ from wanjax.pipelines.distillation import Distillation
 from wanjax.pipelines.family import UNSTATED_LICENCE, Preset, TrainingDomain, best_match, with_checkpoint_settings
 from wanjax.pipelines.settings import NO_MARGINS, Settings
 from wanjax.pipelines.wan.animate import CharacterAnimation
-from wanjax.pipelines.wan.checkpoints import THREE_STEPS
+from wanjax.pipelines.wan.checkpoints import THREE_STEP_SOLVER
 from wanjax.pipelines.wan.model import WanModel
 from wanjax.pipelines.wan.pose import PoseToVideo
 from wanjax.pipelines.wan.tasks import (
@@ -138,7 +138,7 @@ CAUSVID = Distillation(
     name_pattern=r"caus-?vid.*bidirect|\bbidirectional-checkpoint",
     steps=3,
     flow_shift=8.0,
-    scheduler=THREE_STEPS,
+    scheduler=THREE_STEP_SOLVER,
 )
 FASTWAN = replace(CAUSVID, name="FastWan", name_pattern=r"\bfastwan")
 LONGLIVE_PLUG = Distillation(
@@ -731,7 +731,7 @@ def _distillation_settings(scheduler: Scheduler) -> dict[str, Any]:
     """Return the settings that a distilled model's scheduler implies. Other schedulers imply no settings."""
     if not isinstance(scheduler, Consistency):
         return {}
-    return FASTWAN.settings if scheduler == THREE_STEPS else {"guidance_scale": 1.0, "steps": SELF_FORCING.steps}
+    return FASTWAN.settings if scheduler == THREE_STEP_SOLVER else {"guidance_scale": 1.0, "steps": SELF_FORCING.steps}
 
 
 def _similar_settings(model: WanModel, source: Source) -> Settings:

@@ -72,7 +72,7 @@ LATENT_CHANNELS, MASK_CHANNELS = 16, 4  # the number of channels of Wan 2.1's la
 SUPPORTED = "Wan's text to video, image to video, first and last frame, Fun InP, VACE, Animate and Animate 2"
 ANIMATE_BLOCK = re.compile(r"(?<=blocks\.)(\d+)\.block\.")  # the names of blocks in the authors' files of Animate 2
 POSE_KEY = "pose_patch_embedding.weight"  # only the transformer of Animate has it
-FILTER = re.compile(r"motion_encoder\.enc\.net_app\.convs\.\d+\.(?:conv2|skip)\.0\.kernel")
+FIXED_FILTER = re.compile(r"motion_encoder\.enc\.net_app\.convs\.\d+\.(?:conv2|skip)\.0\.kernel")
 ACTIVATION_BIAS = re.compile(r"motion_encoder\.enc\.net_app\.convs\.\d+\.(?:\w+\.)?\d\.bias")
 """Tensors in the authors' files of Animate: the weights of a fixed filter, and biases [1 C 1 1]."""
 TOKENIZER_KEYS = ("spiece_model",)  # tokenizers that are stored with a text encoder's weights
@@ -216,7 +216,7 @@ def _vae_config_and_names(reader: TensorReader, authors_names: bool) -> tuple[di
 
 def _pose_transformer(reader: TensorReader) -> TensorReader:
     """Return Animate's transformer, whose tensors get the shapes that diffusers uses. Fixed filters are left out."""
-    learned_tensors = RenamedReader(reader, lambda key: None if FILTER.fullmatch(key) else key)
+    learned_tensors = RenamedReader(reader, lambda key: None if FIXED_FILTER.fullmatch(key) else key)
     biases = [key for key in learned_tensors.specs if ACTIVATION_BIAS.fullmatch(key)]
     flat_biases = ReshapedReader(learned_tensors, lambda key, shape: shape[1:2] if key in biases else shape)
     return UnfusedReader(flat_biases, ("linear1_kv",))
