@@ -23,7 +23,7 @@ DTYPES = {"bf16": "bfloat16", "pred": "bool", "f8e4m3fn": "float8_e4m3fn", "f8e5
 class KernelCall(NamedTuple):
     """A kernel's name, and the dtypes and shapes of its operands."""
 
-    kernel: str
+    name: str
     operands: tuple[tuple[str, tuple[int, ...]], ...]
 
 
@@ -66,7 +66,7 @@ def find_kernel_of_call(call: KernelCall, kernels: Iterable[KernelCall]) -> Kern
     """
     same_operand_kernels = [kernel for kernel in kernels if kernel.operands == call.operands]
     return next(
-        (kernel for kernel in same_operand_kernels if kernel.kernel == call.kernel),
+        (kernel for kernel in same_operand_kernels if kernel.name == call.name),
         same_operand_kernels[0] if same_operand_kernels else None,
     )
 

@@ -279,7 +279,7 @@ class Pricer:
         """Price a kernel and cache its seconds; return None if it does not compile on its own."""
         if isinstance(result, CompilerError):
             return None
-        seconds = kernel_seconds(result, self.visits(call.kernel, call.operands))
+        seconds = kernel_seconds(result, self.visits(call.name, call.operands))
         self.store("kernels", job, seconds)
         return seconds
 
