@@ -45,7 +45,7 @@ def price_table(workload: Workload, chip: str, tops: list[float]) -> Table:
 
 
 def _row(compiled: Compiled) -> list[str]:
-    names = {call.kernel: name for name, call in kernel_calls(compiled).items()}
+    names = {call.name: name for name, call in kernel_calls(compiled).items()}
     rare_blocks = {names[SPARSE_LINEAR_KERNEL]: rare_work(compiled)[names[SPARSE_LINEAR_KERNEL]]}
     priced = price_compiled(compiled, skip=rare_blocks)
     seconds = {item.name: item.cost.mid for item in priced.items}

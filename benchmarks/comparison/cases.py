@@ -55,7 +55,7 @@ class Result:
 class Sizes:
     """The number of layers of the text encoder and of the transformer, the decoded video, and the number of steps.
 
-    `denoised` has the height, width and frames of the denoised video, and `dtype` its dtype.
+    `denoised_size` has the height, width and frames of the denoised video, and `dtype` its dtype.
     """
 
     layers: int

@@ -404,6 +404,6 @@ def test_a_chip_s_compiler_accepts_the_kernels(chip, number_format):
         AbstractCall(sharded, (*shapes, Modulation(vectors, vectors, second), vectors, second, norm, head_scale)), chip
     )
     calls = kernel_calls(compiled).values()
-    assert sorted(call.kernel for call in calls) == ["quantize_rows", *5 * ["quantized_matmul"]]
+    assert sorted(call.name for call in calls) == ["quantize_rows", *5 * ["quantized_matmul"]]
     numbers = shapes[1].values.dtype.name  # by which prices tell kernels apart
-    assert all(numbers in dict(call.operands) for call in calls if call.kernel == "quantized_matmul")
+    assert all(numbers in dict(call.operands) for call in calls if call.name == "quantized_matmul")

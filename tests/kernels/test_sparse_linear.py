@@ -368,5 +368,5 @@ def attend_small(mesh):
 @pytest.mark.parametrize("chip", quick(["v6e-1"], ["v6e-1", "v5e-1", "v5p-8", "v7x-8"]))
 def test_compiles_for_each_generation(chip):
     compiled = compile_program(attend_small(abstract_mesh(find_slice(chip))), chip)
-    names = {call.kernel for call in kernel_calls(compiled).values()}
+    names = {call.name for call in kernel_calls(compiled).values()}
     assert names == {"sparse_linear_prepare", "sparse_linear_lists", "sparse_linear"}

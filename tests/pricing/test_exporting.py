@@ -143,7 +143,7 @@ def test_kernels_are_taken_from_the_program():
     x, y = product_on_each(mesh).arguments
     y = jax.ShapeDtypeStruct((256, 256), y.dtype, sharding=y.sharding)
     result = kernels_of(trace(AbstractCall(run, (x, y)), V6E))
-    assert [(call.kernel, [shape for _, shape in call.operands]) for call in result] == [
+    assert [(call.name, [shape for _, shape in call.operands]) for call in result] == [
         ("product", [(512, 256), (256, 256)]),
         ("product", [(256, 256), (256, 256)]),
     ]
