@@ -104,7 +104,7 @@ TRANSFORMER = NameMap(
     ],
     swapped=("norm_out.linear",),  # the authors store the shift before the scale, and diffusers after it
 )
-"""The names in the authors' files, before `Unfused` splits the refiner's fused q, k and v."""
+"""The names in the authors' files, before `UnfusedReader` splits the refiner's fused q, k and v."""
 
 
 def _to_comfyui(name: str) -> str:

@@ -108,7 +108,7 @@ IMAGE_ENCODER = NameMap(
         ("visual.post_norm", "vision_model.post_layernorm"),
     ]
 )
-"""The names after `Unfused` splits q, k and v. wanjax uses neither CLIP's text encoder nor its final projection."""
+"""The names after `UnfusedReader` splits q, k and v. wanjax uses neither CLIP's text encoder nor its final projection."""
 
 
 def _res_block(author_name: str, diffusers_name: str) -> Pairs:
