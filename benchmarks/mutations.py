@@ -60,7 +60,10 @@ MUTATIONS = (
         "state.weight_sum[...] <= max_weight_sum",
         "state.weight_sum[...] <= jnp.inf",
         "attention is infinite or NaN on a TPU if a later key's logit is far above the logits of the first keys",
-        ("kernels/test_flash_tpu.py::test_logits_that_rise", "kernels/test_flash_tpu.py::test_the_range_of_values"),
+        (
+            "kernels/test_flash_tpu.py::test_a_later_large_logit_is_exact",
+            "kernels/test_flash_tpu.py::test_large_and_small_values_stay_exact",
+        ),
     ),
     Mutation(
         "flash-tail",
@@ -68,7 +71,7 @@ MUTATIONS = (
         "num_blocks, tail = num_compute_blocks(is_last, sizes), sizes.num_keys % sizes.block_kv_compute",
         "num_blocks, tail = num_compute_blocks(is_last, sizes), 0",
         "on a TPU, attention ignores the last keys if the number of keys is not a multiple of a tile",
-        ("kernels/test_flash_tpu.py::test_lengths",),
+        ("kernels/test_flash_tpu.py::test_attention_is_exact_for_every_length",),
     ),
     Mutation(
         "padded-keys",
@@ -77,7 +80,7 @@ MUTATIONS = (
         "jnp.arange(num_keys)[None, :] <= lengths[:, None]",
         "a video's tokens attend to one token of padding",
         (
-            "kernels/test_sharded_attention.py::test_absent_keys",
+            "kernels/test_sharded_attention.py::test_a_wrong_number_of_keys_is_refused",
             "kernels/test_joint_attention.py",
         ),
     ),
@@ -88,8 +91,8 @@ MUTATIONS = (
         "jnp.clip(kv_length, 0, k.shape[1])",
         "with sp > 1, queries attend to the padding on the last device",
         (
-            "kernels/test_sharded_attention.py::test_absent_keys",
-            "kernels/test_sharded_attention.py::test_self_attention",
+            "kernels/test_sharded_attention.py::test_a_wrong_number_of_keys_is_refused",
+            "kernels/test_sharded_attention.py::test_sharded_attention_is_exact",
         ),
     ),
     Mutation(
@@ -98,7 +101,7 @@ MUTATIONS = (
         'dk, dv = jax.lax.ppermute(dkv_sums, "sp", _ring_permutation(ring_size))',
         "dk, dv = dkv_sums",
         "training with sp > 1 gives a device the gradients of its neighbour's keys",
-        ("kernels/test_sharded_attention.py::test_gradients",),
+        ("kernels/test_sharded_attention.py::test_sharded_gradients_are_exact",),
     ),
     # layers, models and sharding
     Mutation(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels are tried before they are used: one that fails is not used, the video is right, and one warning says so."""
+"""Each kernel is tried before its first use. A failing kernel is replaced, and one warning reports it."""
 
 import json
 import subprocess
@@ -41,7 +41,7 @@ print(json.dumps([sorted(refused), len(caught)]))
 
 
 @pytest.fixture
-def pretended(monkeypatch, tmp_path):
+def pretend_accelerator(monkeypatch, tmp_path):
     """Return a function that makes the CPU an accelerator whose preferred kernel is one of `trial_kernels`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # of the child
@@ -72,7 +72,7 @@ def video():
 
 
 @pytest.fixture(scope="module")
-def expected():
+def expected_frames():
     return video()
 
 
@@ -85,33 +85,32 @@ def expected():
         ("hanging", ["flash_tpu", "heads_joined"], "flash_tpu did not return"),
     ],
 )
-def test_a_kernel_that_fails_is_not_used(fault, refused, words, pretended, expected):
-    pretended(fault)
+def test_a_kernel_that_fails_is_not_used(fault, refused, words, pretend_accelerator, expected_frames):
+    pretend_accelerator(fault)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         frames = video()
-    messages = [str(each.message) for each in caught if issubclass(each.category, WanjaxWarning)]
+    messages = [str(warning.message) for warning in caught if issubclass(warning.category, WanjaxWarning)]
     assert len(messages) == 1
     assert has_line_with(messages[0], f"{words} v6e jax libtpu report")
     assert sorted(admitted.rejected_kernels()) == refused
-    np.testing.assert_array_equal(frames, expected)
+    np.testing.assert_array_equal(frames, expected_frames)
 
 
-def test_a_correct_kernel_is_used(pretended):
-    pretended("right")
+def test_a_correct_kernel_is_used(pretend_accelerator):
+    pretend_accelerator("right")
     admitted.admit_kernels()
-    some = jax.ShapeDtypeStruct((1, 96, 2, 64), "float32")
+    operand = jax.ShapeDtypeStruct((1, 96, 2, 64), "float32")
     assert admitted.rejected_kernels() == {}
-    assert choose_implementation(some, some, some).name == "flash_tpu"
+    assert choose_implementation(operand, operand, operand).name == "flash_tpu"
     admitted.set_rejected({"flash_tpu": "a reason"})
-    assert choose_implementation(some, some, some).name == "chunked"
-    assert (
-        choose_implementation(some, some, some, implementation="flash_tpu").name == "flash_tpu"
-    )  # by name it is insisted on
+    assert choose_implementation(operand, operand, operand).name == "chunked"
+    # a kernel that the caller names is never replaced
+    assert choose_implementation(operand, operand, operand, implementation="flash_tpu").name == "flash_tpu"
 
 
-def test_a_kernel_that_few_runs_use_is_tried_when_one_does(pretended, monkeypatch):
-    pretended("right")
+def test_a_rarely_used_kernel_is_tried_when_a_run_needs_it(pretend_accelerator, monkeypatch):
+    pretend_accelerator("right")
     trial = admission._load_kernels("tests.support.trial_kernels:WRONG")[1]
     kernels = [trial, *(trial._replace(name=name) for name in admitted.TRIED_WHEN_NEEDED)]
     monkeypatch.setattr(trial_kernels, "MANY", kernels, raising=False)
@@ -135,7 +134,7 @@ def test_a_kernel_that_few_runs_use_is_tried_when_one_does(pretended, monkeypatc
     assert sorted(admitted.rejected_kernels()) == ["flash_tpu", "splash"]
 
 
-def test_a_load_tries_the_kernels_of_its_attention(monkeypatch):
+def test_loading_a_model_tries_the_kernels_of_its_attention(monkeypatch):
     tried = []
     monkeypatch.setattr(loading, "admit_kernels", lambda *names: tried.append(names))
     wanjax.load("nano")
@@ -143,13 +142,13 @@ def test_a_load_tries_the_kernels_of_its_attention(monkeypatch):
     assert tried == [(), ("flash_tpu_radial",)]
 
 
-def test_a_result_is_reused_until_its_inputs_change(pretended, monkeypatch):
-    pretended("wrong")
+def test_a_trial_result_is_reused_until_code_packages_or_chip_change(pretend_accelerator, monkeypatch):
+    pretend_accelerator("wrong")
     assert admission.failure_reasons("v6e", admission.KERNELS)["flash_tpu"]
     with monkeypatch.context() as patch:
-        patch.setattr(admission, "_TrialProcess", None)  # none is started
+        patch.setattr(admission, "_TrialProcess", None)  # so that no trial can start
         assert admission.failure_reasons("v6e", admission.KERNELS)["flash_tpu"]
-    pretended("right")  # other code behind the same module, by the name of another version
+    pretend_accelerator("right")  # the module now has other code, and then a package has another version
     tried = []
     monkeypatch.setattr(
         admission, "_try_in_child", lambda kernels, names: iter([(name, "") for name in tried or names])
@@ -183,23 +182,26 @@ def test_a_program_is_recompiled_if_a_kernel_is_rejected(monkeypatch):
     monkeypatch.setattr(admitted, "_rejected", {})
     pipe = wanjax.load("nano")
     [instance, *_] = [program.traced_program for program in trace_programs(pipe, pipe.settings(**SETTINGS)).programs]
-    before = EXECUTE.key_of(instance)
+    key_before = EXECUTE.key_of(instance)
     admitted.set_rejected({"flash_tpu": "a reason"})
-    assert EXECUTE.key_of(instance) != before
+    assert EXECUTE.key_of(instance) != key_before
 
 
 @pytest.mark.parametrize(
     "kernel",
-    [pytest.param(each, marks=() if each.name in ("splash", "heads_apart") else pytest.mark.slow) for each in KERNELS],
+    [
+        pytest.param(kernel, marks=() if kernel.name in ("splash", "heads_apart") else pytest.mark.slow)
+        for kernel in KERNELS
+    ],
     ids=lambda kernel: kernel.name,
 )
-def test_the_kernels_pass_their_trials(kernel):
-    """By the interpreter: the small shapes, the references and the bounds fit the kernels."""
+def test_every_kernel_passes_its_trial(kernel):
+    """Pallas' interpreter runs each kernel's trial: its small shapes, its reference and its bound."""
     assert admission.failure_reason(kernel) == ""
 
 
-def test_a_cpu_tries_nothing(monkeypatch):
+def test_no_kernel_is_tried_on_a_cpu(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     code = "import sys, wanjax; wanjax.load('nano'); print('wanjax.kernels.admission' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False"]
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert completed.stdout.split() == ["False"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of an implementation of attention by platform and shape; cuDNN's implementation without a GPU."""
+"""The platform and the shapes choose an implementation of attention; cuDNN's is tested without a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -26,30 +26,30 @@ def shapes(dtype="bfloat16", size=64, sharding=None):
     return [jax.ShapeDtypeStruct((1, 96, 2, size), jnp.dtype(dtype), sharding=sharding)] * 3
 
 
-def test_the_target_of_an_array():
-    here = Target("cpu", "cpu")
+def test_an_array_or_its_sharding_tells_the_device_kind():
+    cpu_target = Target("cpu", "cpu")
     x = jnp.ones((2, 3))
-    assert target(x) == here
-    assert target(jax.ShapeDtypeStruct((2,), jnp.float32)) == here
+    assert target(x) == cpu_target
+    assert target(jax.ShapeDtypeStruct((2,), jnp.float32)) == cpu_target
     assert target(jax.ShapeDtypeStruct((2,), jnp.float32, sharding=NamedSharding(mesh(TPU), PartitionSpec()))) == (
         "tpu",
         "TPU v6 lite",
     )
 
 
-def test_the_target_of_a_traced_array():
-    seen = []
+def test_a_traced_array_tells_the_device_kind():
+    targets = []
 
-    def look(x):
-        seen.append(target(x))
+    def append_target(x):
+        targets.append(target(x))
         return x
 
-    jax.jit(look)(jnp.ones(3))
+    jax.jit(append_target)(jnp.ones(3))
     with jax.sharding.use_abstract_mesh(mesh(CARD)):
-        jax.jit(look).trace(jax.ShapeDtypeStruct((3,), jnp.float32))
+        jax.jit(append_target).trace(jax.ShapeDtypeStruct((3,), jnp.float32))
     with jax.default_device(jax.devices("cpu")[0]), jax.set_mesh(jax.make_mesh((1,), ("chips",))):
-        jax.eval_shape(look, jnp.ones(3))
-    assert seen == [("cpu", "cpu"), ("gpu", "NVIDIA H200"), ("cpu", "cpu")]
+        jax.eval_shape(append_target, jnp.ones(3))
+    assert targets == [("cpu", "cpu"), ("gpu", "NVIDIA H200"), ("cpu", "cpu")]
 
 
 CPU = AbstractDevice("cpu", None, "cpu")
@@ -60,8 +60,8 @@ CPU = AbstractDevice("cpu", None, "cpu")
     [(CPU, 64, "cudnn", "cudnn NVIDIA's cpu"), (TPU, 80, "flash_tpu", "size 80 64 128")],
     ids=["cudnn", "flash_tpu"],
 )
-def test_a_kernel_that_is_named_is_taken_or_refused(device, size, implementation, words):
-    """No other one is taken in its place, as where none is named."""
+def test_a_named_kernel_is_refused_where_it_cannot_run(device, size, implementation, words):
+    """A default falls back to another kernel; a kernel that is named never does."""
     with jax.sharding.use_abstract_mesh(mesh(device)):
         assert choose_implementation(*shapes(size=size)).name == "chunked"
         with pytest.raises(NotImplementedError, match=line_with_words(words)):
@@ -81,7 +81,7 @@ def test_cards_and_tpus_prefer_their_kernels():
 
 
 @pytest.mark.parametrize(
-    ("device", "kind", "implementation", "words"),
+    ("device", "operand_options", "implementation", "words"),
     [
         (CARD, {"dtype": "float32"}, None, "cudnn bfloat16 float16 float32"),
         (CARD, {}, "auto:window=5", "cudnn window"),
@@ -91,20 +91,20 @@ def test_cards_and_tpus_prefer_their_kernels():
     ],
     ids=["a dtype", "a window", "an old card", "an old desktop card", "a size"],
 )
-def test_a_fallback_gives_its_reason(device, kind, implementation, words):
+def test_a_fallback_gives_its_reason(device, operand_options, implementation, words):
     with jax.sharding.use_abstract_mesh(mesh(device)):
-        chosen = choose_implementation(*shapes(**kind), implementation=implementation)
-    assert chosen.name == "chunked"
-    assert has_line_with(chosen.reason, words)
+        choice = choose_implementation(*shapes(**operand_options), implementation=implementation)
+    assert choice.name == "chunked"
+    assert has_line_with(choice.reason, words)
 
 
-def test_other_cards_do_not():
+def test_cards_of_other_makers_use_chunked_attention():
     with jax.sharding.use_abstract_mesh(mesh(AbstractDevice("AMD Instinct MI300X", None, "rocm"))):
         assert choose_implementation(*shapes()).name == "chunked"
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("change", "message"),
     [
         ({"dtype": "float32"}, "takes bfloat16 and float16, not float32"),
         ({"size": 60}, "a multiple of 8 up to 128, not 60"),
@@ -115,24 +115,24 @@ def test_other_cards_do_not():
         ({"config": chunked.Config(8, 8, batched=True)}, "Config belongs to another implementation"),
     ],
 )
-def test_cudnn_refuses_inexact_configurations(changed, message):
-    kind = {key: changed[key] for key in ("dtype", "size") if key in changed}
-    options = {key: value for key, value in changed.items() if key not in kind}
+def test_cudnn_refuses_inexact_configurations(change, message):
+    operand_options = {key: change[key] for key in ("dtype", "size") if key in change}
+    options = {key: value for key, value in change.items() if key not in operand_options}
     with jax.sharding.use_abstract_mesh(mesh(CARD)), pytest.raises(NotImplementedError, match=f"cudnn .*{message}"):
-        choose_implementation(*shapes(**kind), implementation="cudnn", **options)
+        choose_implementation(*shapes(**operand_options), implementation="cudnn", **options)
 
 
 @pytest.fixture
 def card_without_cudnn(monkeypatch):
-    """Simulates a GPU, with JAX's own formula in place of cuDNN's kernel."""
+    """Simulate a GPU on which JAX's own formula replaces cuDNN's kernel."""
     requested = []
     formula = jax.nn.dot_product_attention
 
-    def play(*arguments, implementation, **options):
+    def attend_by_formula(*arguments, implementation, **options):
         requested.append(implementation)
         return formula(*arguments, implementation="xla", **options)
 
-    monkeypatch.setattr(jax.nn, "dot_product_attention", play)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend_by_formula)
     monkeypatch.setattr(cudnn, "target", lambda x: Target("gpu", "NVIDIA H200"))
     return requested
 
@@ -150,8 +150,8 @@ def test_cudnn_gets_live_keys_first(card_without_cudnn, batch, kv_heads):
     assert np.linalg.norm(out - expected) <= 6e-3 * np.linalg.norm(expected)
 
 
-def test_cudnn_is_lowered(monkeypatch):
-    """Lowers for CUDA without a GPU: the program has the call with the scale, and no score matrix."""
+def test_cudnn_attention_is_lowered_to_one_call(monkeypatch):
+    """Lower for CUDA without a GPU: the program calls cuDNN's kernel, and has no matrix of scores."""
     from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
 
     class Versions:
@@ -175,18 +175,18 @@ def test_cudnn_is_lowered(monkeypatch):
         ("chunked:window=0", ("chunked", None, 0)),
     ],
 )
-def test_implementations_and_windows_are_named(text, expected):
+def test_a_text_names_an_implementation_and_a_window(text, expected):
     assert AttentionConfig.of(text) == AttentionConfig(*expected)
 
 
 @pytest.mark.parametrize("text", ["auto:window=", "auto:window=x", "chunked:window=3,window=4", "auto:window=-3"])
-def test_windows_that_are_no_number(text):
+def test_a_window_that_is_not_a_number_is_refused(text):
     with pytest.raises(WanjaxError, match=line_with_words("window number tokens window=4096")):
         AttentionConfig.parse(text)
 
 
 @pytest.mark.parametrize("name", ["auto", "chunked", "reference"])
-def test_a_named_window_is_that_of_the_call(name):
+def test_a_window_in_the_text_applies_unless_the_call_has_one(name):
     q, k, v = operands(1, 40, 40, 2, 2, 16)
     out = attention(q, k, v, implementation=f"{name}:window=5")
     assert error(out, exact(q, k, v, window=(5, 5))) <= BOUND["float32"]

@@ -28,7 +28,7 @@ def for_v6e():
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("chips",), abstract_device=device))
 
 
-def test_options_are_those_of_the_target():
+def test_compiler_options_depend_on_the_platform():
     """XLA rejects the options of another platform."""
     assert scan_options() == scan_options(CPU) == matmul_options()
     with for_v6e():
@@ -37,27 +37,29 @@ def test_options_are_those_of_the_target():
     assert not scan_options(CPU).keys() & scan_options(V6E).keys()
 
 
-@pytest.mark.parametrize("on", [V5E, V5P, V6E, V7X], ids=str)
-def test_the_safe_set_has_only_asynchronous_collectives_and_vmem(on):
+@pytest.mark.parametrize("target", [V5E, V5P, V6E, V7X], ids=str)
+def test_the_safe_set_has_only_asynchronous_collectives_and_vmem(target):
     """Half of a v6e's VMEM is as much as a v5p's whole VMEM."""
-    assert matmul_options(on).keys() - scan_options(on).keys() == (
-        {"xla_tpu_scoped_vmem_limit_kib"} if on == V6E else set()
+    assert matmul_options(target).keys() - scan_options(target).keys() == (
+        {"xla_tpu_scoped_vmem_limit_kib"} if target == V6E else set()
     )
-    assert all("async" in name for name in scan_options(on))
+    assert all("async" in name for name in scan_options(target))
 
 
 @pytest.mark.parametrize(
-    ("on", "has"), [(V5E, False), (V5P, True), (V6E, True), (V7X, True), (CPU, False), (GPU, False)]
+    ("target", "has_sparse_cores"), [(V5E, False), (V5P, True), (V6E, True), (V7X, True), (CPU, False), (GPU, False)]
 )
-def test_the_fast_set_adds_the_sparse_cores_of_chips_that_have_them_and_more_vmem_on_v6e(on, has):
-    added = fast_matmul_options(on)
-    assert bool(added) is has
+def test_the_fast_set_uses_sparse_cores_and_more_vmem(target, has_sparse_cores):
+    added = fast_matmul_options(target)
+    assert bool(added) is has_sparse_cores
     assert {name for name, value in added.items() if "sparse_core_collective_offload" in name and value == "true"} == {
-        f"xla_tpu_enable_sparse_core_collective_offload_{kind}" for kind in ("all_gather", "dense_all_to_all") if has
+        f"xla_tpu_enable_sparse_core_collective_offload_{kind}"
+        for kind in ("all_gather", "dense_all_to_all")
+        if has_sparse_cores
     }
     limit = {"xla_tpu_scoped_vmem_limit_kib"}
-    assert added.keys() & matmul_options(on).keys() == (limit if on == V6E else set())
-    assert all(int(added[name]) > int(matmul_options(on)[name]) for name in limit & added.keys())
+    assert added.keys() & matmul_options(target).keys() == (limit if target == V6E else set())
+    assert all(int(added[name]) > int(matmul_options(target)[name]) for name in limit & added.keys())
 
 
 def test_a_single_chip_without_a_mesh_gets_its_options():

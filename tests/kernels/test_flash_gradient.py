@@ -21,8 +21,8 @@ ONE_BLOCK, BLOCKS, PARTS = (
 )
 
 
-def gradients(q, k, v, g, config, scale=0.3, keys=None, live=None):
-    """Return the kernel's gradients, from the result and the log-sum-exps of the reference."""
+def kernel_and_exact_gradients(q, k, v, g, config, scale=0.3, keys=None, live=None):
+    """Return the kernel's gradients, from the result and the log-sum-exps of the reference, and the exact gradients."""
     keys = k.shape[1] if keys is None else keys
     live = np.full((q.shape[0],), keys, np.int32) if live is None else np.asarray(live, np.int32)
     mask = np.arange(k.shape[1])[None] < live[:, None]
@@ -42,31 +42,31 @@ CASES = [(name, size) for name in CONFIGS for size in (64, 128)]
 
 
 @pytest.mark.parametrize(("name", "size"), quick([("one block", 64), ("blocks", 128), ("parts", 64)], CASES))
-def test_blocks_that_lengths_do_not_fill(name, size):
+def test_lengths_need_not_fill_blocks(name, size):
     q, k, v = operands(2, 300, 450, 2, 2, size)
-    result, expected = gradients(q, k, v, normal(4, *q.shape), CONFIGS[name])
-    for ours, expected_gradient in zip(result, expected, strict=True):
-        assert error(ours, expected_gradient) <= 3 * BOUND["float32"]
+    kernel_gradients, expected = kernel_and_exact_gradients(q, k, v, normal(4, *q.shape), CONFIGS[name])
+    for gradient, expected_gradient in zip(kernel_gradients, expected, strict=True):
+        assert error(gradient, expected_gradient) <= 3 * BOUND["float32"]
 
 
 @pytest.mark.parametrize("live", [(450, 130), (1, 256), (256, 450)])
-def test_keys_that_are_padding(live):
-    """Each example has its own number of keys; the others get no gradient and may hold anything finite."""
+def test_padding_keys_get_no_gradient(live):
+    """Examples differ in their number of keys; the others get no gradient, and may have any finite values."""
     q, k, v = operands(2, 300, 500, 1, 1, 64)
     k, v = (np.where(np.arange(500)[:, None, None] < 450, x, np.float32(1e4)) for x in (k, v))
-    result, expected = gradients(q, k, v, normal(4, *q.shape), BLOCKS, keys=450, live=live)
-    for ours, expected_gradient in zip(result, expected, strict=True):
-        assert error(ours, expected_gradient) <= 3 * BOUND["float32"]
-    for x in map(np.asarray, result[1:]):
+    kernel_gradients, expected = kernel_and_exact_gradients(q, k, v, normal(4, *q.shape), BLOCKS, keys=450, live=live)
+    for gradient, expected_gradient in zip(kernel_gradients, expected, strict=True):
+        assert error(gradient, expected_gradient) <= 3 * BOUND["float32"]
+    for x in map(np.asarray, kernel_gradients[1:]):
         assert not any(x[b, count:].any() for b, count in enumerate(live))
 
 
-def test_bfloat16():
+def test_bfloat16_gradients_are_near():
     q, k, v = operands(1, 300, 450, 2, 2, 128, "bfloat16")
-    result, expected = gradients(q, k, v, normal(4, *q.shape, dtype="bfloat16"), BLOCKS)
-    for ours, expected_gradient in zip(result, expected, strict=True):
-        assert ours.dtype == jnp.bfloat16
-        assert error(ours, expected_gradient) <= 2 * BOUND["bfloat16"]
+    kernel_gradients, expected = kernel_and_exact_gradients(q, k, v, normal(4, *q.shape, dtype="bfloat16"), BLOCKS)
+    for gradient, expected_gradient in zip(kernel_gradients, expected, strict=True):
+        assert gradient.dtype == jnp.bfloat16
+        assert error(gradient, expected_gradient) <= 2 * BOUND["bfloat16"]
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_bfloat16():
     [({}, 2), ({"kv_length": 70}, 2), ({"window": (40, 9)}, 2), ({"masked": True}, 2), ({}, 1)],
     ids=["all", "first", "window", "mask", "shared"],
 )
-def test_gradients_through_attention(options, heads):
-    """Where the kernel does not serve, blocks do."""
+def test_attention_has_gradients_for_every_option(options, heads):
+    """Where the kernel does not support the options, chunked attention computes the gradients."""
     q, k, v = operands(1, 90, 100, 2, heads, 64)
     mask = jnp.asarray(np.random.default_rng(3).random((1, 100)) < 0.7, bool) if options.get("masked") else None
     options = {"scale": 0.3, "key_mask": mask} | {name: x for name, x in options.items() if name != "masked"}
@@ -84,14 +84,14 @@ def test_gradients_through_attention(options, heads):
         return jnp.sum(jnp.sin(attention(*qkv, implementation=name, config=config, **options)))
 
     expected = jax.jit(jax.grad(partial(loss, "reference", None), (0, 1, 2)))(q, k, v)
-    result = jax.jit(jax.grad(partial(loss, "flash_tpu", SMALL_TILES), (0, 1, 2)))(q, k, v)
-    for ours, expected_gradient in zip(result, expected, strict=True):
-        assert error(ours, np.float64(expected_gradient)) <= 3e-6
+    kernel_gradients = jax.jit(jax.grad(partial(loss, "flash_tpu", SMALL_TILES), (0, 1, 2)))(q, k, v)
+    for gradient, expected_gradient in zip(kernel_gradients, expected, strict=True):
+        assert error(gradient, np.float64(expected_gradient)) <= 3e-6
 
 
 @pytest.mark.parametrize("queries", [1000, 14_040, 75_600, 200_000])
 @pytest.mark.parametrize("vmem", [64, 128])
-def test_tiles_fit(queries, vmem):
+def test_default_tiles_fit_vmem(queries, vmem):
     """A call holds as many queries as VMEM allows, in whole blocks."""
     tiles = flash_gradient.choose_config(queries, queries, 128, 2, vmem << 20)
     assert tiles is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flash_tpu with q kᵀ in int8, by Pallas' interpreter: compared with its rule, and with exact attention, in float64."""
+"""flash_tpu with int8 logits, in Pallas' interpreter, is compared with its rule and exact attention in float64."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -69,7 +69,7 @@ def upper_bfloat16(x):
 
 
 @pytest.fixture
-def lifts() -> Iterator[list[int]]:
+def offset_raises() -> Iterator[list[int]]:
     """How often the running kernel raises an offset, which only its running-max path does."""
     with count_calls("_raise_offset_to", flash_int8_kernel) as calls:
         yield calls
@@ -85,7 +85,7 @@ def lifts() -> Iterator[list[int]]:
         (300, 700, 2, 1, TILES),
     ],
 )
-def test_the_rule(queries, keys, heads, kv_heads, tiles):
+def test_the_kernel_follows_its_rule(queries, keys, heads, kv_heads, tiles):
     q, k, v = operands(2, queries, keys, heads, kv_heads, 128, "bfloat16")
     out, lse = jax.jit(partial(flash_int8.attention, scale=0.1, tiles=tiles, kv_length=keys))(q, k, v)
     expected_out, expected_lse = rule(q, k, v, scale=0.1)
@@ -95,8 +95,8 @@ def test_the_rule(queries, keys, heads, kv_heads, tiles):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_its_error(name):
-    """It is as docs/attention.md says, less one case: a large part comes from the rule, and little from the kernel."""
+def test_the_error_is_as_documented(name):
+    """Most of the error that docs/attention.md states comes from rounding, and little from the kernel."""
     q, k, v = operands_of_case(256, 1024, **CASES[name])
     out = flash(q, k, v, config=Int8Config(TILES))
     bound = {"logits of std 1": EXACT_BOUND, "logits of std 6": 0.05}.get(name, 0.04)
@@ -104,7 +104,7 @@ def test_its_error(name):
     assert error(out, rule(q, k, v)[0]) <= 2 * RULE_BOUND
 
 
-def test_keys_are_centered():
+def test_a_mean_shared_by_all_keys_changes_nothing():
     """A mean in all keys changes nothing but the rounding of the keys to bfloat16."""
     q, k, v = operands(1, 100, 200, 1, 1, 128, "bfloat16")
     shifted = (k.astype(jnp.float32) + 16 * jnp.sign(k[:, :1]).astype(jnp.float32)).astype(jnp.bfloat16)
@@ -113,8 +113,8 @@ def test_keys_are_centered():
 
 @pytest.mark.parametrize(("loud", "is_safe"), [(0.0, False), (40.0, False), (4000.0, True)])
 @pytest.mark.parametrize("tiles", [SMALL, TILES], ids=["blocks", "one block"])
-def test_logits_that_rise(lifts, loud, is_safe, tiles):
-    """A block whose weights exceed the range of the first offset is computed again by the running-max path."""
+def test_a_later_large_logit_is_exact(offset_raises, loud, is_safe, tiles):
+    """If weights of a block exceed the range of the first offset, the running-max path recomputes the block."""
     q, k, v = operands(1, 300, 400, 2, 2, 128, "bfloat16")
     direction = jnp.sign(q[:, :1, :1])
     q = jnp.abs(q) * direction  # every query has large logits with the loud keys
@@ -122,12 +122,12 @@ def test_logits_that_rise(lifts, loud, is_safe, tiles):
         k = k.at[:, 300:306].set(jnp.bfloat16(loud / 128) * direction)
     out = flash(q, k, v, scale=1.0 if is_safe else 0.1, config=Int8Config(tiles))
     jax.effects_barrier()
-    assert bool(lifts) == is_safe
+    assert bool(offset_raises) == is_safe
     assert error(out, rule(q, k, v, scale=1.0 if is_safe else 0.1)[0]) <= 2 * RULE_BOUND
 
 
 @pytest.mark.parametrize(("scale", "is_safe"), [(0.1, False), (0.3, True)])
-def test_first_logits_far_below_the_others(lifts, scale, is_safe):
+def test_first_logits_far_below_the_others_are_exact(offset_raises, scale, is_safe):
     """The offset is negative. Beyond 32 powers of two, the running-max path keeps the error of the exponents small."""
     q, k, v = operands(1, 130, 600, 1, 1, 128, "bfloat16")
     q = jnp.abs(q)
@@ -135,19 +135,19 @@ def test_first_logits_far_below_the_others(lifts, scale, is_safe):
     out, lse = jax.jit(partial(flash_int8.attention, scale=scale, tiles=TILES, kv_length=600))(q, k, v)
     jax.effects_barrier()
     expected_out, expected_lse = rule(q, k, v, scale=scale)
-    assert bool(lifts) == is_safe
+    assert bool(offset_raises) == is_safe
     assert error(out, expected_out) <= (1 if is_safe else 3) * RULE_BOUND
     np.testing.assert_allclose(lse, expected_lse, atol=0.1)
 
 
-def test_all_numbers_zero():
+def test_zero_queries_average_the_values():
     q, k, v = operands(1, 40, 50, 1, 1, 128, "bfloat16")
     out = flash(jnp.zeros_like(q), jnp.ones_like(k), v, config=Int8Config(SMALL))
     assert error(out, np.broadcast_to(np.float64(v).mean(axis=1, keepdims=True), q.shape)) <= 3e-3
 
 
-def test_keys_that_do_not_take_part():
-    """They do not set the mean or the scale either."""
+def test_padding_keys_change_nothing():
+    """Padding keys do not change the mean or the scale of the keys."""
     q, k, v = operands(1, 100, 200, 2, 2, 128, "bfloat16")
     k = k.at[:, 150:].set(100)
     out = attention(q, k, v, kv_length=150, implementation="flash_tpu", config=Int8Config(SMALL))
@@ -156,8 +156,8 @@ def test_keys_that_do_not_take_part():
 
 
 @pytest.mark.parametrize("mesh", [(1, 4, 1), (1, 1, 4), (2, 2, 1)])
-def test_on_several_devices(mesh):
-    """Turns of a ring are merged by their log-sum-exps, for their keys have different means."""
+def test_int8_attention_runs_on_several_devices(mesh):
+    """The results of a ring's steps are merged by their log-sum-exps, because their keys have different means."""
     q, k, v = operands(2, 256, 256, 4, 4, 128, "bfloat16")
     devices = jax.devices()[: int(np.prod(mesh))]
     with use_partitioner(Partitioner(make_mesh(*mesh, devices=devices), SHARDING_RULES["fsdp"])):
@@ -172,7 +172,7 @@ def test_on_several_devices(mesh):
         ("flash_tpu:block_q=1024,qk=int8", Int8Config(flash_tpu.Config(1024, 2048, 2048))),
     ],
 )
-def test_its_text(text, config):
+def test_int8_attention_is_named_by_text(text, config):
     attn = AttentionConfig.parse(text)
     assert (attn.config, attn.qk, str(attn)) == (config, "int8", text)
     assert AttentionConfig.parse(str(attn)) == attn
@@ -192,7 +192,7 @@ def test_its_text(text, config):
         ("flash_tpu:qk=int8,block_kv=48", "block_kv_compute=48 32 qk=int8"),
     ],
 )
-def test_text_that_is_refused(text, words):
+def test_unsupported_int8_texts_are_refused(text, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         AttentionConfig.parse(text)
 
@@ -207,20 +207,20 @@ def test_text_that_is_refused(text, words):
         (128, "bfloat16", {"bias": jnp.ones((1, 1, 8, 8))}, "takes no bias"),
     ],
 )
-def test_inputs_outside_the_bound(size, dtype, options, words):
+def test_inputs_outside_the_error_bound_are_refused(size, dtype, options, words):
     q, k, v = operands(1, 8, 8, 2, 2, size, dtype)
     with pytest.raises(UnsupportedError, match=line_with_words(words)):
         attention(q, k, v, implementation="flash_tpu", config=Int8Config(SMALL), **options)
 
 
-def test_it_has_no_gradient():
+def test_a_gradient_of_int8_attention_is_refused():
     q, k, v = operands(1, 8, 8, 1, 1, 128, "bfloat16")
     loss = lambda q: attention(q, k, v, implementation="flash_tpu", config=Int8Config(SMALL)).sum()  # noqa: E731
     with pytest.raises(UnsupportedError, match=line_with_words("qk=int8 no gradient")):
         jax.grad(loss)(q)
 
 
-def test_one_number_of_keys_for_all_examples():
+def test_different_numbers_of_keys_in_a_batch_are_refused():
     q, k, v = operands(2, 8, 8, 1, 1, 128, "bfloat16")
     options = {"key_mask": None, "window": None, "scale": 0.3, "bias": None, "config": Int8Config(SMALL)}
     with pytest.raises(UnsupportedError, match=line_with_words("qk=int8 number each example")):
@@ -228,14 +228,14 @@ def test_one_number_of_keys_for_all_examples():
 
 
 @pytest.mark.parametrize("name", ["hunyuanvideo1.5-480p-t2v", "cogvideox-2b"])
-def test_models_without_it(name):
+def test_models_that_do_not_support_int8_attention_refuse_it(name):
     model = registry.presets()[name].model
     assert model is not None
     with pytest.raises(UnsupportedError, match=line_with_words(f"{name} qk=int8")):
         with_attention(model, INT8, name)
 
 
-def test_a_chip_that_failed_its_trials(monkeypatch):
+def test_int8_attention_is_refused_on_chips_that_fail_or_gain_nothing(monkeypatch):
     shapes = [jax.ShapeDtypeStruct((1, 4096, 2, 128), jnp.bfloat16)] * 3
     for module in (flash_tpu, flash_int8):
         monkeypatch.setattr(module, "vmem_bytes", lambda: 128 << 20)
@@ -249,12 +249,12 @@ def test_a_chip_that_failed_its_trials(monkeypatch):
 
 
 @pytest.mark.parametrize("keys", [1, 512, 1056, 32_760, 75_600, 400_000])
-def test_default_tiles(keys):
+def test_default_tiles_suit_int8(keys):
     Int8Config(default_config(128 << 20, 128, keys, keys, "bfloat16", unit_kv=32))
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
-def test_it_compiles():
+def test_int8_attention_compiles_for_a_tpu():
     programs = [(attend_int8(abstract_mesh(find_slice("v6e-1")), length=length), "v6e-1") for length in (700, 2600)]
     for compiled in compile_programs(programs):
         assert isinstance(compiled, Compiled), compiled

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel for TPUs: on the CPU by Pallas' interpreter, and through the compilers of four generations of TPU."""
+"""The attention kernel for TPUs: Pallas' interpreter runs it on the CPU, and the compilers of four TPUs accept it."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -46,7 +46,7 @@ flash = partial(run, "flash_tpu")
         (1000, 4097, "bfloat16"),
     ],
 )
-def test_lengths(queries, keys, dtype):
+def test_attention_is_exact_for_every_length(queries, keys, dtype):
     q, k, v = operands(1, queries, keys, 1, 1, 64, dtype)
     assert error(flash(q, k, v, config=FULL_TILES), exact(q, k, v)) <= BOUND[dtype]
 
@@ -62,7 +62,7 @@ def test_lengths(queries, keys, dtype):
         ("center_keys,block_q=1024", flash_tpu.Config(1024, 2048, 2048, center_keys=True)),
     ],
 )
-def test_tiles_are_named(tiles, config):
+def test_a_text_names_tiles(tiles, config):
     requested = AttentionConfig.parse(f"flash_tpu:{tiles}")
     assert (requested.implementation, requested.config, requested.window) == ("flash_tpu", config, None)
     confined = AttentionConfig.parse(f"flash_tpu:window=9,{tiles}")
@@ -71,7 +71,7 @@ def test_tiles_are_named(tiles, config):
 
 
 @pytest.mark.parametrize(("queries", "block_q"), [(700, 640), (3400, 3328)])
-def test_blocks_of_queries_that_end_within_a_strip(queries, block_q):
+def test_queries_need_not_fill_a_block(queries, block_q):
     q, k, v = operands(1, queries, 300, 1, 1, 64)
     config = flash_tpu.Config(block_q, 512, 256, interpret=True)
     assert error(flash(q, k, v, config=config), exact(q, k, v)) <= BOUND["float32"]
@@ -79,8 +79,8 @@ def test_blocks_of_queries_that_end_within_a_strip(queries, block_q):
 
 @pytest.mark.parametrize("queries", [770, 1100])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_a_last_block_of_few_queries(queries, ragged):
-    """It has fewer tiles of the matrix unit than the others."""
+def test_a_last_block_of_few_queries_is_exact(queries, ragged):
+    """The last block has fewer tiles of the matrix unit than the others."""
     q, k, v = operands(1, queries, 150, 1, 1, 64)
     config = flash_tpu.Config(768, 64, 32, interpret=True)
     options = {"window": (700, 20)} if ragged else {}
@@ -88,17 +88,17 @@ def test_a_last_block_of_few_queries(queries, ragged):
 
 
 def in_parts(q, k, v, ends, config, *, scale, live=None):
-    """Attention to parts of the keys one after another, of which the first `live` of each example take part."""
-    done: Any = None
+    """Attend to parts of the keys one after another; each example attends to its first `live` keys."""
+    carry: Any = None
     begin = 0
     for end in ends:
         keys = None if live is None else jnp.clip(live - begin, 0, end - begin)
         part = partial(
             flash_tpu.attention_with_carry, key_mask=None, scale=scale, config=config, is_last=end == ends[-1]
         )
-        done = part(q, k[:, begin:end], v[:, begin:end], done, kv_length=keys)
+        carry = part(q, k[:, begin:end], v[:, begin:end], carry, kv_length=keys)
         begin = end
-    return done
+    return carry
 
 
 LOUD = list(product([0.0, 4000.0], [False, True]))
@@ -106,18 +106,18 @@ PARTS = [("float32", 64, SMALL_TILES), ("bfloat16", 128, FULL_TILES), ("bfloat16
 
 
 @pytest.fixture
-def lifts() -> Iterator[list[int]]:
+def offset_raises() -> Iterator[list[int]]:
     """How often the running kernel raises an offset, which only its running-max path does."""
-    with count_calls("_raise_offset_to") as result:
-        yield result
+    with count_calls("_raise_offset_to") as calls:
+        yield calls
 
 
 @pytest.mark.parametrize(("dtype", "size", "config"), quick(PARTS[2:], PARTS))
 @pytest.mark.parametrize(
     ("loud", "counted"), quick([(4000.0, True), (0.0, False)], product([0.0, 4000.0], [False, True]))
 )
-def test_parts_of_the_keys(lifts, dtype, size, config, counted, loud):
-    """Sum that go on equal attention to all keys at once, also if a later part has logits out of range, or no key."""
+def test_attention_to_keys_in_parts_is_exact(offset_raises, dtype, size, config, counted, loud):
+    """Continued sums equal attention to all keys at once, also if a later part has logits out of range, or no key."""
     q, k, v = map(np.array, operands(2, 600, 200, 2, 2, size, dtype))
     if loud:
         direction = np.sign(q[:, :1, :1])
@@ -132,10 +132,10 @@ def test_parts_of_the_keys(lifts, dtype, size, config, counted, loud):
     logits = logits if mask is None else np.where(mask[:, None, None], logits, -np.inf)
     top = logits.max(axis=3)
     assert error(lse, top + np.log(np.exp(logits - top[..., None]).sum(axis=3))) <= 1e-6
-    assert counted or bool(lifts) == bool(loud)
+    assert counted or bool(offset_raises) == bool(loud)
 
 
-def test_chosen_tiles_are_for_self_attention():
+def test_tiles_in_the_text_apply_to_self_attention_only():
     sizes = {"dtype": jnp.float32, "param_dtype": jnp.float32}
     requested = AttentionConfig.parse("flash_tpu:block_q=512")
     block = nnx.eval_shape(lambda: Block(TRANSFORMER, requested, **sizes, rngs=nnx.Rngs(0)))
@@ -144,7 +144,7 @@ def test_chosen_tiles_are_for_self_attention():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_head_size_of_128(dtype):
+def test_heads_of_128_are_exact(dtype):
     q, k, v = operands(3, 30, 150, 4, 2, 128, dtype)
     out = flash(q, k, v, config=SMALL_TILES)
     assert out.dtype == dtype
@@ -159,7 +159,7 @@ def test_the_scale_is_not_rounded(gain):
 
 
 @pytest.mark.parametrize("window", [(0, 0), (None, 40), (130, 5), (200, None)])
-def test_windows(window):
+def test_a_window_limits_the_keys_of_each_query(window):
     """Some windows skip whole bodies of keys, and some leave rows without a key."""
     q, k, v = operands(1, 300, 200, 2, 1, 64)
     assert error(flash(q, k, v, window=window, config=SMALL_TILES), exact(q, k, v, window=window)) <= BOUND["float32"]
@@ -167,8 +167,8 @@ def test_windows(window):
 
 @pytest.mark.parametrize(("loud", "is_safe"), [(40.0, False), (4000.0, True)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_logits_that_rise(lifts, monkeypatch, loud, is_safe, dtype):
-    """Later keys whose logits exceed the range of the first offset are computed again, and are as exact."""
+def test_a_later_large_logit_is_exact(offset_raises, monkeypatch, loud, is_safe, dtype):
+    """Logits of later keys that exceed the range of the first offset are recomputed, and are as exact."""
     monkeypatch.setattr(flash_tiles, "RUNNING_MAX_STEP_KV", 16)  # two running-max steps in a compute block
     q, k, v = map(np.array, operands(1, 40, 200, 2, 1, 64, dtype))
     direction = np.sign(q[:, :1, :1])
@@ -176,13 +176,13 @@ def test_logits_that_rise(lifts, monkeypatch, loud, is_safe, dtype):
     q = np.abs(q) * direction  # every query has large logits with the loud keys
     out = flash(q, k, v, scale=1.0, config=SMALL_TILES)
     jax.effects_barrier()
-    assert bool(lifts) == is_safe  # only the running-max path raises an offset
+    assert bool(offset_raises) == is_safe  # only the running-max path raises an offset
     assert error(out, exact(q, k, v, scale=1.0)) <= BOUND[dtype]
 
 
 @pytest.mark.parametrize(("dtype", "loud", "sizes"), [("bfloat16", 108, (1e18, 1e-12)), ("float32", 60, (1e18, 1e-30))])
-def test_the_range_of_values(dtype, loud, sizes):
-    """Sum of large values stay finite where a later logit is almost out of range, and small values are not lost."""
+def test_large_and_small_values_stay_exact(dtype, loud, sizes):
+    """Sums of large values stay finite if a later logit is almost out of range, and small values are not lost."""
     q, k, v = map(np.array, operands(1, 40, 200, 1, 1, 64, dtype))
     direction = np.sign(q[:, :1, :1])
     q = np.abs(q) * direction
@@ -190,11 +190,11 @@ def test_the_range_of_values(dtype, loud, sizes):
     rising[:, 90:96] = loud / 64 * direction
     for size, keys in zip(sizes, (rising, k), strict=True):
         values = (np.float32(v) * np.float32(size)).astype(v.dtype)
-        result = flash(q, keys, values, scale=1.0, config=SMALL_TILES)
-        assert error(result, exact(q, keys, values, scale=1.0)) <= BOUND[dtype]
+        out = flash(q, keys, values, scale=1.0, config=SMALL_TILES)
+        assert error(out, exact(q, keys, values, scale=1.0)) <= BOUND[dtype]
 
 
-def test_keys_less_their_mean():
+def test_centered_keys_change_no_result():
     """Subtracting the mean from all keys changes no weight; the log-sum-exp is that of the original keys."""
     q, k, v = operands(2, 30, 100, 2, 1, 64)
     k = np.asarray(k) + 3
@@ -208,18 +208,18 @@ def test_keys_less_their_mean():
     assert error(lse, expected) <= BOUND["float32"]
 
 
-def test_gradients():
+def test_gradients_are_exact():
     q, k, v = operands(1, 20, 40, 2, 1, 64)
     loss = lambda name, config: lambda *qkv: (attention(*qkv, implementation=name, config=config) ** 2).sum()  # noqa: E731
-    result = jax.jit(jax.grad(loss("flash_tpu", SMALL_TILES), argnums=(0, 1, 2)))(q, k, v)
+    gradients = jax.jit(jax.grad(loss("flash_tpu", SMALL_TILES), argnums=(0, 1, 2)))(q, k, v)
     expected = jax.jit(jax.grad(loss("reference", None), argnums=(0, 1, 2)))(q, k, v)
-    for gradient, expected_gradient in zip(result, expected, strict=True):
+    for gradient, expected_gradient in zip(gradients, expected, strict=True):
         assert error(gradient, np.float64(expected_gradient)) <= 3e-6
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_odd_shapes(data):
+def test_attention_is_exact_at_any_shape(data):
     draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
     body = 16 * draw(2, 4)
     config = flash_tpu.Config(128, body * draw(1, 3), body, interpret=True)
@@ -243,7 +243,7 @@ def test_odd_shapes(data):
         ((128, 40, 40), "block_kv_compute=40 16"),
     ],
 )
-def test_tiles_that_do_not_divide(tiles, message):
+def test_tiles_that_do_not_divide_are_refused(tiles, message):
     with pytest.raises(WanjaxError, match=line_with_words(message)):
         flash_tpu.Config(*tiles)
 
@@ -259,7 +259,7 @@ def test_tiles_that_do_not_divide(tiles, message):
         (64, "float32", {"config": object()}, "configured by a flash_tpu.Config"),
     ],
 )
-def test_unsupported(size, dtype, options, message):
+def test_unsupported_options_are_refused(size, dtype, options, message):
     q, k, v = operands(1, 8, 8, 2, 1, size, dtype)
     with pytest.raises(NotImplementedError, match=line_with_words(message)):
         attention(q, k, v, implementation="flash_tpu", **{"config": SMALL_TILES} | options)
@@ -280,7 +280,7 @@ LARGE = flash_tpu.Config(2048, 51200, 5120)
     ],
     ids=["tiles", "chip"],
 )
-def test_configurations_larger_than_vmem(monkeypatch, vmem, call):
+def test_configurations_larger_than_vmem_are_refused(monkeypatch, vmem, call):
     monkeypatch.setattr(flash_tpu, "vmem_bytes", lambda: vmem << 20)
     with pytest.raises(NotImplementedError, match=line_with_words(f"MiB VMEM chip {vmem}")):
         call()
@@ -289,7 +289,7 @@ def test_configurations_larger_than_vmem(monkeypatch, vmem, call):
 @pytest.mark.parametrize("vmem", [64 << 20, 128 << 20])
 @pytest.mark.parametrize("keys", [1, 512, 32_760, 75_600, 400_000])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_default_tiles_fit(vmem, keys, dtype):
+def test_default_tiles_fit_vmem(vmem, keys, dtype):
     config = flash_tiles.default_config(vmem, 128, keys, keys, dtype)
     assert config.vmem_bytes(128, jnp.dtype(dtype).itemsize) + flash_tpu.COMPILER_VMEM_BYTES <= vmem
     blocks = -(-keys // config.block_q)
@@ -299,21 +299,26 @@ def test_default_tiles_fit(vmem, keys, dtype):
 PLAIN = {"size": 128, "dtype": "bfloat16", "kv_heads": 2, "window": None, "masked": False}
 WINDOW = PLAIN | {"size": 64, "kv_heads": 1, "window": (9, 40)}
 MASKED = PLAIN | {"size": 64, "dtype": "float32", "masked": True}
-EACH_ONCE = [("v5e-1", PLAIN), ("v5p-8", WINDOW), ("v6e-1", MASKED), ("v7x-8", PLAIN)]
-OTHERS = [("v5p-8", PLAIN), ("v6e-1", PLAIN), ("v6e-1", WINDOW)]
-ROUND = [("v6e-4", {"size": 128, "dtype": "bfloat16", "length": 2600})]  # 650 a chip: the last block has a tile
-ROUND_TOO = [("v5p-8", ROUND[0][1] | {"length": 1201}), ("v6e-4", ROUND[0][1] | {"size": 64, "dtype": "float32"})]
-TOGETHER = [(EACH_ONCE[:1], ROUND), (EACH_ONCE[1:], []), (OTHERS, ROUND_TOO)]
+ONE_CALL_PER_CHIP = [("v5e-1", PLAIN), ("v5p-8", WINDOW), ("v6e-1", MASKED), ("v7x-8", PLAIN)]
+MORE_CALLS = [("v5p-8", PLAIN), ("v6e-1", PLAIN), ("v6e-1", WINDOW)]
+RING_CALLS = [("v6e-4", {"size": 128, "dtype": "bfloat16", "length": 2600})]  # 650 a chip: the last block has a tile
+MORE_RING_CALLS = [
+    ("v5p-8", RING_CALLS[0][1] | {"length": 1201}),
+    ("v6e-4", RING_CALLS[0][1] | {"size": 64, "dtype": "float32"}),
+]
+COMPILED_TOGETHER = [(ONE_CALL_PER_CHIP[:1], RING_CALLS), (ONE_CALL_PER_CHIP[1:], []), (MORE_CALLS, MORE_RING_CALLS)]
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 
 
 @needs_libtpu
-@pytest.mark.parametrize(("programs", "rings"), quick(TOGETHER[:1], TOGETHER), ids=["one", "each", "others"])
-def test_compiles_for_each_generation(programs, rings):
-    every = [(attend_small(abstract_mesh(find_slice(chip)), **settings), chip) for chip, settings in programs]
+@pytest.mark.parametrize(
+    ("programs", "rings"), quick(COMPILED_TOGETHER[:1], COMPILED_TOGETHER), ids=["one", "each", "others"]
+)
+def test_the_kernel_compiles_for_each_generation_of_tpu(programs, rings):
+    calls = [(attend_small(abstract_mesh(find_slice(chip)), **settings), chip) for chip, settings in programs]
     mesh = {"dp": 1, "sp": 4, "tp": 1}
-    every += [(attend_round(abstract_mesh(find_slice(chip), mesh), **settings), chip) for chip, settings in rings]
-    for program, compiled in zip(every, compile_programs(every), strict=True):
+    calls += [(attend_round(abstract_mesh(find_slice(chip), mesh), **settings), chip) for chip, settings in rings]
+    for program, compiled in zip(calls, compile_programs(calls), strict=True):
         assert isinstance(compiled, Compiled), (program, compiled)
         assert "tpu_custom_call" in compiled.module, program
 
@@ -321,10 +326,12 @@ def test_compiles_for_each_generation(programs, rings):
 @pytest.mark.slow
 @needs_libtpu
 def test_named_workloads_compile():
-    """Those with the most heads: heads are an axis of the kernel's grid, and fewer take the same kernel."""
+    """Only workloads with the most heads are compiled: heads are an axis of the grid and do not change the kernel."""
     mesh = abstract_mesh(find_slice("v6e-1"))
     by_heads = sorted(WORKLOADS.values(), key=lambda workload: workload.heads)
-    largest = {(each.num_queries, each.num_keys, each.head_dim): each.name for each in by_heads}.values()
+    largest = {
+        (workload.num_queries, workload.num_keys, workload.head_dim): workload.name for workload in by_heads
+    }.values()
     results = zip(largest, compile_programs([(attend(mesh, workload=name), "v6e-1") for name in largest]), strict=True)
     refused = {name: result for name, result in results if isinstance(result, CompilerError)}
     assert not refused

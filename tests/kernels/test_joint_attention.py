@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joint attention of video and text against the formula: every implementation, dense and radial, and meshes."""
+"""Every implementation of joint attention of video and text, dense or radial, is compared with the formula."""
 
 from functools import cache, partial
 
@@ -37,7 +37,7 @@ def operands(heads=2, size=32, dtype="float32", text=TEXT):
     ]
 
 
-def whole_sequence(q, k, v, window=None, texts=TEXTS):
+def exact_output(q, k, v, window=None, texts=TEXTS):
     """Return the formula in float64 over the joint sequence."""
     q, k, v = (np.concatenate([np.float64(part) for part in pair], axis=1) for pair in (q, k, v))
     total = q.shape[1]
@@ -56,40 +56,40 @@ def attend(q, k, v, texts, *, window=None, partitioner=None, name="chunked", con
         return joint.attention(kernel, q, k, v, length=VIDEO, text_lengths=texts, window=window)
 
 
-def joined(out, text_length):
+def join_video_and_text(out, text_length):
     return np.concatenate([out.video[:, :VIDEO], out.text[:, :text_length]], axis=1)
 
 
 def run(q, k, v, window=None, texts=TEXTS, **options):
     out = jax.jit(partial(attend, window=window, **options))(q, k, v, jnp.asarray(texts, jnp.int32))
-    return joined(out, q.text.shape[1])
+    return join_video_and_text(out, q.text.shape[1])
 
 
-def test_the_mask_of_the_tests_hides_something():
+def test_the_radial_mask_of_these_tests_hides_tokens():
     assert MASK.density(VIDEO + TEXT) < 0.85
 
 
 @cache
 def expected_output(window):
     q, k, v = operands(size=64)
-    return whole_sequence(q, k, v, window)
+    return exact_output(q, k, v, window)
 
 
 @pytest.mark.parametrize("window", [None, MASK], ids=["dense", "radial"])
 @pytest.mark.parametrize("name", ["reference", "chunked", "flash_tpu"])
-def test_implementations(name, window):
+def test_every_implementation_is_exact(name, window):
     q, k, v = operands(size=64)
     out = run(q, k, v, window, name=name, config=TILES if name == "flash_tpu" else None)
     assert error(out, expected_output(window)) <= BOUND["float32"]
 
 
 @pytest.mark.parametrize("window", [None, MASK], ids=["dense", "radial"])
-def test_long_texts_and_bfloat16(window):
-    """Count that end within, at the end of, and before whole blocks of text, which lie in two blocks of held keys."""
+def test_long_texts_in_bfloat16_are_near(window):
+    """Texts end within a block, at its end, and before the first block. The text spans two blocks of held keys."""
     q, k, v = operands(heads=1, size=64, dtype="bfloat16", text=600)
     texts, config = (68 + 128, 600, 0), flash_tpu.Config(256, 512, 512, interpret=True, buffers=1)
     out = run(q, k, v, window, texts, name="flash_tpu", config=config)
-    assert error(out, whole_sequence(q, k, v, window, texts)) <= BOUND["bfloat16"]
+    assert error(out, exact_output(q, k, v, window, texts)) <= BOUND["bfloat16"]
 
 
 def test_padding_may_hold_anything_finite():
@@ -98,7 +98,7 @@ def test_padding_may_hold_anything_finite():
     other_k, other_v = (VideoTextPair(x.video, np.where(hidden, np.float32(1e4), x.text)) for x in (k, v))
     for window in (None, MASK):
         out = run(q, other_k, other_v, window)
-        assert error(out, whole_sequence(q, k, v, window)) <= BOUND["float32"]
+        assert error(out, exact_output(q, k, v, window)) <= BOUND["float32"]
 
 
 @cache
@@ -115,9 +115,9 @@ def gradients(name, window):
 
 @pytest.mark.parametrize("window", [None, MASK], ids=["dense", "radial"])
 @pytest.mark.parametrize("name", ["chunked", "flash_tpu"])
-def test_gradients(name, window):
-    for ours, expected in zip(gradients(name, window), gradients("reference", window), strict=True):
-        assert error(ours, np.float64(expected)) <= 1e-5
+def test_gradients_equal_those_of_the_reference(name, window):
+    for gradient, expected in zip(gradients(name, window), gradients("reference", window), strict=True):
+        assert error(gradient, np.float64(expected)) <= 1e-5
 
 
 MESHES = on_meshes(((1, 1, 8), "fsdp"), ((2, 2, 2), "tp"))
@@ -125,28 +125,30 @@ MESHES = on_meshes(((1, 1, 8), "fsdp"), ((2, 2, 2), "tp"))
 
 @pytest.mark.parametrize("window", [None, MASK], ids=["dense", "radial"])
 @pytest.mark.parametrize(("axes", "rules"), MESHES)
-def test_several_devices(axes, rules, window):
-    """Tokens that no axis divides, and on some meshes heads neither."""
+def test_several_devices_give_the_exact_result(axes, rules, window):
+    """No axis divides the number of tokens, and on some meshes none divides the heads."""
     q, k, v = operands(heads=4, size=8)
     if axes[0] > 1:
         q, k, v = (jax.tree.map(lambda x: np.resize(x, (axes[0], *x.shape[1:])), pair) for pair in (q, k, v))
     texts = np.resize(TEXTS, len(q.video))
     out = run(q, k, v, window, texts, partitioner=Partitioner(make_mesh(*axes), SHARDING_RULES[rules]))
-    assert error(out, whole_sequence(q, k, v, window, texts)) <= BOUND["float32"]
+    assert error(out, exact_output(q, k, v, window, texts)) <= BOUND["float32"]
 
 
 @pytest.mark.parametrize("axes", [(1, 1, 8), (1, 8, 1)])
 def test_joint_attention_gathers_weights(axes):
     q, k, v = operands(heads=4, size=8)
-    used = Partitioner(make_mesh(*axes), SHARDING_RULES["fsdp"])
-    out = with_waiting_weights(used, partial(attend, partitioner=used), q, k, v, jnp.asarray(TEXTS, jnp.int32))
-    assert error(joined(out, TEXT), whole_sequence(q, k, v)) <= BOUND["float32"]
+    partitioner = Partitioner(make_mesh(*axes), SHARDING_RULES["fsdp"])
+    out = with_waiting_weights(
+        partitioner, partial(attend, partitioner=partitioner), q, k, v, jnp.asarray(TEXTS, jnp.int32)
+    )
+    assert error(join_video_and_text(out, TEXT), exact_output(q, k, v)) <= BOUND["float32"]
 
 
-def test_a_named_implementation():
+def test_joint_attention_takes_a_named_implementation():
     q, k, v = operands()
     texts = jnp.asarray(TEXTS, jnp.int32)
     for name, window in (("radial:0.1", MASK), ("auto", None)):
         named = partial(joint_attention, length=VIDEO, window=window, implementation=name)
         out = jax.jit(named)(q, k, v, text_lengths=texts)
-        assert error(np.concatenate(out, axis=1), whole_sequence(q, k, v, window)) <= BOUND["float32"]
+        assert error(np.concatenate(out, axis=1), exact_output(q, k, v, window)) <= BOUND["float32"]

@@ -12,22 +12,22 @@ from tests.support.compare import error
 from wanjax.kernels.attention.api import attention_to_cache
 from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache, empty_cache, insert_chunk
 
-BLOCK, SLOTS = 40, 3
+CHUNK, SLOTS = 40, 3
 
 
 @pytest.mark.parametrize("name", ["reference", "chunked"])
-def test_a_block_sees_itself_and_the_live_rows(name):
-    """What lies in rows not yet written would show, whatever it is."""
-    q, k, v = operands(2, 5 * BLOCK, 5 * BLOCK, 2, 2, 8)
-    window = KVCache(*(jnp.full_like(x, 1e4) for x in empty_cache(1, 2, SLOTS * BLOCK, 2, 8, jnp.float32)))
-    window = jax.tree.map(lambda x: x[0], window)
-    run = jax.jit(partial(attention_to_cache, length=BLOCK, implementation=name))
-    for block in range(5):
-        tokens = slice(block * BLOCK, (block + 1) * BLOCK)
-        slot = CacheSlot(jnp.int32(block % SLOTS * BLOCK), jnp.int32(min(block + 1, SLOTS)))
-        out, new_rows = run(q[:, tokens], k[:, tokens], v[:, tokens], window, slot)
-        seen = slice(max(0, block + 1 - SLOTS) * BLOCK, (block + 1) * BLOCK)
-        assert error(out, exact(q[:, tokens], k[:, seen], v[:, seen])) <= BOUND["float32"]
-        assert (new_rows.k == k[:, tokens].reshape(2, BLOCK, -1)).all()
-        window = insert_chunk(window, new_rows, slot)
+def test_a_chunk_attends_to_itself_and_the_written_rows(name):
+    """Rows of the cache that are not yet written do not change the result."""
+    q, k, v = operands(2, 5 * CHUNK, 5 * CHUNK, 2, 2, 8)
+    cache = KVCache(*(jnp.full_like(x, 1e4) for x in empty_cache(1, 2, SLOTS * CHUNK, 2, 8, jnp.float32)))
+    cache = jax.tree.map(lambda x: x[0], cache)
+    run = jax.jit(partial(attention_to_cache, length=CHUNK, implementation=name))
+    for chunk in range(5):
+        tokens = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
+        slot = CacheSlot(jnp.int32(chunk % SLOTS * CHUNK), jnp.int32(min(chunk + 1, SLOTS)))
+        out, new_rows = run(q[:, tokens], k[:, tokens], v[:, tokens], cache, slot)
+        attended = slice(max(0, chunk + 1 - SLOTS) * CHUNK, (chunk + 1) * CHUNK)
+        assert error(out, exact(q[:, tokens], k[:, attended], v[:, attended])) <= BOUND["float32"]
+        assert (new_rows.k == k[:, tokens].reshape(2, CHUNK, -1)).all()
+        cache = insert_chunk(cache, new_rows, slot)
     assert run._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of a norm and SiLU, interpreted, against the rule in float64."""
+"""The kernel of a norm and SiLU, run by Pallas' interpreter, is compared with the formula in float64."""
 
 from functools import partial
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ from wanjax.pricing.lowering import AbstractCall
 from wanjax.pricing.pallas_kernels import kernel_calls
 
 
-def rule(x, gamma):
+def exact_output(x, gamma):
     x, gamma = np.asarray(x, np.float64), np.asarray(gamma, np.float64)
     y = x / np.maximum(np.sqrt(np.square(x).sum(axis=-1, keepdims=True)), 1e-12) * np.sqrt(x.shape[-1]) * gamma
     return y / (1 + np.exp(-y))
@@ -34,32 +34,34 @@ def rule(x, gamma):
     ],
     ids=str,
 )
-def test_one_pass(shape, dtype, bound):
+def test_the_kernel_computes_the_norm_and_silu(shape, dtype, bound):
     cells = BLOCK_BYTES // (4 * 8 * 384)
     assert 0 < (20 * 37) % cells < 20 * 37
     x, gamma = 3 * normal(0, *shape, dtype=dtype), normal(1, shape[-1])
     x = x.at[0, 0, 0, 0].set(0)  # a cell without a direction stays zero
     y = jax.jit(partial(normed_silu, dtype=dtype, interpret=True))(x, gamma)
     assert (y.dtype, y.shape) == (x.dtype, x.shape)
-    assert error(y, rule(x, gamma)) <= bound
-    assert error(reference(x, gamma, dtype), rule(x, gamma)) <= bound
+    assert error(y, exact_output(x, gamma)) <= bound
+    assert error(reference(x, gamma, dtype), exact_output(x, gamma)) <= bound
     assert not np.any(y[0, 0, 0, 0])
 
 
 def test_float32_is_rounded_once():
-    """The operand of a convolution is what float32 rounds to, and no product of rounded numbers."""
+    """The bfloat16 result is the rounded float32 result; no factor is rounded before."""
     x, gamma = normal(0, 1, 8, 2, 3, 96), normal(1, 96)
-    result = normed_silu(x, gamma, "bfloat16", interpret=True).astype(jnp.float32)
-    exact = rule(x, gamma)
-    assert np.all(np.abs(result - exact) <= 2**-8 * np.abs(exact) + 1e-7)
+    out = normed_silu(x, gamma, "bfloat16", interpret=True).astype(jnp.float32)
+    expected = exact_output(x, gamma)
+    assert np.all(np.abs(out - expected) <= 2**-8 * np.abs(expected) + 1e-7)
 
 
-def test_its_gradient():
+def test_the_gradient_equals_that_of_the_reference():
     x, gamma, g = normal(0, 1, 8, 2, 3, 96), normal(1, 96), normal(2, 1, 8, 2, 3, 96)
-    ways = (partial(normed_silu, interpret=True), reference)
-    result_gradients, expected_gradients = (jax.vjp(partial(way, dtype="float32"), x, gamma)[1](g) for way in ways)
-    for result, expected in zip(result_gradients, expected_gradients, strict=True):
-        assert error(result, np.asarray(expected, np.float64)) <= 1e-6
+    functions = (partial(normed_silu, interpret=True), reference)
+    result_gradients, expected_gradients = (
+        jax.vjp(partial(function, dtype="float32"), x, gamma)[1](g) for function in functions
+    )
+    for gradient, expected in zip(result_gradients, expected_gradients, strict=True):
+        assert error(gradient, np.asarray(expected, np.float64)) <= 1e-6
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")

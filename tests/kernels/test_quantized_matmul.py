@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with weights of 8 bits, and with inputs of 8 bits, against their formula in float64."""
+"""Products with 8-bit weights, and with 8-bit inputs, are compared with their formula in float64."""
 
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ def test_the_rotation_is_orthonormal_and_symmetric():
         assert (np.abs(matrix) == size**-0.5).all()
 
 
-def test_groups_divide_the_channels():
+def test_the_rotation_size_divides_the_channels():
     assert [choose_hadamard_size(features) for features in (5120, 13824, 192, 48, 100)] == [256, 256, 64, 16, 0]
 
 
@@ -51,13 +51,13 @@ def test_a_weight_is_rounded_by_output_channel(number_format, hadamard_size):
     )
     columns = rotated(np.asarray(kernel, np.float64).T, hadamard_size)
     np.testing.assert_allclose(scale, np.abs(columns).max(axis=1) / LARGEST[number_format], rtol=1e-6)
-    steps = columns / np.asarray(scale, np.float64)[:, None]
-    step = np.maximum(2.0 ** (np.floor(np.log2(np.abs(steps))) - 3), 2.0**-9) if number_format == "fp8" else 1
-    assert (np.abs(np.asarray(values, np.float64).T - steps) <= step * 0.5001).all()
+    scaled = columns / np.asarray(scale, np.float64)[:, None]
+    step_size = np.maximum(2.0 ** (np.floor(np.log2(np.abs(scaled))) - 3), 2.0**-9) if number_format == "fp8" else 1
+    assert (np.abs(np.asarray(values, np.float64).T - scaled) <= step_size * 0.5001).all()
     assert np.abs(np.asarray(values, np.float64)).max() == LARGEST[number_format]
 
 
-def test_halves_are_rounded_to_even_and_zeros_stay():
+def test_rounding_is_to_even_and_keeps_zeros():
     kernel = jnp.asarray([[127.0, 0.0], [0.5, 0.0], [1.5, 0.0], [-2.5, 0.0]])
     values, scale = quantize_weight(kernel, number_format="int8", hadamard_size=0)
     np.testing.assert_array_equal(values, [[127, 0], [0, 0], [2, 0], [-2, 0]])
@@ -80,7 +80,7 @@ CALLS = [
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("number_format", "activations", "hadamard_size"), CALLS)
-def test_products(number_format, activations, hadamard_size, dtype):
+def test_products_are_near_the_formula(number_format, activations, hadamard_size, dtype):
     x, bias = outliers(1, 2, 9, 128, dtype=dtype), normal(2, 24)
     weight = quantize_weight(normal(0, 128, 24), number_format=number_format, hadamard_size=hadamard_size)
     options = {"hadamard_size": hadamard_size, "activations": activations, "dtype": jnp.dtype(dtype)}
@@ -91,7 +91,7 @@ def test_products(number_format, activations, hadamard_size, dtype):
     assert error(reference.quantized_matmul(x, weight, bias, **options).astype(jnp.float32), exact) <= BOUND[dtype]
 
 
-def test_one_scale_no_bias_and_one_row():
+def test_a_single_row_and_a_single_scale_are_multiplied():
     x, values = normal(0, 64), jnp.asarray(np.random.default_rng(1).integers(-127, 128, (64, 8)), jnp.int8)
     weight = QuantizedWeight(values, jnp.full(1, 0.01, jnp.float32))
     for activations in (None, "int8"):
@@ -107,10 +107,10 @@ def test_qwix_multiplies_the_same_numbers():
     weight = quantize_weight(normal(1, 128, 24), number_format="int8", hadamard_size=64)
     rows = quantize_tokens(x, weight, **options)
     operands = (rows.values, rows.scale), (weight.values, weight.scale[None])
-    left, right = (qwix.QArray(qvalue=values, scale=scale) for values, scale in operands)
+    tokens, kernel = (qwix.QArray(qvalue=values, scale=scale) for values, scale in operands)
     with jax.numpy_dtype_promotion("standard"):
-        theirs = qwix.dot_general(left, right, (((1,), (0,)), ((), ())))
-    np.testing.assert_array_equal(quantized_matmul(rows, weight, None, **options), theirs)
+        expected = qwix.dot_general(tokens, kernel, (((1,), (0,)), ((), ())))
+    np.testing.assert_array_equal(quantized_matmul(rows, weight, None, **options), expected)
 
 
 def test_rows_of_zeros_give_the_bias():
@@ -119,7 +119,7 @@ def test_rows_of_zeros_give_the_bias():
     np.testing.assert_array_equal(y, np.broadcast_to(bias, (3, 8)))
 
 
-def test_rotation_keeps_outliers_from_the_other_channels():
+def test_rotation_keeps_outliers_from_harming_other_channels():
     """The error of rounding is measured against the product of the original weight."""
     x, kernel = outliers(0, 64, 512), normal(1, 512, 96)
     exact, errors = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64), []
@@ -133,7 +133,7 @@ def test_rotation_keeps_outliers_from_the_other_channels():
 @pytest.mark.parametrize("hadamard_size", [0, 64])
 @pytest.mark.parametrize("number_format", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gradients_with_a_frozen_weight(number_format, hadamard_size, dtype):
+def test_inputs_and_bias_have_gradients_and_the_weight_has_none(number_format, hadamard_size, dtype):
     x, bias, g = normal(1, 2, 5, 128, dtype=dtype), normal(2, 24, dtype=dtype), normal(3, 2, 5, 24, dtype=dtype)
     weight = quantize_weight(normal(0, 128, 24), number_format=number_format, hadamard_size=hadamard_size)
     product = partial(quantized_matmul, hadamard_size=hadamard_size, activations=None, dtype=dtype)
@@ -143,19 +143,19 @@ def test_gradients_with_a_frozen_weight(number_format, hadamard_size, dtype):
     expected = np.asarray(g, np.float64) @ rotated(kernel.T, hadamard_size)
     assert error(dx.astype(jnp.float32), expected) <= 2 * BOUND[dtype]
     assert error(db.astype(jnp.float32), np.asarray(g, np.float64).sum((0, 1))) <= BOUND[dtype]
-    frozen = jax.grad(lambda scale: product(x, weight._replace(scale=scale), bias).astype(jnp.float32).sum())
-    assert not np.any(frozen(weight.scale))
+    scale_gradient = jax.grad(lambda scale: product(x, weight._replace(scale=scale), bias).astype(jnp.float32).sum())
+    assert not np.any(scale_gradient(weight.scale))
 
 
 def test_the_backward_pass_saves_the_weight_in_8_bits():
     """A scan over blocks would otherwise save every weight in 16 bits."""
     weight = quantize_weight(normal(0, 128, 64), number_format="int8", hadamard_size=64)
     product = partial(quantized_matmul, weight=weight, bias=None, hadamard_size=64, activations=None, dtype="bfloat16")
-    saved = jax.tree.leaves(jax.vjp(product, normal(1, 4, 128, dtype="bfloat16"))[1])
-    assert {x.dtype.name for x in saved if x.size >= 128 * 64} == {"int8"}
+    residuals = jax.tree.leaves(jax.vjp(product, normal(1, 4, 128, dtype="bfloat16"))[1])
+    assert {x.dtype.name for x in residuals if x.size >= 128 * 64} == {"int8"}
 
 
-def test_rounded_inputs_have_no_gradient():
+def test_a_gradient_of_rounded_inputs_is_refused():
     weight = quantize_weight(normal(0, 64, 8), number_format="int8", hadamard_size=0)
 
     def loss(x):
@@ -178,7 +178,7 @@ def test_rounded_inputs_have_no_gradient():
     ],
     ids=str,
 )
-def test_operands_that_do_not_fit(change, words):
+def test_a_mismatch_of_operands_is_refused(change, words):
     weight = QuantizedWeight(jnp.zeros((64, 8), jnp.int8), jnp.ones(8))
     call = {"x": jnp.zeros((2, 64)), "weight": weight, "bias": None, "hadamard_size": 64}
     with pytest.raises(WanjaxError, match=words):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TPU kernels of quantized products, interpreted, against their formula in float64, and compiled for TPUs."""
+"""The TPU kernels of quantized products are compared with their formula in float64, and compiled for TPUs."""
 
 from functools import partial
 from importlib.util import find_spec
@@ -45,7 +45,8 @@ SMALL = Tiles(64, 256, 32, 32)  # two strips, and tiles that divide no size belo
 NARROW = Tiles(64, 128, 32, 32)
 EPS = 1e-6
 BOUND = {"float32": 1e-6, "bfloat16": 3e-3}  # of a product of rows that are rounded already
-ROUNDED = {"float32": 5e-4, "bfloat16": 3e-3}  # float32 sums may round a number between two steps the other way
+# float32 sums may round a number between two steps the other way
+ROUNDED_INPUT_BOUND = {"float32": 5e-4, "bfloat16": 3e-3}
 
 
 def weight_and_bias(number_format: Any = "int8", hadamard_size=64, depth=512, columns=384, seed=0):
@@ -57,15 +58,19 @@ def gelu(y):
     return y * 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
 
 
-def by_token(vectors, second):
+def vector_of_token(vectors, second_mask):
     """Return the vector of each token, in float64."""
     vectors = np.asarray(vectors, np.float64)
-    return vectors if second is None else np.where(np.asarray(second)[None, :, None], vectors[:, 1:], vectors[:, :1])
+    return (
+        vectors
+        if second_mask is None
+        else np.where(np.asarray(second_mask)[None, :, None], vectors[:, 1:], vectors[:, :1])
+    )
 
 
-def normed(x, modulation):
+def modulated_norm(x, modulation):
     """Return the modulated layer norm in float64."""
-    shift, scale = (by_token(vectors, modulation.second_mask) for vectors in modulation[:2])
+    shift, scale = (vector_of_token(vectors, modulation.second_mask) for vectors in modulation[:2])
     x = np.asarray(x, np.float64)
     y = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + EPS)
     return y * (1 + scale) + shift
@@ -87,8 +92,8 @@ def run(
 @pytest.mark.parametrize("number_format", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("length", [100, 20])
-def test_rows_that_are_rounded_already(length, dtype, number_format):
-    """Tiles of 64 rows and 256 columns divide neither, and 20 rows are fewer than a tile."""
+def test_products_of_rounded_rows_are_exact(length, dtype, number_format):
+    """Tiles of 64 rows and 256 columns divide neither size, and 20 rows are fewer than a tile."""
     x = outliers(0, 2, length, 512)
     rows = QuantizedRows(
         *jax.jit(partial(xla.quantize, hadamard_size=64, number_format=number_format, dtype=jnp.dtype(dtype)))(x)
@@ -109,31 +114,34 @@ CASES = [
 
 
 @pytest.mark.parametrize(("number_format", "hadamard_size", "dtype"), quick([CASES[1], CASES[4], CASES[9]], CASES))
-def test_rows_that_the_product_rounds(number_format, hadamard_size, dtype):
+def test_a_product_rounds_its_rows(number_format, hadamard_size, dtype):
     x, (weight, bias) = outliers(0, 2, 100, 512, dtype=dtype), weight_and_bias(number_format, hadamard_size)
     y = run(x, weight, bias, number_format, hadamard_size, dtype, tiles=SMALL)
-    assert error(y.astype(jnp.float32), formula(x, weight, bias, hadamard_size, number_format)) <= ROUNDED[dtype]
+    assert (
+        error(y.astype(jnp.float32), formula(x, weight, bias, hadamard_size, number_format))
+        <= ROUNDED_INPUT_BOUND[dtype]
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("apart", "count"), [(False, 1), (True, 1), (False, 2), (True, 2)])
-def test_a_norm_before_and_a_sum_after(apart, count, dtype, monkeypatch):
-    """Each example has its own modulations and gates. `apart` rounds rows in a separate pass."""
-    monkeypatch.setattr(tpu, "MAX_DEPTH", 256 if apart else 8192)
+@pytest.mark.parametrize(("separate_pass", "num_vectors"), [(False, 1), (True, 1), (False, 2), (True, 2)])
+def test_a_product_includes_the_norm_before_and_the_sum_after(separate_pass, num_vectors, dtype, monkeypatch):
+    """Each example has its own modulations and gates. With `separate_pass`, another kernel rounds the rows."""
+    monkeypatch.setattr(tpu, "MAX_DEPTH", 256 if separate_pass else 8192)
     x, (weight, bias) = 2 + outliers(0, 2, 70, 512, dtype=dtype), weight_and_bias()
-    second = None if count == 1 else jnp.arange(70) % 45 > 40  # in the middle of a strip, and at its end
-    modulation = Modulation(0.3 * normal(3, 2, count, 512), 0.3 * normal(4, 2, count, 512), second)
-    gated_sum = GatedSum(normal(5, 2, 70, 384, dtype=dtype), normal(6, 2, count, 384), second)
-    tiles: Any = {} if apart else {"tiles": SMALL}
+    second_mask = None if num_vectors == 1 else jnp.arange(70) % 45 > 40  # in the middle of a strip, and at its end
+    modulation = Modulation(0.3 * normal(3, 2, num_vectors, 512), 0.3 * normal(4, 2, num_vectors, 512), second_mask)
+    gated_sum = GatedSum(normal(5, 2, 70, 384, dtype=dtype), normal(6, 2, num_vectors, 384), second_mask)
+    tiles: Any = {} if separate_pass else {"tiles": SMALL}
     y = run(x, weight, bias, dtype=dtype, modulation=modulation, eps=EPS, gated_sum=gated_sum, **tiles)
-    product = formula(normed(x, modulation).astype(dtype), weight, bias, 64, "int8")
-    expected = np.asarray(gated_sum.residual, np.float64) + by_token(gated_sum.gate, second) * product
+    product = formula(modulated_norm(x, modulation).astype(dtype), weight, bias, 64, "int8")
+    expected = np.asarray(gated_sum.residual, np.float64) + vector_of_token(gated_sum.gate, second_mask) * product
     assert y.dtype == dtype
-    assert error(y.astype(jnp.float32), expected) <= ROUNDED[dtype]
-    ours = jax.jit(partial(quantized_matmul, hadamard_size=64, activations="int8", dtype=dtype, eps=EPS))(
+    assert error(y.astype(jnp.float32), expected) <= ROUNDED_INPUT_BOUND[dtype]
+    out = jax.jit(partial(quantized_matmul, hadamard_size=64, activations="int8", dtype=dtype, eps=EPS))(
         x, weight, bias, modulation=modulation, gated_sum=gated_sum
     )
-    assert error(ours.astype(jnp.float32), expected) <= ROUNDED[dtype]
+    assert error(out.astype(jnp.float32), expected) <= ROUNDED_INPUT_BOUND[dtype]
 
 
 def heads_norm(length, channels, rotates=True):
@@ -143,7 +151,7 @@ def heads_norm(length, channels, rotates=True):
 
 def norm_and_rotate(y, norm):
     """Return the RMS norm of whole rows, or of each head, and the rotation of heads, in float64."""
-    scale, *tables = (np.asarray(each, np.float64) for each in norm if each is not None)
+    scale, *tables = (np.asarray(array, np.float64) for array in norm if array is not None)
     groups = y.reshape(*y.shape[:2], -1, len(scale))
     y = (groups / np.sqrt((groups * groups).mean(-1, keepdims=True) + EPS) * scale).reshape(y.shape)
     if not tables:
@@ -156,7 +164,7 @@ def norm_and_rotate(y, norm):
 @pytest.mark.parametrize(("number_format", "dtype"), [("int8", "float32"), ("int8", "bfloat16"), ("fp8", "float32")])
 @pytest.mark.parametrize(("rotates", "parts"), [(False, 1), (True, 1), (True, 2), (True, 4)])
 @pytest.mark.parametrize("channels", [512, 128])
-def test_queries_are_normed_and_rotated(channels, rotates, parts, number_format, dtype):
+def test_a_product_norms_and_rotates_its_heads(channels, rotates, parts, number_format, dtype):
     """The norm is of all heads or of each. The column tiles of 256 lie in one group of heads, or contain two."""
     x, (weight, bias) = outliers(0, 2, 100, 512, dtype=dtype), weight_and_bias(number_format, columns=512)
     norm = heads_norm(100, channels, rotates)
@@ -166,26 +174,26 @@ def test_queries_are_normed_and_rotated(channels, rotates, parts, number_format,
         options = {"norm_eps": EPS, "hadamard_size": 64, "activations": number_format, "dtype": jnp.dtype(dtype)}
         y = jax.jit(partial(call, **options))(x, weight, bias, norm)
         assert (y.dtype, y.shape) == (dtype, (2, 100, 512))
-        assert error(y.astype(jnp.float32), expected) <= 2 * ROUNDED[dtype]  # bfloat16 is rounded twice
+        assert error(y.astype(jnp.float32), expected) <= 2 * ROUNDED_INPUT_BOUND[dtype]  # bfloat16 is rounded twice
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_a_norm_before_and_a_norm_after(apart, monkeypatch):
-    """Rows of any root mean square: the third row is a thousandth of the others, and the fourth is the bias."""
-    monkeypatch.setattr(tpu, "MAX_DEPTH", 256 if apart else 8192)
+@pytest.mark.parametrize("separate_pass", [False, True])
+def test_a_product_includes_the_norms_before_and_after(separate_pass, monkeypatch):
+    """Rows may have any root mean square: the third row is a thousandth of the others, and the fourth is zero."""
+    monkeypatch.setattr(tpu, "MAX_DEPTH", 256 if separate_pass else 8192)
     x, (weight, bias) = 2 + outliers(0, 2, 70, 512), weight_and_bias(columns=512)
     x = x.at[:, 2].multiply(1e-3).at[:, 3].set(0.0)
     modulation = Modulation(jnp.zeros((2, 1, 512)), 0.3 * normal(4, 2, 1, 512))
-    norm, tiles = heads_norm(70, 512), {} if apart else {"tiles": SMALL}
-    expected = norm_and_rotate(formula(normed(x, modulation), weight, bias, 64, "int8"), norm)
+    norm, tiles = heads_norm(70, 512), {} if separate_pass else {"tiles": SMALL}
+    expected = norm_and_rotate(formula(modulated_norm(x, modulation), weight, bias, 64, "int8"), norm)
     options = {"norm_eps": EPS, "hadamard_size": 64, "activations": "int8", "dtype": jnp.dtype("float32"), "eps": EPS}
     kernel = partial(tpu.quantized_heads, parts=2, interpret=True, **tiles)
     for call in (kernel, quantized_heads):
         y = jax.jit(partial(call, **options))(x, weight, bias, norm, modulation=modulation)
-        assert error(y, expected) <= ROUNDED["float32"]
+        assert error(y, expected) <= ROUNDED_INPUT_BOUND["float32"]
 
 
-def test_without_rounding_the_norm_has_gradients():
+def test_gradients_pass_the_norm_unless_inputs_are_rounded():
     x, (weight, bias), norm = normal(0, 1, 40, 512), weight_and_bias(columns=512), heads_norm(40, 512)
     options = {"norm_eps": EPS, "hadamard_size": 64, "dtype": "float32"}
 
@@ -201,7 +209,7 @@ def test_without_rounding_the_norm_has_gradients():
         jax.grad(partial(loss, activations="int8"))(x)
 
 
-def test_gelu_and_no_bias():
+def test_a_product_includes_gelu_and_needs_no_bias():
     x, (weight, _) = normal(0, 1, 100, 512, dtype="bfloat16"), weight_and_bias()
     expected = gelu(formula(x, weight, None, 64, "int8"))
     for call, options in ((tpu.quantized_matmul, {"tiles": SMALL, "interpret": True}), (quantized_matmul, {})):
@@ -220,48 +228,51 @@ def test_the_residual_keeps_its_dtype():
         quantized_matmul(x, weight, bias, hadamard_size=64, activations="int8", dtype="bfloat16", gated_sum=gated_sum),
     ):
         assert y.dtype == "float32"
-        assert error(y, expected) <= ROUNDED["float32"]
+        assert error(y, expected) <= ROUNDED_INPUT_BOUND["float32"]
 
 
 @pytest.mark.parametrize("number_format", ["int8", "fp8"])
 @pytest.mark.parametrize("hadamard_size", [0, 64])
-def test_rounding_in_a_pass(hadamard_size, number_format):
-    """In float32, few of whose numbers lie between two steps."""
+def test_rows_are_rounded_by_a_kernel(hadamard_size, number_format):
+    """The inputs are float32: few of these numbers lie halfway between two steps."""
     x = outliers(0, 2, 300, 512)
     options = {"hadamard_size": hadamard_size, "number_format": number_format, "dtype": jnp.dtype("float32")}
     values, scale = jax.jit(partial(tpu.quantize, **options, interpret=True))(x)
-    expected_values, other_scale = jax.jit(partial(xla.quantize, **options))(x)
-    np.testing.assert_allclose(scale, other_scale, rtol=1e-6)
+    expected_values, expected_scale = jax.jit(partial(xla.quantize, **options))(x)
+    np.testing.assert_allclose(scale, expected_scale, rtol=1e-6)
     expected = rounded(rotated(np.asarray(x, np.float64), hadamard_size), number_format)
-    for numbers in (values, expected_values):
-        assert error(np.asarray(numbers, np.float64) * np.asarray(scale, np.float64), expected) <= ROUNDED["float32"]
+    for rounded_values in (values, expected_values):
+        assert (
+            error(np.asarray(rounded_values, np.float64) * np.asarray(scale, np.float64), expected)
+            <= ROUNDED_INPUT_BOUND["float32"]
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_mlp_rounds_between_its_products(dtype):
-    """A row has a scale for each column tile, of which there are three."""
+    """Each row has a scale for each of the three column tiles."""
     x, up, down = normal(0, 2, 70, 512, dtype=dtype), weight_and_bias(columns=768), weight_and_bias(depth=768, seed=2)
-    second = jnp.arange(70) >= 50
-    gated_sum = GatedSum(normal(5, 2, 70, 384, dtype=dtype), normal(6, 2, 2, 384), second)
+    second_mask = jnp.arange(70) >= 50
+    gated_sum = GatedSum(normal(5, 2, 70, 384, dtype=dtype), normal(6, 2, 2, 384), second_mask)
     options = {"hadamard_sizes": (64, 64), "activations": "int8", "dtype": jnp.dtype(dtype)}
     y = jax.jit(partial(tpu.quantized_mlp, **options, tiles=SMALL, interpret=True))(x, up, down, gated_sum=gated_sum)
     hidden = gelu(formula(x, *up, 64, "int8"))
     parts = [rounded(rotated(part, 64), "int8") for part in np.split(hidden, 3, axis=-1)]
     product = formula(np.concatenate(parts, axis=-1), *down, 0, None)
-    expected = np.asarray(gated_sum.residual, np.float64) + by_token(gated_sum.gate, second) * product
+    expected = np.asarray(gated_sum.residual, np.float64) + vector_of_token(gated_sum.gate, second_mask) * product
     assert y.dtype == dtype
     assert error(y.astype(jnp.float32), expected) <= {"float32": 1e-3, "bfloat16": 1e-2}[dtype]
-    ours = jax.jit(partial(quantized_mlp, **options))(x, up, down, gated_sum=gated_sum)
-    assert error(ours.astype(jnp.float32), expected) <= 2e-2  # a scale for each row
+    out = jax.jit(partial(quantized_mlp, **options))(x, up, down, gated_sum=gated_sum)
+    assert error(out.astype(jnp.float32), expected) <= 2e-2  # a scale for each row
 
 
-def test_tokens_that_are_rounded_once():
+def test_tokens_rounded_in_advance_give_the_same_result():
     x, (weight, bias) = normal(0, 2, 40, 512), weight_and_bias()
     options: dict[str, Any] = {"hadamard_size": 64, "activations": "int8", "dtype": "float32"}
     modulation = Modulation(*(0.3 * normal(seed, 2, 1, 512) for seed in (3, 4)))
     rows = quantize_tokens(x, weight, **options, modulation=modulation, eps=EPS)
-    once = quantized_matmul(rows, weight, bias, **options)
-    np.testing.assert_array_equal(once, quantized_matmul(x, weight, bias, **options, modulation=modulation, eps=EPS))
+    out = quantized_matmul(rows, weight, bias, **options)
+    np.testing.assert_array_equal(out, quantized_matmul(x, weight, bias, **options, modulation=modulation, eps=EPS))
     with pytest.raises(UnsupportedError, match="activations=None"):
         jax.grad(lambda x: quantize_tokens(x, weight, **options).scale.sum())(x)
     with pytest.raises(UnsupportedError, match="format"):
@@ -271,15 +282,15 @@ def test_tokens_that_are_rounded_once():
 @pytest.mark.parametrize("axes", [(2, 1, 4), (1, 4, 2)])
 def test_each_of_eight_devices_computes_its_rows(axes):
     x, up = normal(0, 2, 512, 512), weight_and_bias()
-    second = jnp.arange(512) >= 500
-    gated_sum = GatedSum(normal(5, 2, 512, 384), normal(6, 2, 2, 384), second)
-    modulation = Modulation(0.3 * normal(3, 2, 2, 512), 0.3 * normal(4, 2, 2, 512), second)
+    second_mask = jnp.arange(512) >= 500
+    gated_sum = GatedSum(normal(5, 2, 512, 384), normal(6, 2, 2, 384), second_mask)
+    modulation = Modulation(0.3 * normal(3, 2, 2, 512), 0.3 * normal(4, 2, 2, 512), second_mask)
     options: dict[str, Any] = {"modulation": modulation, "eps": EPS, "gated_sum": gated_sum}
     one_device = run(x, *up, **options)
     with use_partitioner(partitioner(axes, "fsdp")):
-        shared = run(x, *up, **options)
-        assert len(shared.sharding.device_set) == 8
-    assert error(shared, np.asarray(one_device, np.float64)) <= 1e-6
+        sharded = run(x, *up, **options)
+        assert len(sharded.sharding.device_set) == 8
+    assert error(sharded, np.asarray(one_device, np.float64)) <= 1e-6
     norm = heads_norm(512, 384)
 
     def heads(parts):
@@ -288,16 +299,18 @@ def test_each_of_eight_devices_computes_its_rows(axes):
     one_device = heads(1)
     with use_partitioner(partitioner(axes, "fsdp")):
         for parts in (1, 3):
-            shared = heads(parts)
-            assert len(shared.sharding.device_set) == 8
-            assert error(shared, np.asarray(one_device, np.float64)) <= 1e-6
+            sharded = heads(parts)
+            assert len(sharded.sharding.device_set) == 8
+            assert error(sharded, np.asarray(one_device, np.float64)) <= 1e-6
 
 
 TPU = {"v6e": AbstractDevice("TPU v6 lite", 1, "tpu"), "v7x": AbstractDevice("TPU7x", 1, "tpu")}
 
 
-def choice(chip, number_format="int8", hadamard_size=256, shape=(1, 512, 512), columns=384, dtype="bfloat16"):
-    """Return the reason against the kernel for a product on a chip."""
+def reason_against_kernel(
+    chip, number_format="int8", hadamard_size=256, shape=(1, 512, 512), columns=384, dtype="bfloat16"
+):
+    """Return why a product on a chip does not use the kernel; None if it does."""
     values: Any = jax.ShapeDtypeStruct((shape[-1], columns), {"int8": "int8", "fp8": "float8_e4m3fn"}[number_format])
     scale: Any = jax.ShapeDtypeStruct((columns,), "float32")
     weight = QuantizedWeight(values, scale)
@@ -308,21 +321,26 @@ def choice(chip, number_format="int8", hadamard_size=256, shape=(1, 512, 512), c
     return reason
 
 
-def test_the_choice_of_the_kernel():
-    assert choice("v6e") is choice("v7x", "fp8") is choice("v6e", shape=(2, 18900, 13824), columns=5120) is None
-    assert "faster" in choice("v6e", "fp8")
-    assert "L from 32" in choice("v6e", shape=(1, 1, 512))
-    assert "L from 32" in choice("v6e", shape=(512, 512))
-    assert "channels" in choice("v6e", hadamard_size=64, shape=(1, 512, 384))
-    assert "channels" in choice("v6e", columns=100)
-    assert "channels" in choice("v6e", hadamard_size=1024, shape=(1, 512, 1024))
-    assert "float16" in choice("v6e", dtype="float16")
-    assert "VMEM" in choice("v6e", shape=(1, 512, 256 * 1024), columns=1280)
+def test_the_kernel_is_used_where_it_is_faster_and_fits():
+    assert (
+        reason_against_kernel("v6e")
+        is reason_against_kernel("v7x", "fp8")
+        is reason_against_kernel("v6e", shape=(2, 18900, 13824), columns=5120)
+        is None
+    )
+    assert "faster" in reason_against_kernel("v6e", "fp8")
+    assert "L from 32" in reason_against_kernel("v6e", shape=(1, 1, 512))
+    assert "L from 32" in reason_against_kernel("v6e", shape=(512, 512))
+    assert "channels" in reason_against_kernel("v6e", hadamard_size=64, shape=(1, 512, 384))
+    assert "channels" in reason_against_kernel("v6e", columns=100)
+    assert "channels" in reason_against_kernel("v6e", hadamard_size=1024, shape=(1, 512, 1024))
+    assert "float16" in reason_against_kernel("v6e", dtype="float16")
+    assert "VMEM" in reason_against_kernel("v6e", shape=(1, 512, 256 * 1024), columns=1280)
     with use_partitioner(partitioner((1, 2, 4), "tp")):
-        assert "sharded weights" in choice("v6e")
+        assert "sharded weights" in reason_against_kernel("v6e")
 
 
-def test_elsewhere_xla_computes_it():
+def test_xla_computes_the_product_on_other_devices():
     weight, _ = weight_and_bias()
     assert "TPUs" in str(tpu.unsupported(normal(0, 1, 64, 512), weight, 64, jnp.dtype("float32")))
     assert not api.uses_kernel(normal(0, 1, 64, 512), weight, 64, jnp.dtype("float32"))
@@ -331,7 +349,7 @@ def test_elsewhere_xla_computes_it():
 @pytest.mark.parametrize("vmem", [128, 64])
 @pytest.mark.parametrize("rows", [1, 100, 512, 18_900, 75_600])
 @pytest.mark.parametrize(("depth", "columns"), [(5120, 5120), (5120, 13824), (13824, 5120), (1536, 8960), (3072, 3072)])
-def test_default_tiles(depth, columns, rows, vmem):
+def test_default_tiles_fit_vmem_and_waste_little(depth, columns, rows, vmem):
     changes_of_products = (
         {"quantizes": depth <= 8192, "has_residual": True},
         {"gelu": True, "quantizes_result": True},
@@ -348,7 +366,7 @@ def test_default_tiles(depth, columns, rows, vmem):
         assert columns % tiles.columns == 0 or not {"quantizes_result", "norms_result"} & changes.keys()
 
 
-def test_the_tiles_of_the_prices():
+def test_default_tiles_are_those_that_were_priced_fastest():
     sizes = {"square": (5120, 5120), "up": (5120, 13824), "down": (13824, 5120)}
     tiles = {
         name: default_tiles(Product(18_900, *size, 2, has_residual=True), 128 << 20) for name, size in sizes.items()
@@ -358,20 +376,20 @@ def test_the_tiles_of_the_prices():
 
 
 @pytest.mark.parametrize("sizes", [(64, 256, 48, 32), (64, 100, 32, 32), (96, 256, 64, 32), (64, 256, 32, 0)])
-def test_tiles_that_do_not_divide(sizes):
+def test_tiles_that_do_not_divide_are_refused(sizes):
     with pytest.raises(WanjaxError, match="multiple"):
         Tiles(*sizes)
 
 
-OTHERS = [("v5e-1", "int8"), ("v7x-8", "int8"), ("v7x-8", "fp8")]
+SLOW_CHIPS = [("v5e-1", "int8"), ("v7x-8", "int8"), ("v7x-8", "fp8")]
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 @pytest.mark.parametrize(
-    ("chip", "number_format"), [("v6e-1", "int8"), *(pytest.param(*x, marks=pytest.mark.slow) for x in OTHERS)]
+    ("chip", "number_format"), [("v6e-1", "int8"), *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW_CHIPS)]
 )
 def test_a_chip_s_compiler_accepts_the_kernels(chip, number_format):
-    """A block's products: one that takes tokens rounded before, one with a sum, and an MLP with its norm."""
+    """A block has these products: one of tokens that are already rounded, one with a sum, and an MLP with its norm."""
     target = find_slice(chip)
     mesh = abstract_mesh(target, {"dp": 1, "sp": 1, "tp": target.devices})
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -383,27 +401,30 @@ def test_a_chip_s_compiler_accepts_the_kernels(chip, number_format):
         values = shape(depth, columns, dtype={"int8": "int8", "fp8": "float8_e4m3fn"}[number_format])
         return QuantizedWeight(values, shape(columns, dtype="float32"))
 
-    def block(x, square, up, down, modulation, gate, second, norm, head_scale):
+    def block(x, square, up, down, modulation, gate, second_mask, norm, head_scale):
         options: Any = {"activations": number_format, "dtype": "bfloat16"}
         rows = quantize_tokens(x, square, hadamard_size=256, **options, modulation=modulation)
         q = quantized_heads(rows, square, None, norm, norm_eps=EPS, hadamard_size=256, **options)
         y = quantized_heads(q, square, None, RMSNormRotary(head_scale), norm_eps=EPS, hadamard_size=256, **options)
-        x = quantized_matmul(y, square, None, hadamard_size=256, **options, gated_sum=GatedSum(x, gate, second))
+        x = quantized_matmul(y, square, None, hadamard_size=256, **options, gated_sum=GatedSum(x, gate, second_mask))
         mlp = partial(quantized_mlp, hadamard_sizes=(256, 256), **options, modulation=modulation)
-        return mlp(x, (up, None), (down, None), gated_sum=GatedSum(x, gate, second))
+        return mlp(x, (up, None), (down, None), gated_sum=GatedSum(x, gate, second_mask))
 
     def sharded(*operands):
         with use_partitioner(Partitioner(mesh, SHARDING_RULES["fsdp"])):
             return block(*operands)
 
-    vectors, second = shape(1, 2, 512, dtype="float32"), shape(1000, dtype="bool")
+    vectors, second_mask = shape(1, 2, 512, dtype="float32"), shape(1000, dtype="bool")
     shapes = shape(1, 1000, 512), weight(512, 512), weight(512, 1024), weight(1024, 512)
     head_scale = shape(128, dtype="float32")
     norm = RMSNormRotary(shape(512, dtype="float32"), *2 * [shape(1000, 64, dtype="float32")])
     compiled = compile_program(
-        AbstractCall(sharded, (*shapes, Modulation(vectors, vectors, second), vectors, second, norm, head_scale)), chip
+        AbstractCall(
+            sharded, (*shapes, Modulation(vectors, vectors, second_mask), vectors, second_mask, norm, head_scale)
+        ),
+        chip,
     )
     calls = kernel_calls(compiled).values()
     assert sorted(call.name for call in calls) == ["quantize_rows", *5 * ["quantized_matmul"]]
-    numbers = shapes[1].values.dtype.name  # by which prices tell kernels apart
-    assert all(numbers in dict(call.operands) for call in calls if call.name == "quantized_matmul")
+    weight_dtype = shapes[1].values.dtype.name  # prices distinguish kernels by this dtype
+    assert all(weight_dtype in dict(call.operands) for call in calls if call.name == "quantized_matmul")

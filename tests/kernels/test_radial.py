@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Radial attention: its mask against a slow computation of the published rule, and every implementation under it."""
+"""The mask of radial attention follows the published rule, and every implementation applies the mask."""
 
 from functools import cache, partial
 
@@ -20,11 +20,11 @@ from wanjax.kernels.attention.radial import MASK_BLOCK, NO_BLOCK, Radial, band_h
 from wanjax.sharding import SHARDING_RULES, Partitioner, make_mesh, use_partitioner
 
 SMALL, SHORT = (14, 140), (12, 100)  # frames, and tokens of each
-GRAINS = ((128, 128), (256, 128), (128, 256), (512, 128))
+BLOCK_SIZES = ((128, 128), (256, 128), (128, 256), (512, 128))
 
 
-def slowly(frames, tokens, decay, sink):
-    """Compute the published rule token by token: each pair of frames marks its scores, and then blocks are counted."""
+def mask_token_by_token(frames, tokens, decay, sink):
+    """Compute the mask of the published rule token by token: mark scores for each pair of frames, then count blocks."""
     total = frames * tokens
     blocks = -(-total // MASK_BLOCK)
     kept_blocks = np.zeros((blocks, blocks), bool)
@@ -54,23 +54,23 @@ def slowly(frames, tokens, decay, sink):
     sink=st.booleans(),
 )
 @settings(max_examples=12, deadline=None)
-def test_the_published_rule(frames, tokens, decay, sink):
-    assert (published_mask(frames, tokens, decay, sink) == slowly(frames, tokens, decay, sink)).all()
+def test_the_mask_follows_the_published_rule(frames, tokens, decay, sink):
+    assert (published_mask(frames, tokens, decay, sink) == mask_token_by_token(frames, tokens, decay, sink)).all()
 
 
-def test_far_frames_of_few_tokens_are_attended_to_at_some_distances():
+def test_small_frames_attend_to_far_frames_at_some_distances():
     """Bands of 256 tokens, halved with the distance: below 128 tokens only some distances remain."""
     assert [far for far in range(32) if band_half_width(far, 200, 1.0) is not None] == [0, 1, 2, 4, 8, 16]
     assert [band_half_width(far, 3600, 0.2) for far in (0, 1, 2, 3, 4, 20)] == [3600, 3600, 204, 204, 128, 128]
 
 
-SHARES = [(3600, 0.2, 0.26), (3600, 1.0, 0.40), (1560, 0.2, 0.34)]
+DENSITIES = [(3600, 0.2, 0.26), (3600, 1.0, 0.40), (1560, 0.2, 0.34)]
 
 
-@pytest.mark.parametrize(("tokens", "decay", "share"), quick(SHARES[1:], SHARES))
-def test_shares_of_real_videos(tokens, decay, share):
+@pytest.mark.parametrize(("tokens", "decay", "density"), quick(DENSITIES[1:], DENSITIES))
+def test_the_mask_of_a_real_video_is_sparse(tokens, decay, density):
     mask = published_mask(21, tokens, decay, True)
-    assert abs(mask.mean() - share) <= 0.005
+    assert abs(mask.mean() - density) <= 0.005
     assert mask.any(axis=1).all()  # no query is without keys
     assert mask[:, : tokens // MASK_BLOCK].all(), "the first frame is seen by all"
 
@@ -83,14 +83,14 @@ def test_shares_of_real_videos(tokens, decay, share):
     block_kv=st.sampled_from([128, 256]),
 )
 @settings(max_examples=30, deadline=None)
-def test_larger_blocks_keep_all_that_smaller_ones_do(frames, tokens, text, block_q, block_kv):
+def test_larger_blocks_keep_every_token_pair_of_smaller_blocks(frames, tokens, text, block_q, block_kv):
     fine, coarse = (Radial(frames, tokens, 0.3, True, *block) for block in ((128, 128), (block_q, block_kv)))
     video, total = frames * tokens, frames * tokens + text
     coarse_mask = coarse.token_mask(total, total)
     assert (coarse_mask | ~fine.token_mask(total, total)).all()
     assert coarse_mask[video:].all()
     assert coarse_mask[:, video:].all()
-    live = coarse.block_mask(total, total)
+    block_mask = coarse.block_mask(total, total)
     sizes = (
         np.diff(np.append(np.arange(0, total, block_q), total)),
         np.diff(np.append(np.arange(0, total, block_kv), total)),
@@ -98,39 +98,41 @@ def test_larger_blocks_keep_all_that_smaller_ones_do(frames, tokens, text, block
     assert (
         coarse.density(total)
         == pytest.approx(coarse_mask.mean())
-        == pytest.approx(sizes[0] @ live @ sizes[1] / total**2)
+        == pytest.approx(sizes[0] @ block_mask @ sizes[1] / total**2)
     )
 
 
-def test_padding_after_the_video_sees_nothing():
+def test_padding_after_the_video_attends_to_nothing():
     mask = Radial(*SMALL, 0.2)
     assert (mask.block_mask(1960, 1960) == mask.block_mask(2000, 1960)).all()
     assert not mask.block_mask(2600, 1960)[8:].any()
 
 
-@pytest.mark.parametrize(("held", "together"), [(256, 1), (512, 4), (4096, 3)])
-def test_cells_list_the_live_blocks(held, together):
+@pytest.mark.parametrize(("held_keys", "query_blocks"), [(256, 1), (512, 4), (4096, 3)])
+def test_the_kernel_visits_exactly_the_blocks_of_the_mask(held_keys, query_blocks):
     mask, keys = Radial(*SMALL, 0.2, True, 128, 128), SMALL[0] * SMALL[1]
-    first, count, tail, start = kernel_lists(mask, keys, keys, held, together)
-    steps = -(-keys // held)
+    first, count, tail, start = kernel_lists(mask, keys, keys, held_keys, query_blocks)
+    steps = -(-keys // held_keys)
     listed = np.zeros((len(tail), 16), bool)
     listed[:, -1] = tail == 1
     for cell, (begin, number) in enumerate(zip(first, count, strict=True)):
-        lists = start[begin : begin + number * together].reshape(number, together)
+        lists = start[begin : begin + number * query_blocks].reshape(number, query_blocks)
         assert not number or (lists < NO_BLOCK).sum(axis=0).max() == number
-        for place, at in zip(*np.nonzero(lists < NO_BLOCK), strict=True):
-            listed[cell // steps * together + at, (cell % steps * held + lists[place, at]) // 128] = True
+        for step, query_block in zip(*np.nonzero(lists < NO_BLOCK), strict=True):
+            listed[
+                cell // steps * query_blocks + query_block, (cell % steps * held_keys + lists[step, query_block]) // 128
+            ] = True
     assert (listed[:16] == mask.block_mask(keys, keys)).all()
     assert not listed[16:].any()
 
 
-def masked(q, k, v, mask, keys=None):
+def exact_output(q, k, v, mask, keys=None):
     """Return the formula in float64 under the mask."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     k, v = (np.repeat(x[:, :keys], q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    seen = mask.token_mask(q.shape[1], k.shape[1])
-    logits = np.where(seen, np.einsum("BLND,BSND->BNLS", q, k, optimize=True) * q.shape[3] ** -0.5, -1e300)
-    weights = np.where(seen, np.exp(logits - logits.max(axis=-1, keepdims=True)), 0)
+    mask_of_tokens = mask.token_mask(q.shape[1], k.shape[1])
+    logits = np.where(mask_of_tokens, np.einsum("BLND,BSND->BNLS", q, k, optimize=True) * q.shape[3] ** -0.5, -1e300)
+    weights = np.where(mask_of_tokens, np.exp(logits - logits.max(axis=-1, keepdims=True)), 0)
     weights /= np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
     return np.einsum("BNLS,BSND->BLND", weights, v, optimize=True)
 
@@ -139,64 +141,69 @@ def run(name, q, k, v, mask, **options):
     return jax.jit(partial(attention, implementation=name, window=mask, **options))(q, k, v)
 
 
-TILES = flash_tpu.Config(512, 512, 256, interpret=True)  # up to four blocks of queries together
+TILES = flash_tpu.Config(512, 512, 256, interpret=True)  # a tile has up to four blocks of queries
 NAMES = ("reference", "chunked", "flash_tpu")
-CASES = [(name, grain, dtype) for name in NAMES for grain in GRAINS for dtype in BOUND]
-QUICK = [(name, grain, "float32") for name in NAMES[1:] for grain in GRAINS]
-QUICK += [("reference", GRAINS[2], "float32"), ("chunked", GRAINS[3], "bfloat16"), ("flash_tpu", GRAINS[1], "bfloat16")]
+CASES = [(name, block_size, dtype) for name in NAMES for block_size in BLOCK_SIZES for dtype in BOUND]
+QUICK = [(name, block_size, "float32") for name in NAMES[1:] for block_size in BLOCK_SIZES]
+QUICK += [
+    ("reference", BLOCK_SIZES[2], "float32"),
+    ("chunked", BLOCK_SIZES[3], "bfloat16"),
+    ("flash_tpu", BLOCK_SIZES[1], "bfloat16"),
+]
 
 
 @cache
-def grain_case(grain, dtype):
-    mask = Radial(*SHORT, 0.2, True, *grain)
+def case_of_block_size(block_size, dtype):
+    mask = Radial(*SHORT, 0.2, True, *block_size)
     q, k, v = operands(1, 1200, 1200, 2, 1, 64, dtype)
-    return mask, (q, k, v), masked(q, k, v, mask)
+    return mask, (q, k, v), exact_output(q, k, v, mask)
 
 
-@pytest.mark.parametrize(("name", "grain", "dtype"), quick(QUICK, CASES))
-def test_implementations(name, grain, dtype):
-    mask, options, expected = grain_case(grain, dtype)
+@pytest.mark.parametrize(("name", "block_size", "dtype"), quick(QUICK, CASES))
+def test_every_implementation_applies_the_mask(name, block_size, dtype):
+    mask, options, expected = case_of_block_size(block_size, dtype)
     assert mask.density(1200) < 0.97
     config = TILES if name == "flash_tpu" else None
     assert error(run(name, *options, mask, config=config), expected) <= BOUND[dtype]
 
 
 @pytest.mark.parametrize("name", ["chunked", "flash_tpu"])
-def test_text_after_the_video_and_padding_after_the_keys(name):
+def test_text_after_the_video_is_attended_to_and_padding_is_not(name):
     mask = Radial(6, 140, 0.2, False, 128, 128)
     q, k, v = operands(1, 1000, 1000, 2, 2, 128)
     config = TILES if name == "flash_tpu" else None
     assert not mask.block_mask(970, 970).all()
     out = run(name, q, k, v, mask, config=config, kv_length=970)
-    assert error(out[:, :970], masked(q[:, :970], k, v, mask, 970)) <= BOUND["float32"]
+    assert error(out[:, :970], exact_output(q[:, :970], k, v, mask, 970)) <= BOUND["float32"]
 
 
-def test_chunked_takes_a_key_mask_too():
+def test_chunked_attention_combines_a_key_mask_with_the_radial_mask():
     mask = Radial(*SHORT, 0.2, True, 128, 128)
     q, k, v = operands(2, 1200, 1200, 2, 1, 32)
-    hidden = jnp.asarray(np.random.default_rng(0).random((2, 1200)) < 0.8, bool)
-    options = {"key_mask": hidden, "window": mask, "scale": 0.2, "bias": None, "config": None, "return_lse": True}
-    for ours, expected in zip(
-        *(jax.jit(partial(m.attention, **options))(q, k, v) for m in (chunked, reference)), strict=True
+    key_mask = jnp.asarray(np.random.default_rng(0).random((2, 1200)) < 0.8, bool)
+    options = {"key_mask": key_mask, "window": mask, "scale": 0.2, "bias": None, "config": None, "return_lse": True}
+    for output, expected in zip(
+        *(jax.jit(partial(implementation.attention, **options))(q, k, v) for implementation in (chunked, reference)),
+        strict=True,
     ):
-        assert error(ours, expected) <= BOUND["float32"]
+        assert error(output, expected) <= BOUND["float32"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_loud_keys_that_the_kernel_computes_again(dtype):
+def test_large_logits_are_exact_under_the_mask(dtype):
     mask = Radial(5, 140, 0.2, True, 128, 128)
     q, k, v = map(np.array, operands(1, 700, 700, 1, 1, 64, dtype))
     direction = np.sign(q[:, :1, :1])
     k[:, 300:310] = 60 * direction
     q = np.abs(q) * direction
-    with count_calls("_raise_offset") as lifts:
+    with count_calls("_raise_offset") as offset_raises:
         out = run("flash_tpu", q, k, v, mask, config=TILES)
         jax.effects_barrier()
-    assert len(lifts) > 2  # one for the tail of each 512 queries were enough for quiet keys
-    assert error(out, masked(q, k, v, mask)) <= BOUND[dtype]
+    assert len(offset_raises) > 2  # small logits raise only two offsets: one for the last block of each 512 queries
+    assert error(out, exact_output(q, k, v, mask)) <= BOUND[dtype]
 
 
-def test_gradients():
+def test_gradients_equal_those_of_the_reference():
     mask = Radial(*SHORT, 0.2, True, 128, 128)
     q, k, v = operands(1, 1200, 1200, 1, 1, 64)
 
@@ -208,23 +215,23 @@ def test_gradients():
 
     expected = gradients("reference", None)
     for name, config in (("chunked", None), ("flash_tpu", TILES)):
-        for ours, expected_gradient in zip(gradients(name, config), expected, strict=True):
-            assert error(ours, expected_gradient) <= 1e-5
+        for gradient, expected_gradient in zip(gradients(name, config), expected, strict=True):
+            assert error(gradient, expected_gradient) <= 1e-5
 
 
 MESHES = [(1, 1, 8), (2, 1, 4), (2, 2, 2), (8, 1, 1)]
 
 
 @pytest.mark.parametrize(("dp", "sp", "tp"), quick([(1, 1, 8), (2, 2, 2)], MESHES))
-def test_several_devices(dp, sp, tp):
+def test_several_devices_give_the_exact_result(dp, sp, tp):
     mask = Radial(7, 100, 0.2, True, 128, 128)
     q, k, v = operands(dp, 700, 700, 4, 4, 16)
     with use_partitioner(Partitioner(make_mesh(dp, sp, tp), SHARDING_RULES["fsdp"])):
         out = run("chunked", q, k, v, mask)
-    assert error(out, masked(q, k, v, mask)) <= BOUND["float32"]
+    assert error(out, exact_output(q, k, v, mask)) <= BOUND["float32"]
 
 
-def test_names():
+def test_a_text_names_radial_attention_and_its_decay():
     assert AttentionConfig.parse("radial") == AttentionConfig(radial=True)
     assert AttentionConfig.parse("radial:1") == AttentionConfig(radial=True, decay=1.0)
     assert AttentionConfig.parse("radial").mask((7, 10, 10)) == Radial(7, 100, 0.2)
@@ -234,8 +241,8 @@ def test_names():
     q, k, v = operands(1, 1960, 1960, 1, 1, 32)
     requested = AttentionConfig.parse("radial:0.3")
     radial, mask = partial(attention, implementation=requested), requested.mask((14, 10, 14))
-    message, unwindowed, dense = jax.jit(lambda *x: (radial(*x, window=mask), radial(*x), attention(*x)))(q, k, v)
-    assert error(message, run("chunked", q, k, v, Radial(*SMALL, 0.3))) <= BOUND["float32"]
+    windowed, unwindowed, dense = jax.jit(lambda *x: (radial(*x, window=mask), radial(*x), attention(*x)))(q, k, v)
+    assert error(windowed, run("chunked", q, k, v, Radial(*SMALL, 0.3))) <= BOUND["float32"]
     assert (np.asarray(unwindowed) == dense).all()
 
 
@@ -250,13 +257,13 @@ def test_names():
         ("radial:0.2,block_q=512", "window tiles"),
     ],
 )
-def test_names_that_are_refused(text, words):
+def test_invalid_radial_texts_are_refused(text, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         AttentionConfig.parse(text)
 
 
 @pytest.mark.parametrize(("fields", "words"), [((0, 9, 0.2), "0 frames"), ((2, 9, 0.0), "decay 0.0")])
-def test_masks_that_are_refused(fields, words):
+def test_invalid_masks_are_refused(fields, words):
     with pytest.raises(WanjaxError, match=words):
         Radial(*fields)
     with pytest.raises(WanjaxError, match="multiples of 128"):
