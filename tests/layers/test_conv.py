@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions of autoencoders in the form for each platform, and their operands in programs for TPUs."""
+"""All forms of the autoencoders' convolutions are equal, and TPU programs have the operands that TPUs are fast at."""
 
 from dataclasses import replace
 
@@ -27,9 +27,9 @@ from wanjax.sharding import ONE_DEVICE_PARTITIONER, VIDEO_AXES, constrain, use_p
 
 FORMS = (convolve_clip, sum_of_taps, stacked_taps)
 V6E = Target("tpu", "TPU v6 lite")
-SINGLE = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+FLOAT32 = {"dtype": jnp.float32, "param_dtype": jnp.float32}
 SMALL = vae_config(VAE)
-CHUNK_METHODS = [(make, way) for make in (WanVAE, WanResidualVAE) for way in ("encode_chunk", "decode_chunk")]
+CHUNK_METHODS = [(vae, method) for vae in (WanVAE, WanResidualVAE) for method in ("encode_chunk", "decode_chunk")]
 
 
 def for_tpu():
@@ -47,20 +47,20 @@ def convolutions(function, *arguments):
 
 @given(st.sampled_from([1, 3]), st.sampled_from([1, 3]), st.sampled_from([1, 2]), st.integers(0, 4), st.integers(0, 99))
 @settings(max_examples=20, deadline=None)
-def test_all_forms_are_the_same_sum(taps, size, stride, more, seed):
+def test_all_forms_of_a_convolution_are_equal(taps, size, stride, more_frames, seed):
     rng = np.random.default_rng(seed)
-    x = rng.standard_normal((2, taps + stride * more, 5, 4, 3)).astype(np.float32)
+    x = rng.standard_normal((2, taps + stride * more_frames, 5, 4, 3)).astype(np.float32)
     kernel = rng.standard_normal((taps, size, size, 3, 6)).astype(np.float32)
     first, *rest = jax.jit(lambda x, kernel: [form(x, kernel, stride) for form in FORMS])(x, kernel)
-    assert first.shape == (2, more + 1, 5, 4, 6)
-    for result in rest:
-        np.testing.assert_allclose(first, result, rtol=1e-5, atol=1e-5)
+    assert first.shape == (2, more_frames + 1, 5, 4, 6)
+    for output in rest:
+        np.testing.assert_allclose(first, output, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [(2, 4), (4, 2)])
 @pytest.mark.parametrize("form", FORMS)
-def test_frames_smaller_than_the_kernel_on_eight_devices(form, size):
-    """Several convolutions of frames with 2 rows or columns, which two devices share."""
+def test_eight_devices_convolve_frames_smaller_than_the_kernel(form, size):
+    """Two devices share the 2 rows or columns of the frames."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((1, 3, *size, 4)).astype(np.float32)
     kernels = rng.standard_normal((2, 3, 3, 3, 4, 5)).astype(np.float32)
@@ -73,42 +73,42 @@ def test_frames_smaller_than_the_kernel_on_eight_devices(form, size):
 
         return jax.jit(call)(x, kernels)
 
-    divided = run(partitioner((2, 2, 2)))
-    assert len({str(shard.index) for shard in divided.addressable_shards}) == 8
-    np.testing.assert_allclose(divided, run(None), rtol=1e-5, atol=1e-5)
+    sharded = run(partitioner((2, 2, 2)))
+    assert len({str(shard.index) for shard in sharded.addressable_shards}) == 8
+    np.testing.assert_allclose(sharded, run(None), rtol=1e-5, atol=1e-5)
 
 
 def test_tpu_convolutions_fit_the_matrix_units():
-    """A layer is one convolution; its operands are rounded before they are cached, or float32 at high precision."""
+    """A layer is one convolution. Its operands are rounded before they are cached, or are float32 at high precision."""
     x, tile = jnp.ones((1, 2, 4, 4, 3)), jnp.ones((1, 8, 4, 4, 3))
-    causal, frames = CausalConv(3, 5, **SINGLE, rngs=nnx.Rngs(0)), FrameConv(3, 5, **SINGLE, rngs=nnx.Rngs(0))
+    causal, frames = CausalConv(3, 5, **FLOAT32, rngs=nnx.Rngs(0)), FrameConv(3, 5, **FLOAT32, rngs=nnx.Rngs(0))
 
-    def both(x):
+    def convolve_twice(x):
         y, conv_cache = causal(x, None)
         assert y.dtype == frames(x).dtype == jnp.float32
         return conv_cache
 
-    assert convolutions(both, x) == [({"float32"}, 4)] * 4
+    assert convolutions(convolve_twice, x) == [({"float32"}, 4)] * 4
     with for_tpu():
-        assert convolutions(both, x) == [({"bfloat16"}, 5), ({"bfloat16"}, 4)]
-        assert jax.eval_shape(both, x).dtype == jnp.bfloat16
+        assert convolutions(convolve_twice, x) == [({"bfloat16"}, 5), ({"bfloat16"}, 4)]
+        assert jax.eval_shape(convolve_twice, x).dtype == jnp.bfloat16
         with jax.default_matmul_precision("highest"):
-            assert convolutions(both, x) == [({"float32"}, 5), ({"float32"}, 4)]
-        assert convolutions(both, tile) == [({"bfloat16"}, 4)] * 2  # frames fill a tile
+            assert convolutions(convolve_twice, x) == [({"float32"}, 5), ({"float32"}, 4)]
+        assert convolutions(convolve_twice, tile) == [({"bfloat16"}, 4)] * 2  # frames fill a tile
 
 
-@pytest.mark.parametrize(("make", "way"), quick(CHUNK_METHODS[::3], CHUNK_METHODS))
-def test_cached_frames_keep_their_shape_and_dtype(make, way):
-    """All chunks but the first share one program, on TPUs too."""
-    config = SMALL if make is WanVAE else replace(SMALL, patch=2)
+@pytest.mark.parametrize(("vae_class", "method"), quick(CHUNK_METHODS[::3], CHUNK_METHODS))
+def test_cached_frames_keep_their_shape_and_dtype(vae_class, method):
+    """The first chunk has its own program; all other chunks share one, on TPUs too."""
+    config = SMALL if vae_class is WanVAE else replace(SMALL, patch=2)
     cells = (16 // config.patch, 16 // config.patch, config.patch_channels)
-    frames, shape = (4, cells) if way == "encode_chunk" else (1, (2, 2, 4))
+    frames, shape = (4, cells) if method == "encode_chunk" else (1, (2, 2, 4))
 
     def chunks(x):
-        vae = make(config, **SINGLE, rngs=nnx.Rngs(0))
+        vae = vae_class(config, **FLOAT32, rngs=nnx.Rngs(0))
         caches = [None]
         for first, count in ((0, 1), (1, frames), (1, frames)):
-            caches.append(getattr(vae, way)(x[:, first : first + count], caches[-1])[1])
+            caches.append(getattr(vae, method)(x[:, first : first + count], caches[-1])[1])
         return caches[1:]
 
     with for_tpu():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Projections: on CPUs their gradients are formed by hand."""
+"""Gradients and rounding of projections, which have rules of their own on CPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +13,18 @@ from wanjax.layers.linear import TOKEN_BLOCK, linear
 
 
 @pytest.mark.parametrize("shape", [(5,), (7, 5), (2, 7, 5), (2, 3, 7, 5)])
-def test_gradients(shape):
+def test_gradients_of_a_projection_are_exact(shape):
     layer = linear(5, 4, (None, None), dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     x, g = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in (shape, (*shape[:-1], 4)))
     graphdef, weights = nnx.split(layer)
-    y, pull = jax.vjp(lambda weights, x: nnx.merge(graphdef, weights)(x), weights, x)
-    of_layer, of_x = pull(g)
-    kernel, rows, rows_of_g = np.float64(layer.kernel[...]), np.float64(x).reshape(-1, 5), np.float64(g).reshape(-1, 4)
+    y, pull_back = jax.vjp(lambda weights, x: nnx.merge(graphdef, weights)(x), weights, x)
+    weight_gradients, x_gradient = pull_back(g)
+    kernel, rows, g_rows = np.float64(layer.kernel[...]), np.float64(x).reshape(-1, 5), np.float64(g).reshape(-1, 4)
     assert error(y, np.float64(x) @ kernel) <= 1e-6
-    assert error(of_x, np.float64(g) @ kernel.T) <= 1e-6
-    assert error(of_layer["kernel"][...], rows.T @ rows_of_g) <= 1e-6
-    assert error(of_layer["bias"][...], rows_of_g.sum(axis=0)) <= 1e-6
+    assert error(x_gradient, np.float64(g) @ kernel.T) <= 1e-6
+    assert error(weight_gradients["kernel"][...], rows.T @ g_rows) <= 1e-6
+    assert error(weight_gradients["bias"][...], g_rows.sum(axis=0)) <= 1e-6
 
 
 def test_no_gradient_of_frozen_weights_is_computed():
@@ -42,8 +42,8 @@ def test_products_of_bfloat16_are_rounded_once(monkeypatch, instructions, tokens
     monkeypatch.setattr(target, "instructions", lambda: frozenset(instructions))
     layer = linear(256, 64, (None, None), dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, bias=False, rngs=nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, tokens, 256)), jnp.bfloat16)
-    y, pull = jax.vjp(jax.jit(layer), x)
-    (of_x,) = pull(y)
+    y, pull_back = jax.vjp(jax.jit(layer), x)
+    (x_gradient,) = pull_back(y)
     exact = np.float64(x) @ np.float64(layer.kernel[...])
-    assert y.dtype == of_x.dtype == jnp.bfloat16
+    assert y.dtype == x_gradient.dtype == jnp.bfloat16
     assert np.all(np.abs(np.float64(y) - exact) <= 2**-8 * np.abs(exact) + 1e-6)  # half a unit in the last place

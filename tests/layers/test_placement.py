@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logical axes of weights, and the modules that carry them."""
+"""Weights name their logical axes."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def make_blocks() -> nnx.Module:
     return stack(block, 2, nnx.Rngs(0))
 
 
-def test_weights_name_their_axes_with_flags_of_flax_untouched():
+def test_weights_name_their_axes_and_flax_settings_stay():
     assert nnx.using_eager_sharding()
     blocks = make_blocks()
     assert axes_of(blocks.kernel) == ("layers", "embed", "heads")

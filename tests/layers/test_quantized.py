@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Projections with weights of 8 bits: their numbers, and what is sent between devices."""
+"""Projections with 8-bit weights: their precision, and the bytes that devices exchange."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,25 +18,25 @@ from wanjax.layers.stack import stack
 
 
 def tokens(outlier=1):
-    """Return tokens of which a few channels are so many times larger."""
+    """Return tokens with three channels that are `outlier` times larger."""
     x = np.random.default_rng(0).normal(size=(2, 40, 256))
     x[..., [3, 100, 201]] *= outlier
     return jnp.asarray(x, jnp.float32)
 
 
 @pytest.mark.parametrize(
-    ("name", "bound", "outlying"),
+    ("name", "bound", "bound_with_outliers"),
     [("int8-weights", 0.006, 0.006), ("int8", 0.012, 0.012), ("fp8-weights", 0.03, 0.03), ("fp8", 0.04, 0.04)],
 )
-def test_a_quantized_projection_is_close_to_its_dense_one(name, bound, outlying):
-    """Also where a few channels of the input stand out, which is what the rotation is for."""
+def test_a_quantized_projection_is_close_to_its_dense_one(name, bound, bound_with_outliers):
+    """The rotation keeps the error small where a few channels of the input are much larger."""
     base = dense(nnx.Rngs(0), (256, 64))
     layer = quantized(base, PRECISIONS[name])
     assert error(layer(tokens()), base(tokens())) <= bound
-    assert error(layer(tokens(30)), base(tokens(30))) <= outlying
+    assert error(layer(tokens(30)), base(tokens(30))) <= bound_with_outliers
 
 
-def test_outlying_channels_need_the_rotation():
+def test_outlier_channels_need_the_rotation():
     base = dense(nnx.Rngs(0), (256, 64))
     layer, unrotated = (quantized(base, PRECISIONS[name]) for name in ("int8", "int8-weights"))
     unrotated.activations = "int8"
@@ -45,7 +45,7 @@ def test_outlying_channels_need_the_rotation():
     assert error(unrotated(x), base(x)) > 3 * error(layer(x), base(x))
 
 
-def test_stacks_are_quantized_with_their_axes_and_others_stay():
+def test_projections_of_blocks_are_quantized_and_excluded_ones_are_not():
     class Block(nnx.Module):
         def __init__(self, rngs):
             self.up, self.mod = dense(rngs), dense(rngs)
@@ -88,12 +88,12 @@ x = np.random.default_rng(0).normal(size=(2, 64, 256)).astype(np.float32)
 for precision in PRECISIONS.values():
     base = dense(nnx.Rngs(0), (256, 128))
     layer = quantized(base, precision) if precision.quantizes else base
-    alone = layer(x)
+    one_device = layer(x)
     for rules in ("fsdp", "tp", "replicated"):
-        place = Partitioner(make_mesh(2, 2, 2), SHARDING_RULES[rules])
+        partitioner = Partitioner(make_mesh(2, 2, 2), SHARDING_RULES[rules])
         graphdef, weights = nnx.split(layer)
         weights = jax.tree.map(
-            lambda w: w.replace(jax.device_put(w[...], place.weight_sharding(axes_of(w), w[...].shape))),
+            lambda w: w.replace(jax.device_put(w[...], partitioner.weight_sharding(axes_of(w), w[...].shape))),
             weights, is_leaf=lambda w: isinstance(w, nnx.Variable),
         )
 
@@ -102,17 +102,17 @@ for precision in PRECISIONS.values():
             first, second = gather_kernels(*(nnx.merge(graphdef, weights) for _ in range(2)))
             return first(x) + second(x)
 
-        with use_partitioner(place):
+        with use_partitioner(partitioner):
             lowered = run.lower(weights, x)
-            far = error(run(weights, x), 2 * alone)
-        assert far <= 1e-6, (precision.name, rules, far)
+            difference = error(run(weights, x), 2 * one_device)
+        assert difference <= 1e-6, (precision.name, rules, difference)
         gathered = re.findall(r"= (\\w+)\\[256,128\\][^ ]* all-gather", lowered.compile().as_text())
-        wanted = {"int8": "s8", "fp8": "f8e4m3fn", None: "f32"}[precision.weights]
+        expected_dtype = {"int8": "s8", "fp8": "f8e4m3fn", None: "f32"}[precision.weights]
         print(precision.name, rules, *sorted(set(gathered)))
         if rules == "fsdp" and precision.weights != "fp8":  # the CPU has no collectives of 8-bit floats
-            assert set(gathered) == {wanted}, gathered
+            assert set(gathered) == {expected_dtype}, gathered
 """
 
 
-def test_devices_send_one_byte_of_each_number_and_compute_the_same():
+def test_devices_exchange_8_bit_weights_and_compute_the_same():
     assert "int8 fsdp s8" in on_eight_devices(ON_DEVICES)

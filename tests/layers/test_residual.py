@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Projections of a block with their norm and residual sum: dense ones, and those that round tokens in one kernel."""
+"""Dense and quantized projections of a block, with the norm before and the residual sum after."""
 
 from typing import Any
 
@@ -32,19 +32,19 @@ def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-def inputs(affine, modulated, modulations):
-    """Return tokens with a norm, and the residual to add to."""
+def make_inputs(affine, modulated, modulations):
+    """Return tokens with a norm, and the residual that the result is added to."""
     norm: Any = layer_norm(WIDTH, 1e-5, affine=affine, **F32, rngs=nnx.Rngs(0))
     if affine:
         norm.scale[...], norm.bias[...] = 1 + normal(WIDTH, seed=1) / 4, normal(WIDTH, seed=2)
-    second = jnp.arange(40) < 8 if modulations == 2 else None
+    second_mask = jnp.arange(40) < 8 if modulations == 2 else None
     shift, scale, gate = (normal(2, modulations, WIDTH, seed=seed) / 2 for seed in (3, 4, 5))
-    mod = (shift, scale, second) if modulated else ()
+    mod = (shift, scale, second_mask) if modulated else ()
     x = normal(2, 40, WIDTH, seed=6)
-    return NormedTokens(x, norm, jnp.float32, *mod), Residual(x, gate if modulated else None, second)
+    return NormedTokens(x, norm, jnp.float32, *mod), Residual(x, gate if modulated else None, second_mask)
 
 
-def separate(tokens, residual, layer):
+def compute_separately(tokens, residual, layer):
     """Compute the norm, a layer, and the sum one after another."""
     y = tokens.norm(tokens.x)
     if tokens.shift is not None:
@@ -63,17 +63,18 @@ def layer_of(precision, sizes=(WIDTH, WIDTH), seed=0):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_projection_computes_norm_product_and_sum(precision, case):
-    (tokens, residual), layer = inputs(*case), layer_of(precision)
-    tolerance = 1e-3 if PRECISIONS[precision].activations else 0  # a last bit before rounding is a step after it
-    assert error(project(layer, tokens, residual), separate(tokens, residual, layer)) <= tolerance
+    (tokens, residual), layer = make_inputs(*case), layer_of(precision)
+    # a difference in the last bit can round to another step
+    tolerance = 1e-3 if PRECISIONS[precision].activations else 0
+    assert error(project(layer, tokens, residual), compute_separately(tokens, residual, layer)) <= tolerance
     assert error(project(layer, tokens), layer(tokens.compute())) <= tolerance
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_an_mlp_computes_norm_products_and_sum(precision, case):
-    tokens, residual = inputs(*case)
-    for activation in (gelu_tanh, gelu):  # kernels have the first
+    tokens, residual = make_inputs(*case)
+    for activation in (gelu_tanh, gelu):  # kernels have only the tanh form
         mlp: Any = MLP((WIDTH, HIDDEN, WIDTH), ("embed", "mlp", "embed"), activation, **F32, rngs=nnx.Rngs(0))
         mlp.up, mlp.down = layer_of(precision, (WIDTH, HIDDEN)), layer_of(precision, (HIDDEN, WIDTH), 1)
 
@@ -81,15 +82,15 @@ def test_an_mlp_computes_norm_products_and_sum(precision, case):
             return mlp.down(mlp.activation(mlp.up(x)))
 
         tolerance = 2e-3 if PRECISIONS[precision].activations else 0
-        assert error(mlp(tokens, residual), separate(tokens, residual, layers)) <= tolerance
+        assert error(mlp(tokens, residual), compute_separately(tokens, residual, layers)) <= tolerance
         assert error(mlp(tokens), layers(tokens.compute())) <= tolerance
 
 
 @pytest.mark.parametrize("rotates", [False, True])
 @pytest.mark.parametrize("channels", [WIDTH, 64])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_queries_are_projected_normed_and_rotated(precision, channels, rotates):
-    (tokens, _), layer = inputs(*CASES["a modulated norm"]), layer_of(precision)
+def test_heads_are_projected_normed_and_rotated(precision, channels, rotates):
+    (tokens, _), layer = make_inputs(*CASES["a modulated norm"]), layer_of(precision)
     norm: Any = rms_norm(channels, 1e-5, **F32, rngs=nnx.Rngs(0))
     norm.scale[...] = normal(channels, seed=8)
     rope = rope_3d((2, 4, 5), (16, 24, 24)) if rotates else None
@@ -104,8 +105,8 @@ def test_queries_are_projected_normed_and_rotated(precision, channels, rotates):
         assert error(project_heads(layer, x, norm, rope), expected) <= tolerance
 
 
-def test_tokens_are_rounded_once_for_projections_that_round_alike():
-    tokens, _ = inputs(*CASES["a modulated norm"])
+def test_projections_of_one_precision_share_rounded_tokens():
+    tokens, _ = make_inputs(*CASES["a modulated norm"])
     for precision in PRECISIONS:
         layers = [layer_of(precision, seed=seed) for seed in range(3)]
         x = shared_input(tokens, *layers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacked blocks: all of them, and in parts."""
+"""Stacked blocks run all at once or in parts."""
 
 import re
 
@@ -23,8 +23,8 @@ def blocks() -> nnx.Module:
     return stack(lambda rngs: linear(WIDTH, WIDTH, ("embed", "mlp"), **kw, rngs=rngs), LAYERS, nnx.Rngs(0))
 
 
-def test_blocks_in_parts(blocks):
-    """Two streams and an array for each block; the stacks may be several."""
+def test_blocks_run_in_any_part(blocks):
+    """Blocks of two stacks share two streams, and each block gets an array of its own."""
     x, y = jnp.ones((1, 3, WIDTH)), jnp.full((1, 2, WIDTH), 2.0)
     added = jnp.arange(LAYERS * WIDTH, dtype=jnp.float32).reshape(LAYERS, 1, 1, WIDTH)
 
@@ -32,15 +32,15 @@ def test_blocks_in_parts(blocks):
         (first, second), (x, y) = pair, streams
         return jnp.tanh(first(x) + shift), y + second(x).mean(axis=1, keepdims=True)
 
-    by_hand = [(x, y)]
+    expected_outputs = [(x, y)]
     for index in range(LAYERS):
         block = block_at(blocks, index)
-        by_hand.append(apply((block, block), by_hand[-1], added[index]))
+        expected_outputs.append(apply((block, block), expected_outputs[-1], added[index]))
     parts = [None, range(LAYERS), range(LAYERS - 1), range(1, LAYERS), range(1, LAYERS - 1), range(1), range(3, LAYERS)]
     for part in parts:
-        run = range(LAYERS) if part is None else part
-        result = scan_blocks((blocks, blocks), apply, by_hand[run.start], added, part=part)
-        for output, expected in zip(result, by_hand[run.stop], strict=True):
+        indices = range(LAYERS) if part is None else part
+        outputs = scan_blocks((blocks, blocks), apply, expected_outputs[indices.start], added, part=part)
+        for output, expected in zip(outputs, expected_outputs[indices.stop], strict=True):
             np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -56,12 +56,12 @@ def test_blocks_in_parts(blocks):
         (ResidualCache, (), (1,), []),
     ],
 )
-def test_the_parts_that_a_cache_runs(cache, options, cuts, parts):
+def test_a_step_cache_runs_its_parts_of_the_blocks(cache, options, cuts, parts):
     assert [(part.start, part.stop) for part in cache(options).parts(LAYERS, *cuts)] == parts
 
 
-def test_the_backward_pass_does_not_attend_again(blocks):
-    """Blocks are computed again from their inputs, but not their softmax."""
+def test_the_backward_pass_does_not_recompute_attention(blocks):
+    """The backward pass recomputes blocks from their inputs, but not the softmax of attention."""
 
     def apply(block, x):
         heads = block(x)[:, :, None]
