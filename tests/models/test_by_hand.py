@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformer that is called by hand, with encoded prompts and nothing prepared: the forward that a run computes."""
+"""A direct call of a transformer with encoded prompts computes the forward pass of a run."""
 
 from functools import cache, partial
 from typing import Any
@@ -19,7 +19,7 @@ from wanjax.models.wan.causal import angles_at, slot_of
 from wanjax.sharding import ONE_DEVICE_PARTITIONER, current_partitioner
 
 TEXT, MASK = jax.ShapeDtypeStruct((1, 7, 16), jnp.float32), jax.ShapeDtypeStruct((1, 7), bool)
-CHATS = jax.ShapeDtypeStruct((1, 7, 24), jnp.float32)
+CHAT_TEXT = jax.ShapeDtypeStruct((1, 7, 24), jnp.float32)
 T = jax.ShapeDtypeStruct((1,), jnp.float32)
 
 
@@ -35,13 +35,13 @@ def rope(model: Any, x: Any) -> Any:
     return model.rope(model.grid(x))
 
 
-def as_block(model: Any, x: Any, t: Any, text: Any) -> Any:
-    """The first block of a video, with all inputs of a run."""
+def call_with_cache(model: Any, x: Any, t: Any, text: Any) -> Any:
+    """Predict the first chunk of a video, with all inputs of a run."""
     context, tokens = model.context(text), int(np.prod(model.grid(x)))
     return model(x, t, context, angles_at(model.config, 0), model.empty_kv_cache(x), slot_of(model.config, 0, tokens))
 
 
-CASES = {  # by hand, as a run calls it, and the arguments
+CASES = {  # a checkpoint, a direct call, the call of a run, and the arguments
     "wan": (
         tiny.tiny_checkpoint,
         lambda model, x, t, text: model(x, t, text),
@@ -75,7 +75,7 @@ CASES = {  # by hand, as a run calls it, and the arguments
     "wan-causal": (
         tiny.tiny_causal_checkpoint,
         lambda model, x, t, text: model(x, t, text),
-        as_block,
+        call_with_cache,
         (latents(4), T, TEXT),
     ),
     "cogvideox": (
@@ -88,24 +88,24 @@ CASES = {  # by hand, as a run calls it, and the arguments
         tiny.tiny_hunyuan_checkpoint,
         lambda model, x, t, text, mask: model(x, t, text, text_mask=mask),
         lambda model, x, t, text, mask: model(x, t, model.context(text, mask), rope(model, x)),
-        (latents(9), T, CHATS, MASK),
+        (latents(9), T, CHAT_TEXT, MASK),
     ),
 }
 
 
 @pytest.fixture(scope="module")
-def shapes(tmp_path_factory):
-    """Return a model's transformer as shapes."""
+def load_as_shapes(tmp_path_factory):
+    """Return a function that loads a transformer as shapes."""
 
     @cache
-    def make(case: str) -> Any:
+    def load(case: str) -> Any:
         folder = CASES[case][0](tmp_path_factory.mktemp(case))
         return wanjax.load(folder).components.abstract().get("transformer")
 
-    return make
+    return load
 
 
-def traced(model: Any, call: Any, *arguments: Any) -> str:
+def trace(model: Any, call: Any, *arguments: Any) -> str:
     graphdef, weights = nnx.split(model)
     return str(
         jax.make_jaxpr(lambda weights, *arguments: call(nnx.merge(graphdef, weights), *arguments))(weights, *arguments)
@@ -113,35 +113,35 @@ def traced(model: Any, call: Any, *arguments: Any) -> str:
 
 
 @pytest.mark.parametrize("case", quick(("wan-i2v", "wan-causal", "cogvideox", "hunyuanvideo"), CASES))
-def test_encoded_prompts_are_enough(shapes, case):
-    _, by_hand, prepared, options = CASES[case]
-    assert traced(shapes(case), by_hand, *options) == traced(shapes(case), prepared, *options)
+def test_a_direct_call_needs_only_encoded_prompts(load_as_shapes, case):
+    _, direct_call, run_call, arguments = CASES[case]
+    assert trace(load_as_shapes(case), direct_call, *arguments) == trace(load_as_shapes(case), run_call, *arguments)
 
 
-def test_a_prompt_without_a_mask_has_all_tokens(shapes):
-    def masked(model: Any, x: Any, t: Any, text: Any) -> Any:
+def test_a_prompt_without_a_mask_has_all_tokens(load_as_shapes):
+    def call_with_mask(model: Any, x: Any, t: Any, text: Any) -> Any:
         return model(x, t, text, text_mask=jnp.ones(text.shape[:2], bool))
 
-    model, options = shapes("hunyuanvideo"), (latents(9), T, CHATS)
-    assert traced(model, lambda model, *x: model(*x), *options) == traced(model, masked, *options)
+    model, arguments = load_as_shapes("hunyuanvideo"), (latents(9), T, CHAT_TEXT)
+    assert trace(model, lambda model, *x: model(*x), *arguments) == trace(model, call_with_mask, *arguments)
 
 
 @pytest.mark.parametrize("case", quick(("wan-i2v", "wan-causal", "cogvideox", "hunyuanvideo"), CASES))
-def test_latents_that_do_not_fit_are_refused(shapes, case):
-    """The latents of a pipeline, for example, whose channels come before their frames."""
-    _, by_hand, _, options = CASES[case]
-    wrong = [jax.ShapeDtypeStruct((1, 2, 2, 4, 8), x.dtype) if x.ndim == 5 else x for x in options]
-    with pytest.raises(WanjaxError, match=rf"\b{options[0].shape[-1]}\b"):
-        traced(shapes(case), by_hand, *wrong)
+def test_latents_of_a_wrong_shape_are_refused(load_as_shapes, case):
+    """For example, diffusers' latents have channels before frames."""
+    _, direct_call, _, arguments = CASES[case]
+    wrong_arguments = [jax.ShapeDtypeStruct((1, 2, 2, 4, 8), x.dtype) if x.ndim == 5 else x for x in arguments]
+    with pytest.raises(WanjaxError, match=rf"\b{arguments[0].shape[-1]}\b"):
+        trace(load_as_shapes(case), direct_call, *wrong_arguments)
 
 
-def test_an_image_that_is_missing_is_named(shapes):
+def test_a_missing_image_is_reported(load_as_shapes):
     with pytest.raises(WanjaxError, match="image="):
-        traced(shapes("wan-i2v"), lambda model, *x: model(*x), latents(12), T, TEXT)
+        trace(load_as_shapes("wan-i2v"), lambda model, *x: model(*x), latents(12), T, TEXT)
 
 
-class PartitionerOf(nnx.Module):
-    """Returns the mesh of its forward."""
+class ReportPartitioner(nnx.Module):
+    """A module that returns the partitioner of its forward pass."""
 
     def __init__(self, sharding: jax.sharding.Sharding):
         self.weight = nnx.Param(jax.device_put(jnp.zeros((8, 8)), sharding))
@@ -153,12 +153,12 @@ class PartitionerOf(nnx.Module):
 
 def test_a_forward_runs_on_the_mesh_of_its_weights():
     mesh = wanjax.make_mesh(sp=2, tp=4)
-    spread_out = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, ("sp", "tp")))
-    assert PartitionerOf(spread_out)().mesh == mesh
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, ("sp", "tp")))
+    assert ReportPartitioner(sharding)().mesh == mesh
     assert current_partitioner() is ONE_DEVICE_PARTITIONER
-    assert PartitionerOf(jax.sharding.SingleDeviceSharding(jax.devices()[0]))() is ONE_DEVICE_PARTITIONER
+    assert ReportPartitioner(jax.sharding.SingleDeviceSharding(jax.devices()[0]))() is ONE_DEVICE_PARTITIONER
     assert (
-        nnx.jit(lambda report: report().is_single_device and 1)(PartitionerOf(spread_out)) == 1
+        nnx.jit(lambda module: module().is_single_device and 1)(ReportPartitioner(sharding)) == 1
     )  # traced arrays have no mesh
 
 
@@ -167,9 +167,9 @@ def test_a_forward_on_a_mesh_is_that_of_one_device(tmp_path):
     folder = tiny.tiny_checkpoint(tmp_path)
     x, t = jax.random.normal(jax.random.key(0), (1, 2, 4, 6, 4)), jnp.array([500.0])
     text = jax.random.normal(jax.random.key(1), (1, 7, 16))
-    one_device, sharded, by_columns = (
+    one_device, sharded, sharded_by_columns = (
         np.asarray(wanjax.load(folder, mesh=mesh, rules=rules).transformer(x, t, text))
         for mesh, rules in ((None, "fsdp"), ("sp=4,tp=2", "fsdp"), ("sp=4,tp=2", "tp"))
     )
     np.testing.assert_allclose(sharded, one_device, atol=1e-5)
-    np.testing.assert_allclose(by_columns, one_device, atol=1e-5)
+    np.testing.assert_allclose(sharded_by_columns, one_device, atol=1e-5)

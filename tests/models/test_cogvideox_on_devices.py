@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CogVideoX's transformer on eight devices against one device."""
+"""CogVideoX's transformer gives the same prediction on eight devices as on one."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -27,7 +27,7 @@ CONFIGS = {
 
 
 @cache
-def predicted(name, axes=None, rules="fsdp", length=TEXT):
+def predict(name, axes=None, rules="fsdp", length=TEXT):
     """Return the prediction from the first `length` tokens of the prompts."""
     devices = partitioner(axes, rules)
     model = network(partial(CogVideoXTransformer, CONFIGS[name]), devices)
@@ -58,11 +58,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "axes", "rules"), CASES)
-def test_prediction(name, axes, rules):
-    result = error(predicted(name, axes, rules), predicted(name).astype(np.float64))
-    print(f"{result:.1e}")
-    assert result <= 1e-5
+def test_eight_devices_predict_as_one(name, axes, rules):
+    relative_error = error(predict(name, axes, rules), predict(name).astype(np.float64))
+    print(f"{relative_error:.1e}")
+    assert relative_error <= 1e-5
 
 
-def test_one_token_more_or_less_is_detected():
-    assert error(predicted("2b", length=TEXT - 1), predicted("2b").astype(np.float64)) > 1e-3
+def test_the_comparison_detects_a_missing_token():
+    assert error(predict("2b", length=TEXT - 1), predict("2b").astype(np.float64)) > 1e-3

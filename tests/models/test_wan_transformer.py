@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of Wan's transformer with tokens at two timesteps, from its compiled program."""
+"""The memory of Wan's transformer with tokens at two timesteps, read from its compiled program."""
 
 import math
 import re
@@ -30,7 +30,7 @@ def step(clean_frames: int) -> Compiled:
     options = {"attention": AttentionConfig("chunked"), "dtype": jnp.float32, "param_dtype": jnp.float32}
     graphdef, weights = nnx.split(as_shapes(lambda rngs: WanTransformer(config, **options, rngs=rngs)))
 
-    def once(weights, latents, text):
+    def prepare(weights, latents, text):
         model = nnx.merge(graphdef, weights)
         return model.context(text), model.rope(model.grid(latents))
 
@@ -38,21 +38,21 @@ def step(clean_frames: int) -> Compiled:
         return nnx.merge(graphdef, weights)(latents, t, context, rope, clean_frames=clean_frames)
 
     latents, t, text = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (LATENTS, (1,), (1, 512, 4096)))
-    arguments = weights, latents, t, *jax.eval_shape(once, weights, latents, text)
+    arguments = weights, latents, t, *jax.eval_shape(prepare, weights, latents, text)
     return jax.jit(run, compiler_options=compiler_options.scan_options()).lower(*arguments).compile()
 
 
-def sizes(compiled: Compiled) -> Iterator[int]:
+def array_sizes(compiled: Compiled) -> Iterator[int]:
     """Yield the number of elements of every array in the program."""
     for shape in re.findall(r"= \w+\[([\d,]+)\]", compiled.as_text()):
         yield math.prod(map(int, shape.split(",")))
 
 
 def test_no_array_holds_all_modulations_of_all_tokens():
-    assert TOKENS * TI2V_5B.mlp_dim == max(sizes(step(1))) < MODULATIONS
+    assert TOKENS * TI2V_5B.mlp_dim == max(array_sizes(step(1))) < MODULATIONS
 
 
 def test_a_clean_frame_needs_no_more_memory():
-    """Detects modulations of all tokens even in several arrays: they take 2 GB, half as much as the rest."""
-    without, with_one = (step(frames).memory_analysis().temp_size_in_bytes for frames in (0, 1))
-    assert with_one < 1.05 * without
+    """Several arrays with the modulations of all tokens would take 2 GB, half as much as everything else."""
+    without_clean_frame, with_clean_frame = (step(frames).memory_analysis().temp_size_in_bytes for frames in (0, 1))
+    assert with_clean_frame < 1.05 * without_clean_frame
