@@ -173,7 +173,7 @@ MUTATIONS = (
         "return shift * sigmas / (1 + (shift - 1) * sigmas)",
         "return shift * sigmas / (1 + shift * sigmas)",
         "the noise levels of every flow-matching model are wrong",
-        ("schedulers/test_schedulers.py::test_euler_noise_levels_are_shifted_once_officially",),
+        ("schedulers/test_schedulers.py::test_official_euler_sigmas_are_shifted_once",),
     ),
     Mutation(
         "renoise",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of a scheduler: by name or as a value, in place of a model's own."""
+"""A scheduler is chosen by name or as a value, and replaces the model's scheduler."""
 
 import re
 from typing import Any
@@ -51,7 +51,7 @@ from wanjax.schedulers import (
         ("rcm-ode:sigma_max=80", RCMEuler(sigma_max=80.0)),
     ],
 )
-def test_names(name, scheduler):
+def test_every_scheduler_has_a_name(name, scheduler):
     assert parse(name) == scheduler
     assert name_of(scheduler) == name
     assert set(SCHEDULERS) == {"unipc", "euler", "dpm++", "ddim", "dpm", "consistency", "rcm", "rcm-ode"}
@@ -67,9 +67,9 @@ UNKNOWN = [
     *("consistency:", "consistency:timesteps=", "consistency:timesteps=a,b", "consistency:1000", "rcm:sigma_max="),
     *("rcm:prediction=v", "euler:="),
 ]
-NONE = "scheduler unipc euler ddim dpm consistency rcm"
-REFUSED = [  # what chooses a scheduler, its arguments, and what the sentence names
-    *((parse, (name,), NONE) for name in UNKNOWN),
+ALL_NAMES = "scheduler unipc euler ddim dpm consistency rcm"
+REFUSED = [  # a function that chooses a scheduler, its arguments, and words of the message
+    *((parse, (name,), ALL_NAMES) for name in UNKNOWN),
     *(
         (parse, (name,), words)
         for name, words in [
@@ -83,7 +83,7 @@ REFUSED = [  # what chooses a scheduler, its arguments, and what the sentence na
             ("rcm:sigma_max=nan", "sigma_max rCM nan"),
         ]
     ),
-    *((parse, (name,), f"'{name}' {ours}") for name, ours in (("lcm", "consistency"), ("uni_pc", "unipc"))),
+    *((parse, (name,), f"'{name}' {suggestion}") for name, suggestion in (("lcm", "consistency"), ("uni_pc", "unipc"))),
     (parse, ("dpmpp_2m",), "'dpmpp_2m' dpm++"),
     (resolve, (Ancestral(), UniPC()), "v model velocity unipc"),
     (resolve, (Ancestral(prediction="velocity"), UniPC()), "shift sigmas unipc"),
@@ -92,7 +92,7 @@ REFUSED = [  # what chooses a scheduler, its arguments, and what the sentence na
 
 
 @pytest.mark.parametrize(("choose", "arguments", "words"), REFUSED)
-def test_an_unknown_scheduler(choose, arguments, words):
+def test_an_unknown_scheduler_is_refused(choose, arguments, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         choose(*arguments)
 
@@ -105,9 +105,9 @@ def test_only_schedulers_that_fit_the_model_are_suggested():
         (DDIM(), "unipcc"),
         (DDIM(), "lcm"),
     ]
-    for default, wrong in mistakes:
+    for default, scheduler in mistakes:
         with pytest.raises(WanjaxError) as error, unchecked():
-            resolve(wrong, default)
+            resolve(scheduler, default)
         advice = re.split(r"did you mean |give |, or with options ", str(error.value).rstrip("?"))[1]
         names = advice.split(", ")
         assert names
@@ -118,16 +118,16 @@ def test_only_schedulers_that_fit_the_model_are_suggested():
 def test_a_pipeline_accepts_and_keeps_another_scheduler():
     pipe = pipeline(4, None)
     prompts = WanConditioning(*(jnp.full((1, 7, 8), value) for value in (1.0, 0.5)))
-    before = pipe.denoise(prompts, **VIDEO.to_json())
+    expected = pipe.denoise(prompts, **VIDEO.to_json())
     assert pipe.scheduler == FlowEuler()
     pipe.scheduler = "unipc"
     assert pipe.scheduler == UniPC()
     euler = pipe.denoise(prompts, **VIDEO.to_json())
-    assert np.abs(euler - before).max() > 1e-3
+    assert np.abs(euler - expected).max() > 1e-3
     pipe.free()
     assert pipe.scheduler == UniPC()
     pipe.scheduler = FlowEuler()
-    np.testing.assert_array_equal(pipe.denoise(prompts, **VIDEO.to_json()), before)
+    np.testing.assert_array_equal(pipe.denoise(prompts, **VIDEO.to_json()), expected)
 
 
 @pytest.mark.parametrize("scheduler", ["dpm", "heun", Ancestral(), FlowEuler, None])

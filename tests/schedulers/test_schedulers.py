@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedulers against fields with a solution in closed form, and against published noise levels."""
+"""Schedulers solve equations with a known solution, and have the published sigmas."""
 
 from typing import Any
 
@@ -27,31 +27,31 @@ EXACT = [
     unipc(8.0, "comfy"),
     flow_euler(5.0, "comfy"),
 ]
-"""Those whose last step ends on the predicted clean sample exactly."""
-EVERY = [*EXACT, Flow(FlowDPM(), 5.0)]
-every = pytest.mark.parametrize("scheduler", EVERY, ids=str)
+"""Schedulers whose last step gives exactly the predicted clean sample."""
+SCHEDULERS = [*EXACT, Flow(FlowDPM(), 5.0)]
+each_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS, ids=str)
 
 
-def solve(scheduler, steps, x, field):
-    """Return every sample from x on; `field` predicts the clean sample at x and σ."""
+def solve(scheduler, steps, x, predict_clean):
+    """Return all samples, starting with x; `predict_clean` takes x and σ."""
     schedule = scheduler.schedule(steps)
     state = scheduler.init(schedule, x)
     samples = [x]
     for index in range(steps):
         sigma = schedule.sigmas[index]
-        x, state = scheduler.step(schedule, index, (x - field(x, sigma)) / sigma, x, state)
+        x, state = scheduler.step(schedule, index, (x - predict_clean(x, sigma)) / sigma, x, state)
         samples.append(x)
     return schedule, samples
 
 
-@every
+@each_scheduler
 @pytest.mark.parametrize("steps", [1, 2, 3, 20])
 def test_a_constant_clean_sample_is_reached_on_a_straight_line(scheduler, steps):
     noise, clean = jax.random.normal(jax.random.key(0), (2, 64))
     schedule, samples = solve(scheduler, steps, noise, lambda x, sigma: clean)
     for sigma, x in zip(schedule.sigmas, samples, strict=True):
-        left = sigma / schedule.sigmas[0]
-        np.testing.assert_allclose(x, left * noise + (1 - left) * clean, atol=2e-6)
+        noise_share = sigma / schedule.sigmas[0]
+        np.testing.assert_allclose(x, noise_share * noise + (1 - noise_share) * clean, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,16 @@ def test_a_constant_clean_sample_is_reached_on_a_straight_line(scheduler, steps)
     ],
     ids=str,
 )
-def test_a_higher_order_finds_the_spread_of_normal_data_in_fewer_steps(scheduler, spreads):
-    """The field of normal data with deviation 0.5 is linear, so that one sample at one deviation gives the spread."""
+def test_a_higher_order_needs_fewer_steps(scheduler, spreads):
+    """For normal data of deviation 0.5 the velocity is linear, so that one sample at one deviation gives the spread."""
 
-    def field(x, sigma):
+    def predict_clean(x, sigma):
         return x * (1 - sigma) * 0.25 / ((1 - sigma) ** 2 * 0.25 + sigma**2)
 
-    result = [float(solve(scheduler, steps, jnp.float32(1), field)[1][-1]) for steps in (10, 20, 40, 80)]
-    np.testing.assert_allclose(result, spreads, atol=1e-3)
+    solved_spreads = [
+        float(solve(scheduler, steps, jnp.float32(1), predict_clean)[1][-1]) for steps in (10, 20, 40, 80)
+    ]
+    np.testing.assert_allclose(solved_spreads, spreads, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -101,27 +103,27 @@ def test_a_higher_order_finds_the_spread_of_normal_data_in_fewer_steps(scheduler
         ),
     ],
 )
-def test_unipc_noise_levels_are_the_published_ones(shift, steps, sigmas, first, last, timesteps):
+def test_sigmas_of_unipc_are_the_published_ones(shift, steps, sigmas, first, last, timesteps):
     schedule = unipc(shift, sigmas).schedule(steps)
     np.testing.assert_allclose(schedule.sigmas[:3], first, atol=6e-7)
     np.testing.assert_allclose(schedule.sigmas[-3:], [*last, 0], atol=6e-7)
     np.testing.assert_array_equal(schedule.timesteps[jnp.array([0, 1, 2, 3, -3, -2, -1])], timesteps)
 
 
-def test_official_timesteps_start_from_a_rounded_level():
-    """0.999 rounded to float32 is above 0.999; without the rounding these would be 665 and 332."""
+def test_official_timesteps_start_from_a_rounded_sigma():
+    """In float32, 0.999 is rounded up. Without the rounding, the timesteps would be 665 and 332."""
     np.testing.assert_array_equal(unipc(1.0, "official").schedule(3).timesteps, [999, 666, 333])
 
 
 @pytest.mark.parametrize(("shift", "last"), [(5.0, 0.0926), (9.0, 0.1552), (7.0, 0.125)])
-def test_euler_noise_levels_are_shifted_once_officially(shift, last):
+def test_official_euler_sigmas_are_shifted_once(shift, last):
     schedule = flow_euler(shift, "official").schedule(50)
     np.testing.assert_array_equal(schedule.sigmas[jnp.array([0, -1])], [1, 0])
     np.testing.assert_allclose(schedule.sigmas[-2], last, atol=5e-5)
     np.testing.assert_allclose(schedule.timesteps, schedule.sigmas[:-1] * 1000, rtol=1e-7)
 
 
-def test_euler_noise_levels_are_shifted_twice_by_diffusers():
+def test_diffusers_euler_sigmas_are_shifted_twice():
     np.testing.assert_allclose(flow_euler(7.0, "diffusers").schedule(2).sigmas, [1, 0.046756, 0], atol=1e-6)
 
 
@@ -132,11 +134,11 @@ def test_the_last_step_gives_the_clean_sample_exactly(scheduler):
     state = jax.tree.map(jnp.ones_like, scheduler.init(schedule, x))
     clean = scheduler.x0(schedule, 3, velocity, x)
     np.testing.assert_array_equal(clean, x - schedule.sigmas[3] * velocity)
-    following, _ = scheduler.step(schedule, 3, velocity, x, state)
-    np.testing.assert_array_equal(following, clean)
+    next_x, _ = scheduler.step(schedule, 3, velocity, x, state)
+    np.testing.assert_array_equal(next_x, clean)
 
 
-@every
+@each_scheduler
 def test_one_compiled_step_serves_every_index_and_donates_its_buffers(scheduler):
     traces = []
 
@@ -147,10 +149,10 @@ def test_one_compiled_step_serves_every_index_and_donates_its_buffers(scheduler)
     compiled = jax.jit(step, donate_argnums=(1, 3))
     x = expected = jax.random.normal(jax.random.key(2), (1, 2, 4, 4, 3))
     schedule = scheduler.schedule(6)
-    eager = scheduler.init(schedule, x)
+    eager_state = scheduler.init(schedule, x)
     state = scheduler.init(schedule, x := jnp.copy(x))
     for index in range(6):
-        expected, eager = scheduler.step(schedule, index, jnp.sin(expected), expected, eager)
+        expected, eager_state = scheduler.step(schedule, index, jnp.sin(expected), expected, eager_state)
         x, state = compiled(schedule, state, index, x)
         assert x.dtype == jnp.float32
         np.testing.assert_allclose(x, expected, rtol=1e-4, atol=2e-6)
@@ -230,7 +232,7 @@ def test_unsupported_entries_of_a_config_are_named(config, words):
         schedulers.from_config(config)
 
 
-@every
+@each_scheduler
 def test_zero_steps_are_refused(scheduler):
     with pytest.raises(WanjaxError, match="0 steps"):
         scheduler.schedule(0)
@@ -241,24 +243,24 @@ def test_zero_steps_are_refused(scheduler):
     [
         (lambda: FlowDPM(order=3), 2, "order 3 1 2"),
         (lambda: unipc(3.0, "karras"), 2, "'karras' official diffusers"),
-        (lambda: unipc(100000.0), 1000, "1000 steps shift 100000.0"),  # whose levels are equal in float32
+        (lambda: unipc(100000.0), 1000, "1000 steps shift 100000.0"),  # these sigmas are equal in float32
     ],
 )
-def test_invalid_noise_levels(scheduler, steps, words):
+def test_invalid_sigmas_are_refused(scheduler, steps, words):
     with unchecked(), pytest.raises(WanjaxError, match=line_with_words(words)):
         scheduler().schedule(steps)
 
 
-@every
-def test_a_step_with_a_schedule_of_one_step(scheduler):
-    """One program takes every step of schedules of any length."""
+@each_scheduler
+def test_a_step_needs_only_its_part_of_the_schedule(scheduler):
+    """One compiled program takes any step of any schedule."""
     x, velocity = jax.random.normal(jax.random.key(0), (2, 64))
     shapes = set()
     for schedule, index in [(scheduler.schedule(steps), index) for steps in (1, 2, 7) for index in range(steps)]:
-        single, state = one_step(schedule, index), scheduler.init(schedule, x)
+        one_step_schedule, state = one_step(schedule, index), scheduler.init(schedule, x)
         expected = scheduler.step(schedule, index, velocity, x, state)
-        jax.tree.map(np.testing.assert_array_equal, scheduler.step(single, 0, velocity, x, state), expected)
-        shapes.add(tuple(number.shape for number in jax.tree.leaves(single)))
+        jax.tree.map(np.testing.assert_array_equal, scheduler.step(one_step_schedule, 0, velocity, x, state), expected)
+        shapes.add(tuple(number.shape for number in jax.tree.leaves(one_step_schedule)))
     assert len(shapes) == 1
 
 
