@@ -392,7 +392,7 @@ MUTATIONS = (
         "self.state = dict(self.manager.restore(self.step, args=ocp.args.StandardRestore(abstract)))\n"
         '        self.state["optimizer"] = jax.tree.map(jax.numpy.zeros_like, abstract["optimizer"])',
         "a resumed training restarts the learning-rate schedule and the optimiser's averages",
-        ("training/test_run.py::test_a_stopped_training_ends_with_the_same_bits",),
+        ("training/test_run.py::test_a_stopped_training_ends_with_the_same_weights",),
     ),
     Mutation(
         "mean-weights",
@@ -400,7 +400,7 @@ MUTATIONS = (
         'state["ema"], 1.0 - static.ema_decay)',
         'state["ema"], static.ema_decay)',
         "the EMA of the weights is nearly equal to the last weights",
-        ("training/test_loop.py::test_the_mean_of_the_weights_moves_to_them_by_its_share",),
+        ("training/test_loop.py::test_the_ema_moves_towards_the_weights",),
     ),
     Mutation(
         "accumulation",
@@ -408,7 +408,7 @@ MUTATIONS = (
         "a + b / jnp.asarray(parts, b.dtype)",
         "a + b",
         "gradients of accumulated batches are added instead of averaged",
-        ("training/test_loop.py::test_accumulated_gradients_make_the_step_of_the_full_batch",),
+        ("training/test_loop.py::test_accumulated_gradients_equal_those_of_the_full_batch",),
     ),
     Mutation(
         "caption-dropout",

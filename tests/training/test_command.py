@@ -34,12 +34,12 @@ def model(tmp_path_factory):
 def test_train_writes_a_lora_and_resumes(model, tmp_path):
     data = write_clips(tmp_path / "data", 2)
     result = run("train", model, data, "--out", tmp_path / "out", *SMALL, "--json")
-    written = json.loads(result.stdout)
-    assert written["file"] == str(tmp_path / "out/lora.safetensors")
+    result_json = json.loads(result.stdout)
+    assert result_json["file"] == str(tmp_path / "out/lora.safetensors")
     assert "2 clips: 2 of 32x32, 5 frames" in result.stderr
-    wanjax.load(model, lora=written["file"], note=lambda text: None)
-    again = run("train", model, data, "--out", tmp_path / "out", *SMALL)
-    assert has_line_with(again.stderr, "after 2 of 2 steps")
+    wanjax.load(model, lora=result_json["file"], note=lambda text: None)
+    resumed = run("train", model, data, "--out", tmp_path / "out", *SMALL)
+    assert has_line_with(resumed.stderr, "after 2 of 2 steps")
     refusal = run("train", model, data, "--out", tmp_path / "out", *SMALL, "--seed", 1, status=2)
     assert has_line_with(refusal.stderr, "seed 0 1 another --out (--seed)")
     assert "goes on" not in refusal.stderr  # the same command would be refused again
@@ -48,7 +48,7 @@ def test_train_writes_a_lora_and_resumes(model, tmp_path):
 
 def test_mistakes_of_a_training_are_refused(model, tmp_path):
     data = write_clips(tmp_path / "data", 1)
-    for more, sentence in (
+    for options, words in (
         (("--size", "32x32", "--lora-rank", 0), "--lora-rank got 0"),
         (("--size", "32x32", "--learning-rate", -1), "the learning rate is -1.0: give a number above 0"),
         (("--size", "32x32", "--learning-rate", 1e39), "the learning rate is 1e+39: give a number above 0"),
@@ -60,13 +60,13 @@ def test_mistakes_of_a_training_are_refused(model, tmp_path):
             "grad_accum_steps 2 does not divide batch_size 3",
         ),
     ):
-        refused = run("train", model, data, "--out", tmp_path / "out", *SHORT, *more, status=2)
-        assert sentence in refused.stderr
+        refused = run("train", model, data, "--out", tmp_path / "out", *SHORT, *options, status=2)
+        assert words in refused.stderr
     refused = run("train", model, tmp_path / "none", "--out", tmp_path / "out", *SMALL, status=2)
     assert "none does not exist: give a folder of clips" in refused.stderr
 
 
-def test_only_a_height_keeps_the_width_of_the_model(model):
+def test_a_height_alone_keeps_the_model_s_width(model):
     none = {"size": None, "height": None, "width": None}
     model_size = wanjax.registry.model_description(str(model)).settings.size
     assert clip_size(str(model), **none) is None
@@ -75,9 +75,9 @@ def test_only_a_height_keeps_the_width_of_the_model(model):
     assert clip_size(str(model), **none | {"size": (32, 64)}) == (32, 64)
 
 
-def test_a_step_is_priced():
-    requested = ("plan", "nano", "--train", "--chip", "cpu")
-    lora, full = (json.loads(run(*requested, "--json", *more).stdout) for more in ((), ("--full",)))
+def test_a_plan_prices_a_training_step():
+    arguments = ("plan", "nano", "--train", "--chip", "cpu")
+    lora, full = (json.loads(run(*arguments, "--json", *options).stdout) for options in ((), ("--full",)))
     assert lora["fits"]
     assert full["fits"]
     assert lora["trained"] == "a LoRA of rank 32"
@@ -101,7 +101,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 @pytest.mark.slow
 def test_two_hundred_clips_need_little_more_memory_than_twenty(model, tmp_path):
     peaks = []
-    for count in (2, 20, 200):  # the first compiles for the others
+    for count in (2, 20, 200):  # the first run compiles the programs of all
         data = write_clips(tmp_path / str(count), count)
         arguments = [sys.executable, "-c", ENCODE, model, data, tmp_path / f"out{count}"]
         peaks.append(int(subprocess.run([*map(str, arguments)], check=True, capture_output=True).stdout.split()[-1]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training whose process is killed at random moments, again and again, ends with the bits of one left alone."""
+"""A training that is killed many times, at random moments, ends with the weights of an uninterrupted training."""
 
 import os
 import random
@@ -30,37 +30,41 @@ train(load(sys.argv[1]), sys.argv[2], sys.argv[3], TrainConfig(
 def start(tmp_path, out):
     arguments = [sys.executable, "-c", COMMAND, tmp_path / "model", tmp_path / "data", tmp_path / out, str(STEPS)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    with (tmp_path / "said.txt").open("wb") as output:
+    with (tmp_path / "errors.txt").open("wb") as output:
         return subprocess.Popen(list(map(str, arguments)), env=environment, stderr=output)
 
 
-def lines(tmp_path):
+def count_steps(tmp_path):
     file = tmp_path / "b/metrics.jsonl"
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
 @pytest.mark.slow
-def test_kills(tmp_path):
+def test_a_training_that_is_often_killed_ends_with_the_same_weights(tmp_path):
     tiny_checkpoint(tmp_path / "model")
     write_clips(tmp_path / "data", 3)
     uninterrupted = start(tmp_path, "a")
-    assert uninterrupted.wait() == 0, (tmp_path / "said.txt").read_text()
+    assert uninterrupted.wait() == 0, (tmp_path / "errors.txt").read_text()
     rng, kills = random.Random(0), 0
     while kills < KILLS:
-        process, before = start(tmp_path, "b"), time.monotonic()
-        steps, more = lines(tmp_path), rng.randint(1, 30)
-        while lines(tmp_path) < steps + more and process.poll() is None and time.monotonic() - before < 240:
+        process, started_at = start(tmp_path, "b"), time.monotonic()
+        steps, steps_until_kill = count_steps(tmp_path), rng.randint(1, 30)
+        while (
+            count_steps(tmp_path) < steps + steps_until_kill
+            and process.poll() is None
+            and time.monotonic() - started_at < 240
+        ):
             time.sleep(0.02)
-            steps = min(steps, lines(tmp_path))  # those after the last checkpoint are dropped
+            steps = min(steps, count_steps(tmp_path))  # metrics after the last checkpoint are dropped
         time.sleep(rng.uniform(0, 0.2))
         if process.poll() is not None:
             break
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         kills += 1
-    print(f"{kills} kills, {lines(tmp_path)} of {STEPS} steps by then")
-    last = start(tmp_path, "b")
-    assert last.wait() == 0, (tmp_path / "said.txt").read_text()
+    print(f"{kills} kills, {count_steps(tmp_path)} of {STEPS} steps before the last process")
+    final = start(tmp_path, "b")
+    assert final.wait() == 0, (tmp_path / "errors.txt").read_text()
     assert kills >= KILLS // 2
-    ours, theirs = (load_safetensors(tmp_path / name / "lora.safetensors") for name in "ba")
-    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+    resumed_factors, expected_factors = (load_safetensors(tmp_path / name / "lora.safetensors") for name in "ba")
+    assert all(np.array_equal(resumed_factors[name], expected_factors[name]) for name in expected_factors)

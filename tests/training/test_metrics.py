@@ -11,8 +11,8 @@ from tensorboard.util.tensor_util import make_ndarray
 from wanjax.training.step_metrics import METRICS_FILE, TENSORBOARD_FOLDER, Metrics
 
 
-def write(folder, begun, steps):
-    with closing(Metrics(folder, begun)) as metrics:
+def write(folder, first_step, steps):
+    with closing(Metrics(folder, first_step)) as metrics:
         for step in steps:
             metrics.add(step, 1e9 + step, loss=1 / step)
 

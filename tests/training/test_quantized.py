@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRAs on weights of 8 bits: gradients are those on the same weights as floats, and videos are near to floats'."""
+"""LoRAs on 8-bit weights have the gradients of the same weights as floats, and give nearly the same videos."""
 
 import json
 from dataclasses import replace
@@ -53,8 +53,8 @@ def projection(dtype):
     return linear(24, 40, ("embed", "mlp"), dtype=dtype, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
 
 
-def rounded(dense, precision):
-    """Return the projection with its weight rounded by rows, in NumPy."""
+def quantize_projection(dense, precision):
+    """Return the projection with its weight quantized in NumPy, with a scale for each output channel."""
     layer = QuantizedLinear(as_shapes(lambda rngs: projection(dense.dtype)), PRECISIONS[precision])
     kernel, largest = np.asarray(dense.kernel[...]), {"int8": 127, "fp8": 448}[layer.number_format]
     scale = np.abs(kernel).max(0) / largest
@@ -66,23 +66,23 @@ def rounded(dense, precision):
     return layer
 
 
-def dequantized(layer, dense):
-    """Return the dense projection with the weight that the rounded one stands for."""
+def dequantize_projection(layer, dense):
+    """Return the dense projection with the dequantized weight."""
     dense.kernel[...] = layer.values[...].astype(jnp.float32) * layer.scale[...][None]
     return dense
 
 
 @pytest.mark.parametrize("precision", TRAINABLE)
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)])
-def test_gradients_of_a_layer(precision, dtype, bound):
+def test_gradients_of_an_8_bit_layer_are_those_of_floats(precision, dtype, bound):
     dense = projection(dtype)
-    layer = rounded(dense, precision)
-    pair = [LoraLinear(base, LORA, nnx.Rngs(1)) for base in (layer, dequantized(layer, dense))]
+    layer = quantize_projection(dense, precision)
+    adapted_layers = [LoraLinear(base, LORA, nnx.Rngs(1)) for base in (layer, dequantize_projection(layer, dense))]
     random = np.random.default_rng(2)
     x = jnp.asarray(random.normal(size=(2, 7, 24)), dtype)
     up = jnp.asarray(random.normal(size=(2, 40)) / 4, jnp.float32)
     outputs, gradients = [], []
-    for adapted in pair:
+    for adapted in adapted_layers:
         adapted.lora_up.kernel[...] = up
         graphdef, factors, frozen = nnx.split(adapted, is_factor, ...)
 
@@ -95,7 +95,13 @@ def test_gradients_of_a_layer(precision, dtype, bound):
         gradients.append([np.asarray(x, np.float64) for x in jax.tree.leaves(gradient)])
     assert error(*outputs) <= bound
     assert len(gradients[0]) == 3
-    assert max(error(ours, theirs) for ours, theirs in zip(*gradients, strict=True)) <= bound
+    assert (
+        max(
+            error(gradient_of_quantized, gradient_of_float)
+            for gradient_of_quantized, gradient_of_float in zip(*gradients, strict=True)
+        )
+        <= bound
+    )
 
 
 def first_gradients(pipe, network, config):
@@ -104,7 +110,7 @@ def first_gradients(pipe, network, config):
     adapted, _ = adapt(network, rules, LORA, 0)
     random = np.random.default_rng(3)
     for path, weight in nnx.to_flat_state(nnx.state(adapted)):
-        if is_factor(path, weight) and path[-2] == "lora_up":  # zeros have no gradient of the other factor
+        if is_factor(path, weight) and path[-2] == "lora_up":  # with zeros, the other factor has no gradient
             weight.set_value(jnp.asarray(random.normal(size=weight.get_value().shape) / 8, jnp.float32))
             nnx.update(adapted, nnx.from_flat_state([(path, weight)]))
     settings = pipe.settings(size=(32, 32), frames=5, guidance_scale=1.0)
@@ -114,25 +120,25 @@ def first_gradients(pipe, network, config):
     loss = make_loss(pipe, NoiseLevels())
     graphdef, factors, frozen = nnx.split(adapted, is_factor, ...)
 
-    def value(factors):
+    def loss_of_factors(factors):
         return loss(nnx.merge(graphdef, factors, frozen), Batch(latents, conditioning), jax.random.key(4))[0]
 
-    result, gradients = jax.jit(jax.value_and_grad(value))(factors)
-    return float(result), [np.asarray(x) for x in jax.tree.leaves(gradients)]
+    loss_value, gradients = jax.jit(jax.value_and_grad(loss_of_factors))(factors)
+    return float(loss_value), [np.asarray(x) for x in jax.tree.leaves(gradients)]
 
 
 @pytest.mark.parametrize(
     ("model", "precision"),
     quick([("wan", "int8-weights")], [(model, precision) for model in MODELS for precision in TRAINABLE]),
 )
-def test_gradients_of_a_network(model, precision, checkpoints):
+def test_gradients_of_an_8_bit_network_are_those_of_floats(model, precision, checkpoints):
     pipes = [wanjax.load(checkpoints[model], dtype="float32", precision=name) for name in (precision, None)]
     networks = [pipe.components.get("transformer") for pipe in pipes]
     dense = {".".join(map(str, path)): layer for path, layer in nnx.iter_modules(networks[1])}
     for path, layer in quantized_layers(networks[0]).items():
         values = layer.values[...].astype(jnp.float32) * layer.scale[...][..., None, :]
-        before = dense[path].kernel[...]
-        assert 0 < error(values, before) < 0.1
+        float_values = dense[path].kernel[...]
+        assert 0 < error(values, float_values) < 0.1
         dense[path].kernel[...] = values
     config = pipes[0].model.spec.networks["transformer"]
     # Gradients of q and k in cross-attention are sums that nearly cancel: a change of the weights by 1e-7 changes them
@@ -144,7 +150,12 @@ def test_gradients_of_a_network(model, precision, checkpoints):
     assert loss == pytest.approx(exact_loss, rel=1e-5)
     assert len(gradients) == len(exact_gradients) > 2
     assert min(np.abs(gradient).max() for gradient in gradients) > 0
-    assert max(error(ours, theirs) for ours, theirs in zip(gradients, exact_gradients, strict=True)) <= bound
+    assert (
+        max(
+            error(gradient, exact_gradient) for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True)
+        )
+        <= bound
+    )
     adapted, _ = adapt(networks[0], network_of(config, pipes[0].components.kinds).rules, LORA, 0)
     restored = quantized_layers(remove_adapters(adapted))
     assert restored.keys() == quantized_layers(networks[0]).keys()
@@ -161,35 +172,37 @@ CONFIG = TrainConfig(
 )
 
 
-def test_a_lora_is_trained_on_stored_integers_and_merged_into_floats(checkpoints, data, tmp_path):
-    """The base's weights do not change, and the file fits the original and its rounded weights alike."""
+def test_a_lora_is_trained_on_8_bit_weights_and_loads_onto_floats(checkpoints, data, tmp_path):
+    """Training does not change the base weights, and the LoRA loads onto float weights and onto 8-bit weights."""
     pipe = wanjax.load(checkpoints["wan"], precision="int8-weights")
-    before = {path: np.asarray(layer.values[...]) for path, layer in quantized_layers(pipe.transformer).items()}
+    values_before = {path: np.asarray(layer.values[...]) for path, layer in quantized_layers(pipe.transformer).items()}
     file = Training(pipe, data, tmp_path / "out", CONFIG).run()
     lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     assert all(np.isfinite(line["loss"]) and line["gradient"] > 0 for line in lines)
     assert (tmp_path / "out/samples/000002-0.mp4").exists()
-    after = quantized_layers(wanjax.load(checkpoints["wan"], precision="int8-weights").transformer)
-    assert all(np.array_equal(before[path], layer.values[...]) for path, layer in after.items())
+    layers_after = quantized_layers(wanjax.load(checkpoints["wan"], precision="int8-weights").transformer)
+    assert all(np.array_equal(values_before[path], layer.values[...]) for path, layer in layers_after.items())
     assert max(np.abs(x).max() for name, x in load_safetensors(file).items() if "lora_B" in name) > 0
-    quiet = {"lora": str(file), "note": lambda sentence: None}
-    changed = quantized_layers(wanjax.load(checkpoints["wan"], precision="int8-weights", **quiet).transformer)
-    assert any(not np.array_equal(before[path], layer.values[...]) for path, layer in changed.items())
-    wanjax.load(checkpoints["wan"], **quiet).components.get("transformer")
+    lora_options = {"lora": str(file), "note": lambda sentence: None}
+    layers_with_lora = quantized_layers(
+        wanjax.load(checkpoints["wan"], precision="int8-weights", **lora_options).transformer
+    )
+    assert any(not np.array_equal(values_before[path], layer.values[...]) for path, layer in layers_with_lora.items())
+    wanjax.load(checkpoints["wan"], **lora_options).components.get("transformer")
 
 
-def test_stored_weights_of_8_bits_are_trained_on(checkpoints, data, tmp_path):
-    """Training on a converted checkpoint writes the LoRA of a training on the original, rounded as it is read."""
+def test_a_converted_8_bit_checkpoint_can_be_trained(checkpoints, data, tmp_path):
+    """Training gives the same LoRA if the weights are quantized by a conversion or while the checkpoint is read."""
     succeeded(wanjax_command("convert", checkpoints["wan"], str(tmp_path / "q"), "--precision", "int8-weights"))
-    files = [
+    trainings = [
         Training(
             wanjax.load(model, precision="int8-weights"), data, tmp_path / f"out{number}", replace(CONFIG, steps=1)
         )
         for number, model in enumerate((checkpoints["wan"], str(tmp_path / "q")))
     ]
-    first, second = (load_safetensors(training.run()) for training in files)
-    assert first.keys() == second.keys()
-    assert all(np.array_equal(first[name], second[name]) for name in first)
+    converted_while_read, converted_before = (load_safetensors(training.run()) for training in trainings)
+    assert converted_while_read.keys() == converted_before.keys()
+    assert all(np.array_equal(converted_while_read[name], converted_before[name]) for name in converted_while_read)
 
 
 VIDEO = {"size": (32, 32), "frames": 5, "steps": 1, "seed": 1}
@@ -197,8 +210,8 @@ BOUNDS = {"int8-weights": 0.01, "fp8-weights": 0.05}  # as in tests/pipelines/te
 
 
 @pytest.mark.parametrize("precision", quick(["int8-weights"], list(BOUNDS)))
-def test_a_lora_on_rounded_weights_is_near_to_it_on_floats(precision, checkpoints, tmp_path):
-    """Merged before the weights are rounded, or added to the rounded weights."""
+def test_a_lora_has_nearly_the_same_effect_on_8_bit_weights(precision, checkpoints, tmp_path):
+    """The LoRA is merged before the weights are quantized, or added to the quantized weights."""
     name, random = "blocks.{}.attn1.to_v", np.random.default_rng(5)
     factors = {
         f"{name.format(block)}.lora_{letter}.weight": random.normal(size=shape).astype(np.float32)
@@ -211,33 +224,35 @@ def test_a_lora_on_rounded_weights_is_near_to_it_on_floats(precision, checkpoint
     floats = wanjax.load(checkpoints["wan"], lora=str(file), **options)
     conditioning = floats.encode("a", size=(32, 32), frames=5)
     base = wanjax.load(checkpoints["wan"], **options)
-    exact, without = (np.asarray(pipe.denoise(conditioning, **VIDEO)) for pipe in (floats, base))
+    exact, without_lora = (np.asarray(pipe.denoise(conditioning, **VIDEO)) for pipe in (floats, base))
     merged = wanjax.load(checkpoints["wan"], lora=str(file), precision=precision, **options)
     dense, untrained = (
         {".".join(map(str, path)): layer for path, layer in nnx.iter_modules(pipe.components.get("transformer"))}
         for pipe in (floats, base)
     )
-    for path, layer in quantized_layers(merged.components.get("transformer")).items():  # the sum is rounded once
+    for path, layer in quantized_layers(merged.components.get("transformer")).items():  # the sum is quantized once
         for block in range(2):
             rounded_sum = quantize(np.asarray(dense[path].kernel[...][block]), layer)
             np.testing.assert_array_equal(np.asarray(layer.values[...][block]), rounded_sum.values)
-    on_rounded = wanjax.load(checkpoints["wan"], precision=precision, **options)
-    info = network_of(on_rounded.model.spec.networks["transformer"], on_rounded.components.kinds)
-    network, _ = adapt(on_rounded.components.get("transformer"), info.rules, LoraConfig(2, targets=("attn1.to_v",)), 0)
+    on_quantized = wanjax.load(checkpoints["wan"], precision=precision, **options)
+    network_kind = network_of(on_quantized.model.spec.networks["transformer"], on_quantized.components.kinds)
+    network, _ = adapt(
+        on_quantized.components.get("transformer"), network_kind.rules, LoraConfig(2, targets=("attn1.to_v",)), 0
+    )
     change = dense["blocks.self_attn.v"].kernel[...] - untrained["blocks.self_attn.v"].kernel[...]
     down = np.stack([factors[f"{name.format(block)}.lora_A.weight"].T for block in range(2)])
     layer = network.blocks.self_attn.v
     layer.lora_down.kernel[...] = jnp.asarray(down)
     layer.lora_up.kernel[...] = jnp.asarray(np.linalg.pinv(down) @ np.asarray(change))  # rows as in the network
-    on_rounded.components.override("transformer", network)
-    for pipe in (merged, on_rounded):
+    on_quantized.components.override("transformer", network)
+    for pipe in (merged, on_quantized):
         latents = np.asarray(pipe.denoise(conditioning, **VIDEO))
-        assert error(latents, exact) <= BOUNDS[precision] < error(without, exact) / 2
+        assert error(latents, exact) <= BOUNDS[precision] < error(without_lora, exact) / 2
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_rounded_inputs_are_refused(precision, checkpoints, data, tmp_path):
-    """They have no gradient: in a step, and before anything is encoded."""
+def test_training_with_quantized_inputs_is_refused(precision, checkpoints, data, tmp_path):
+    """Quantized inputs have no gradient. They are refused in a step, and before any clip is encoded."""
     pipe = wanjax.load(checkpoints["wan"], precision=precision)
     with pytest.raises(WanjaxError, match=line_with_words(f"{precision} inputs gradient {precision}-weights none")):
         Training(pipe, data, tmp_path, CONFIG)
@@ -248,13 +263,13 @@ def test_rounded_inputs_are_refused(precision, checkpoints, data, tmp_path):
         jax.grad(lambda x: first_layer(x).sum())(jnp.ones((1, 3, layer.values.shape[-2]), layer.dtype))
 
 
-def test_weights_of_8_bits_are_not_trained_themselves(checkpoints, data, tmp_path):
+def test_training_all_8_bit_weights_is_refused(checkpoints, data, tmp_path):
     pipe = wanjax.load(checkpoints["wan"], precision="int8-weights", param_dtype="float32")
     with pytest.raises(WanjaxError, match=line_with_words("8 bits int8-weights LoRA none")):
         Training(pipe, data, tmp_path, replace(CONFIG, lora=None))
 
 
-def test_a_plan_counts_frozen_weights_by_their_bytes():
+def test_a_plan_counts_the_bytes_of_8_bit_weights():
     description = wanjax.registry.model_description("nano")
     options = {"lora": LORA, "optimizer_config": OptimizerConfig()}
     floats, integers = (

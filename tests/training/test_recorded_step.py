@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of training as its plan traces it, against the step that a training takes."""
+"""The training step that a plan traces is the step that a training executes."""
 
 from collections import Counter
 from dataclasses import replace
@@ -37,21 +37,21 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture
-def taken(monkeypatch) -> Counting:
-    """The calls of the programs of a trainer."""
-    counting = Counting()
-    monkeypatch.setattr(loop, "Execute", lambda executables: counting)
-    return counting
+def executed_calls(monkeypatch) -> Counting:
+    """Count the program calls of a trainer."""
+    strategy = Counting()
+    monkeypatch.setattr(loop, "Execute", lambda executables: strategy)
+    return strategy
 
 
-def of_any_step(calls: Counter[Call]) -> Counter[Call]:
-    """Return calls without the step that is compiled, which is equal to itself alone: but for its definition."""
-    result: Counter[Call] = Counter()
-    for call, times in calls.items():
+def without_step_functions(calls: Counter[Call]) -> Counter[Call]:
+    """Replace the step of each call by its definition, because steps of different trainings are never equal."""
+    calls_by_definition: Counter[Call] = Counter()
+    for call, count in calls.items():
         step = call.static
-        about = step.graphdef, repr(step.specs), step.ema_decay, step.grad_accum_steps
-        result[call._replace(static=about)] += times
-    return result
+        definition = step.graphdef, repr(step.specs), step.ema_decay, step.grad_accum_steps
+        calls_by_definition[call._replace(static=definition)] += count
+    return calls_by_definition
 
 
 @pytest.mark.parametrize(
@@ -64,16 +64,16 @@ def of_any_step(calls: Counter[Call]) -> Counter[Call]:
     ],
     ids=lambda x: x if isinstance(x, str) else "LoRA" if x is LORA else "",
 )
-def test_a_plan_records_the_step_that_a_training_takes(models, data, taken, tmp_path, model, mesh, lora):
+def test_a_plan_traces_the_executed_training_step(models, data, executed_calls, tmp_path, model, mesh, lora):
     pipe = wanjax.load(models[model], mesh=mesh)
     Training(pipe, data, tmp_path, TrainConfig(**{**vars(SMALL), "lora": lora}), note=lambda message: None).run()
     checkpoint = inspect_checkpoint(models[model], reads_encoder_configs=True)
-    requested = checkpoint.settings.updated(
+    settings = checkpoint.settings.updated(
         {"height": 32, "width": 32, "frames": 5, "guidance_scale": 1.0, "dtype": "float32"}
     )
     family = replace(checkpoint.family, prompt_lengths=lambda video_model: {"tokenizer": (TEXT_LENGTH,) * 2})
-    planned = abstract_pipeline(replace(checkpoint, family=family, settings=requested), pipe.partitioner)
-    recorded = _traced(planned, requested, SMALL.batch_size, lora, RATE)
-    calls = Counter({instance_call(recorded[program]): 1 for program in (begin_training, train)})
-    assert not differences(of_any_step(taken.calls), of_any_step(calls))
-    assert not wrong_shardings(taken.shardings)
+    planned = abstract_pipeline(replace(checkpoint, family=family, settings=settings), pipe.partitioner)
+    traced_programs = _traced(planned, settings, SMALL.batch_size, lora, RATE)
+    calls = Counter({instance_call(traced_programs[program]): 1 for program in (begin_training, train)})
+    assert not differences(without_step_functions(executed_calls.calls), without_step_functions(calls))
+    assert not wrong_shardings(executed_calls.shardings)
