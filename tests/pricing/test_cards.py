@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs for NVIDIA's cards: priced from a stored text, and compiled where the extra `plan-cuda` is; no card is."""
+"""Programs for NVIDIA's cards are priced without a card: from a stored text, or compiled with `plan-cuda`."""
 
 import json
 from contextlib import contextmanager
@@ -45,14 +45,14 @@ from wanjax.pricing.lowering import AbstractCall
 from wanjax.sharding import SHARDING_RULES, VIDEO_AXES, Partitioner, constrain, replicate, use_partitioner
 
 needs_cuda = pytest.mark.skipif(not has_cuda_compiler(), reason="XLA's GPU compiler (plan-cuda) is not installed")
-STORED = (Path(__file__).parents[1] / "data/pricing/card_module.txt").read_text()  # on_cards, for two H100
-TOKENS, HEADS, WIDTH, CHANNELS = 1024, 4, 128, 512  # on_cards: 32 × 32 cells
-FLOPS = {  # of each of two cards
+STORED_MODULE = (Path(__file__).parents[1] / "data/pricing/card_module.txt").read_text()  # `on_cards` for two H100
+TOKENS, HEADS, WIDTH, CHANNELS = 1024, 4, 128, 512  # of `on_cards`, with 32 × 32 cells
+FLOPS = {  # for each of two cards
     "dot_product_attention_fwd.10": 4 * (TOKENS // 2) * TOKENS * HEADS * WIDTH,  # half of the queries, all keys
     "gemm_fusion_dot.2": 2 * TOKENS * CHANNELS**2,
-    "cudnn-conv.1": 2 * CHANNELS**2 * (3 * 32 - 2) ** 2,  # at the edges fewer cells are seen
+    "cudnn-conv.1": 2 * CHANNELS**2 * (3 * 32 - 2) ** 2,  # cells at the edges have fewer neighbours
 }
-FAMILIES = (  # those of docs/guides/plan.md, which says that all fit
+FAMILIES = (  # the models that fit according to docs/guides/plan.md
     "wan2.1-t2v-1.3b",
     "wan2.1-t2v-14b",
     "wan2.1-i2v-14b-720p",
@@ -63,18 +63,18 @@ FAMILIES = (  # those of docs/guides/plan.md, which says that all fit
     "hunyuanvideo1.5-480p-t2v",
     "hunyuanvideo1.5-720p-t2v",
 )
-FITS = 76 * 2**30  # of an H100, which leaves 3 GiB to libraries
+FITS = 76 * 2**30  # of an H100; libraries need 3 GiB more
 REMATERIALIZATION = "Involuntary full rematerialization"
 
 
 @pytest.fixture(scope="module")
 def stored() -> Compiled:
-    """The compiler's program for two H100, which needs no compiler to be priced."""
-    return Compiled(CARD_SLICES["h100-2"], Memory(6291456, 13107200), STORED, {})
+    """Return the stored program for two H100, which is priced without a compiler."""
+    return Compiled(CARD_SLICES["h100-2"], Memory(6291456, 13107200), STORED_MODULE, {})
 
 
 def cost_of(name: str, compiled: Compiled) -> float:
-    """Return the usual seconds of a kernel, by its name in the program."""
+    """Return the typical seconds of a kernel, by its name in the program."""
     return next(item.cost.mid for item in price_on_card(compiled).items if item.name == name)
 
 
@@ -106,21 +106,19 @@ def test_operations_of_libraries_and_fusions_count(stored):
     assert items == FLOPS
 
 
-def test_the_time_of_a_kernel_is_the_longest_of_compute_memory_and_launch(stored):
+def test_a_kernel_takes_the_longest_of_compute_memory_and_launch(stored):
     conv, link = FLOPS["cudnn-conv.1"], CARDS["l40s"].link
-    assert cost_of("cudnn-conv.1", stored) == pytest.approx(
-        conv / (CARDS["h100"].flops * CONVOLUTION_EFFICIENCY.typical)
-    )
+    assert cost_of("cudnn-conv.1", stored) == pytest.approx(conv / (CARDS["h100"].flops * CONVOLUTION_EFFICIENCY.typical))
     assert cost_of("all-gather-start", stored) == LAUNCH_SECONDS.mid
-    by_pcie = replace(stored, slice=CARD_SLICES["l40s-2"])
+    on_l40s = replace(stored, slice=CARD_SLICES["l40s-2"])
     shard = 2 * TOKENS // 2 * CHANNELS
-    assert cost_of("all-gather-start", by_pcie) == pytest.approx(shard / (link * LINK_EFFICIENCY.typical))
+    assert cost_of("all-gather-start", on_l40s) == pytest.approx(shard / (link * LINK_EFFICIENCY.typical))
 
 
-def test_float32_is_multiplied_at_half_the_peak_and_by_a_t4_at_its_only_one(stored):
+def test_float32_products_have_half_the_peak(stored):
     conv, half = FLOPS["cudnn-conv.1"], CARDS["h100"].flops / 2
-    wide = replace(stored, module=STORED.replace("bf16[", "f32["))
-    assert cost_of("cudnn-conv.1", wide) == pytest.approx(conv / (half * CONVOLUTION_EFFICIENCY.typical))
+    float32_program = replace(stored, module=STORED_MODULE.replace("bf16[", "f32["))
+    assert cost_of("cudnn-conv.1", float32_program) == pytest.approx(conv / (half * CONVOLUTION_EFFICIENCY.typical))
     on_t4 = replace(stored, slice=CARD_SLICES["t4-2"])
     assert cost_of("cudnn-conv.1", on_t4) == pytest.approx(conv / (CARDS["t4"].flops * CONVOLUTION_EFFICIENCY.typical))
 
@@ -133,28 +131,28 @@ def test_the_compiler_still_writes_the_stored_program(stored):
 
 
 @needs_cuda
-def test_memory_is_assigned_by_the_compiler_and_time_grows_with_the_operations():
-    """Arguments, a temporary that nothing fuses away, and a result."""
+def test_the_compiler_reports_memory_and_time_follows_operations():
+    """The program has two arguments, a temporary array that is not fused, and a result."""
     size = 4096
     compiled = compile_one(on_shapes(lambda x, y: (x @ y) @ y, (size, size), (size, size), dtype="bfloat16"), "h100")
-    each = 2 * size * size
-    assert compiled.memory.arguments == 2 * each
-    assert 4 * each <= compiled.memory.peak < 4 * each + 2**26  # plus a library's workspace
+    array_bytes = 2 * size * size
+    assert compiled.memory.arguments == 2 * array_bytes
+    assert 4 * array_bytes <= compiled.memory.peak < 4 * array_bytes + 2**26  # and the workspace of a library
     priced = price_on_card(compiled)
     assert priced.flops == 2 * 2 * size**3
-    least = priced.flops / CARDS["h100"].flops
-    assert least < priced.total.low < priced.total.mid < priced.total.high < 4 * least
+    min_seconds = priced.flops / CARDS["h100"].flops
+    assert min_seconds < priced.total.low < priced.total.mid < priced.total.high < 4 * min_seconds
 
 
 @needs_cuda
 @pytest.mark.parametrize("card", CARDS)
-def test_each_card_s_description_is_taken(card):
+def test_programs_compile_for_every_card(card):
     assert compile_one(on_shapes(lambda x: jnp.sin(x) @ x, (256, 256)), card).memory.peak >= 2 * 256 * 256 * 4
 
 
 @needs_cuda
-def test_a_plan_lists_the_kernels_and_calls_its_times_an_estimate(monkeypatch):
-    monkeypatch.setattr("wanjax.plan.estimate.JAX_MEMORY_FRACTION", 0)  # then any peak is more
+def test_a_plan_lists_kernels_and_marks_its_times_as_estimates(monkeypatch):
+    monkeypatch.setattr("wanjax.plan.estimate.JAX_MEMORY_FRACTION", 0)  # so that any peak exceeds it
     run = CliRunner().invoke(main, ["plan", "nano", "--chip", "h100", "--programs"])
     assert run.exit_code == 0, run.output
     assert has_line_with(run.output, "estimate not measured memory compiler")
@@ -169,7 +167,7 @@ def test_a_t4_has_no_cudnn_attention():
     assert not any("fmha" in name for name in step["kernels"])
 
 
-def test_without_the_compiler_a_plan_says_what_it_adds(monkeypatch):
+def test_a_plan_without_the_compiler_recommends_it(monkeypatch):
     monkeypatch.setattr(hardware, "has_cuda_compiler", lambda: False)
     assert has_line_with(" ".join(plan("nano", "--chip", "h100")["doubts"]), "plan-cuda memory")
     assert plan("nano", "--chip", "a100")["priced_by"] == "a stated model"
@@ -181,24 +179,24 @@ def test_without_the_compiler_a_plan_says_what_it_adds(monkeypatch):
 
 
 @pytest.fixture
-def warnings_of_the_compiler(monkeypatch):
-    """Compile anew, and return a list that receives what the compiler's processes write to their standard error."""
-    texts = []
+def compiler_warnings(monkeypatch):
+    """Compile without a cache, and return a list that receives the error output of the compiler's processes."""
+    outputs = []
 
     @contextmanager
     def workspace():
         with temporary_folder() as folder:
             yield folder
-            texts.extend(log.read_text() for log in folder.rglob("errors.txt"))
+            outputs.extend(log.read_text() for log in folder.rglob("errors.txt"))
 
-    monkeypatch.setitem(compiling.ENVIRONMENT, "TF_CPP_MIN_LOG_LEVEL", "1")  # warnings too
+    monkeypatch.setitem(compiling.ENVIRONMENT, "TF_CPP_MIN_LOG_LEVEL", "1")  # with warnings
     monkeypatch.setattr(hardware, "PRICER", replace(hardware.PRICER, results=None, workspace=workspace))
-    return texts
+    return outputs
 
 
 @needs_cuda
-def test_a_copy_of_a_full_array_to_every_card_is_counted(monkeypatch, warnings_of_the_compiler):
-    """The control of the test below: the attention of Wan's autoencoder, whose cells become tokens, left to XLA."""
+def test_a_copy_of_a_full_array_to_every_card_is_noticed(monkeypatch, compiler_warnings):
+    """Without `replicate`, XLA copies all tokens of the autoencoder's attention to every card, and warns of it."""
     mesh = abstract_mesh(CARD_SLICES["h100-8"], {"dp": 2, "sp": 1, "tp": 4})
     network = FrameAttention(8, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
 
@@ -207,32 +205,32 @@ def test_a_copy_of_a_full_array_to_every_card_is_counted(monkeypatch, warnings_o
             return constrain(network(constrain(x, VIDEO_AXES)), VIDEO_AXES)
 
     x = jax.ShapeDtypeStruct((1, 1, 90, 160, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
-    seen = []
+    has_warning = []
     for gather in (replicate, lambda x: x):
         monkeypatch.setattr(vae, "replicate", gather)
         list(hardware.PRICER.prices(CARD_SLICES["h100-8"], [AbstractCall(run, (x,))]))
-        seen.append(REMATERIALIZATION in warnings_of_the_compiler.pop())
-    assert seen == [False, True]
+        has_warning.append(REMATERIALIZATION in compiler_warnings.pop())
+    assert has_warning == [False, True]
 
 
 @needs_cuda
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", ["h100", "h100-8"])
 @pytest.mark.parametrize("model", FAMILIES)
-def test_every_program_of_a_family_keeps_cudnn_and_fits(model, chip, warnings_of_the_compiler):
+def test_every_program_of_a_family_uses_cudnn_and_fits(model, chip, compiler_warnings):
     planned = plan(model, "--chip", chip)
     kernels = {(row["stage"], row["name"]): row["kernels"] for row in planned["programs"]}
     assert kernels["denoise", "step"].get("__cudnn$fmhaSoftmax", 0) > 0
     assert any("__cudnn$conv" in name for name in kernels["decode", "decode_next"])
     assert any(stage == "encode" and kinds for (stage, _), kinds in kernels.items())
     assert planned["peak_bytes_per_chip"] < FITS
-    assert warnings_of_the_compiler
-    assert not any(REMATERIALIZATION in text for text in warnings_of_the_compiler)
+    assert compiler_warnings
+    assert not any(REMATERIALIZATION in text for text in compiler_warnings)
 
 
 @needs_cuda
-def test_blocks_in_the_host_s_memory_take_none_of_the_card_s():
-    """The card holds two of ten blocks, and copies each while the one before computes."""
+def test_offloaded_blocks_take_no_memory_of_the_card():
+    """The card has two of ten blocks in memory, and copies each block while the block before computes."""
     partitioner = Partitioner(
         abstract_mesh(CARD_SLICES["4090"], {"dp": 1, "sp": 1, "tp": 1}), SHARDING_RULES["fsdp"], num_device_blocks=2
     )
@@ -266,9 +264,9 @@ class Stacked(nnx.Module):
 @pytest.mark.parametrize("model", ["wan2.1-t2v-14b", "wan2.2-t2v-a14b"])
 def test_a_model_of_14b_fits_a_card_of_24_gib_with_offloaded_blocks(model):
     size = ("--size", "832x480", "--chip", "4090")
-    resident, offloaded = (plan(model, *size, "--offload", way) for way in ("stages", "blocks"))
+    resident, offloaded = (plan(model, *size, "--offload", offload) for offload in ("stages", "blocks"))
     assert not resident["fits"]
     assert has_line_with(resident["advice"], "--offload blocks")
     assert offloaded["fits"]
     assert offloaded["step_breakdown"]["offload"] < 0.1 * offloaded["step_seconds"]
-    assert 25 * 2**30 < offloaded["host_bytes"] < 30 * 2**30  # of one network at a time
+    assert 25 * 2**30 < offloaded["host_bytes"] < 30 * 2**30  # only one of two networks is in memory

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TPU compiler, run once for several small programs. Needs libtpu (the extra `plan`), but no TPU."""
+"""The TPU compiler compiles several small programs at once. It needs libtpu (the extra `plan`), but no TPU."""
 
 import json
 import signal
@@ -58,17 +58,17 @@ needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, t
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """The result of each program by name and, as `left`, the files that remain in the compiler's folder."""
+    """Return the result of each program by name and, as `remaining_files`, the files in the compiler's folder."""
     folder = tmp_path_factory.mktemp("compiler")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(folder))
         results = dict(zip(PROGRAMS, compile_programs(list(PROGRAMS.values()), schedules=True), strict=True))
-    return results | {"left": list(folder.iterdir())}
+    return results | {"remaining_files": list(folder.iterdir())}
 
 
 @needs_libtpu
-def test_nothing_is_left_behind(results):
-    assert results["left"] == []
+def test_the_compiler_removes_its_files(results):
+    assert results["remaining_files"] == []
 
 
 @needs_libtpu
@@ -87,7 +87,7 @@ def test_a_kernel_is_priced(results, program):
 
 @needs_libtpu
 def test_a_kernel_is_priced_on_chips_of_two_cores(results):
-    """The cores split the grid, and are one device; the first one's schedule is priced."""
+    """Two cores are one device and share the grid. The price comes from the schedule of the first core."""
     cycles = []
     for program in ("two cores", "two later cores"):
         assert results[program].slice.devices == 4
@@ -111,7 +111,7 @@ def test_a_sharded_program_is_priced(results):
 
 
 @needs_libtpu
-def test_a_refusal_names_its_cause_and_stops_no_other_program(results):
+def test_a_failed_program_names_its_cause_and_stops_no_other(results):
     assert isinstance(results["refused"], CompilerError)
     assert "has no attribute undefined" in str(results["refused"])
     assert isinstance(results["too large"], CompilerError)
@@ -119,7 +119,7 @@ def test_a_refusal_names_its_cause_and_stops_no_other_program(results):
 
 
 @needs_libtpu
-def test_refused_options_are_left_out_and_put_the_price_in_doubt(results):
+def test_rejected_options_are_dropped_and_reported(results):
     doubts = Pricer().divide(results["refused option"], {}).doubts
     assert sorted(doubt.partition(", which")[0] for doubt in doubts) == [
         "compiled without xla_no_such_option",
@@ -129,63 +129,63 @@ def test_refused_options_are_left_out_and_put_the_price_in_doubt(results):
 
 
 @needs_libtpu
-def test_a_function_knows_which_chip_it_is_compiled_for(results):
-    """Attention chooses its implementation by the described chip, not by the host's CPU."""
+def test_a_function_is_compiled_for_the_target_chip(results):
+    """Attention chooses its implementation for the chip that the program is compiled for, not for the host's CPU."""
     assert "tpu_custom_call" in results["target"].module
 
 
 @needs_libtpu
 def test_the_compiler_ends_with_its_caller(tmp_path):
-    """A plan that is killed leaves nothing at work: the compiler's process ends with its standard input."""
+    """If a plan is killed, the compiler's process ends because its standard input is closed."""
     program, chip = PROGRAMS["layers"]
     job = export(program, find_slice(chip))
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "program.bin").write_bytes(job.program)
     (tmp_path / "0" / "job.json").write_text(json.dumps(compiling._job_fields(job)))
     command = [sys.executable, "-m", "wanjax.pricing.compiler_process", str(tmp_path), "2", "0"]
-    ended = subprocess.run(command, env=compiling._environment(tmp_path), stdin=subprocess.DEVNULL)
-    assert ended.returncode == 1
+    completed = subprocess.run(command, env=compiling._environment(tmp_path), stdin=subprocess.DEVNULL)
+    assert completed.returncode == 1
     assert not (tmp_path / "0" / "result.json").exists()
 
 
 def _kill_compilers() -> int:
     """End this process's compilers as a crash does, and return how many there were."""
-    result = 0
-    for each in psutil.Process().children():
-        with suppress(psutil.Error):  # one that has just ended
-            if "wanjax.pricing.compiler_process" in each.cmdline():
-                each.send_signal(signal.SIGSEGV)
-                result += 1
-    return result
+    count = 0
+    for process in psutil.Process().children():
+        with suppress(psutil.Error):  # the process may have just ended
+            if "wanjax.pricing.compiler_process" in process.cmdline():
+                process.send_signal(signal.SIGSEGV)
+                count += 1
+    return count
 
 
 @needs_libtpu
 def test_a_compiler_that_crashes_once_is_retried():
-    """libtpu dies by a signal now and then, in a program that compiles the next time."""
+    """libtpu sometimes crashes in a program that compiles at the next attempt."""
     jobs = [export(PROGRAMS[name][0], find_slice(PROGRAMS[name][1])) for name in ("target", "kernel", "layers")]
     results = compiling.compile_jobs(jobs)
     first = next(results)
     assert _kill_compilers() == 1
-    actual = dict([first, *results])
-    assert sorted(actual) == [0, 1, 2]
-    assert all(isinstance(result, Compiled) for result in actual.values())
+    all_results = dict([first, *results])
+    assert sorted(all_results) == [0, 1, 2]
+    assert all(isinstance(result, Compiled) for result in all_results.values())
 
 
 @needs_libtpu
 def test_dumps_of_a_crashed_compiler_are_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    on_start = []
+    starts = []
 
     def crash_once(number):
-        if not on_start:
+        if not starts:
             [dump] = tmp_path.glob("*/schedules/dump")
             (dump / "1-fusion.7-01-final_bundles.txt").write_text("cut off")
             assert _kill_compilers() == 1
-        on_start.append(number)
+        starts.append(number)
 
     job = export(KERNEL, find_slice("v6e-1"))
     [(_, result)] = compiling.compile_jobs([job], schedules=[0], on_start=crash_once)
-    assert on_start == [0, 0]
+    assert starts == [0, 0]
     assert isinstance(result, Compiled)
     assert "fusion.7" not in result.schedules
     assert result.schedules
@@ -193,29 +193,29 @@ def test_dumps_of_a_crashed_compiler_are_not_read(tmp_path, monkeypatch):
 
 @needs_libtpu
 def test_a_program_that_crashes_the_compiler_is_refused():
-    """It is refused, with the signal, and none waits for ever."""
+    """The error names the signal, and no program waits forever."""
     job = export(PROGRAMS["target"][0], find_slice("v6e-1"))
-    over = threading.Event()
+    is_done = threading.Event()
 
-    def crash():
-        while not over.wait(0.05):
+    def crash_repeatedly():
+        while not is_done.wait(0.05):
             _kill_compilers()
 
-    crashing = threading.Thread(target=crash)
+    crashing = threading.Thread(target=crash_repeatedly)
     crashing.start()
     try:
-        actual = dict(compiling.compile_jobs([job, job]))
+        results = dict(compiling.compile_jobs([job, job]))
     finally:
-        over.set()
+        is_done.set()
         crashing.join()
-    assert sorted(actual) == [0, 1]
+    assert sorted(results) == [0, 1]
     assert all(
-        isinstance(result, CompilerError) and has_line_with(str(result), "SIGSEGV v6e-1") for result in actual.values()
+        isinstance(result, CompilerError) and has_line_with(str(result), "SIGSEGV v6e-1") for result in results.values()
     )
 
 
 CUDNN = on_shapes(partial(attention, implementation="cudnn"), *[(1, 64, 2, 64)] * 3)
-REFUSED = [  # what compiles, and what the sentence names
+REFUSED = [  # a function that compiles, and words of the message
     (lambda: compile_program(CUDNN, "v6e-1"), "cudnn NVIDIA's TPU v6"),
     (lambda: mesh("v6e-8", dp=2, tp=2), "mesh dp=2 tp=2 4 devices v6e-8 8"),
     (lambda: compile_programs([(PROGRAMS["layers"][0], "v6e-4")]), "mesh dp=2 tp=4 8 devices v6e-4 4"),
@@ -224,7 +224,7 @@ REFUSED = [  # what compiles, and what the sentence names
 
 
 @pytest.mark.parametrize(("call", "words"), REFUSED)
-def test_programs_that_are_refused(call, words):
+def test_programs_that_do_not_fit_the_chip_are_refused(call, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         call()
 
@@ -233,13 +233,13 @@ def test_programs_that_are_refused(call, words):
 @pytest.mark.parametrize(
     ("name", "chip", "words"), [("refused", "v6e-1", "AttributeError"), ("too large", "v5e-1", "RESOURCE_EXHAUSTED")]
 )
-def test_a_single_program_is_compiled_or_refused(name, chip, words):
+def test_the_error_of_a_single_program_names_the_cause(name, chip, words):
     with pytest.raises(CompilerError, match=line_with_words(f"{chip} {words}")):
         compile_program(PROGRAMS[name][0], chip)
 
 
 @pytest.mark.parametrize(
-    ("name", "stand_in", "words"),
+    ("name", "replacement", "words"),
     [
         ("find_spec", lambda name: None, "libtpu '.[plan]' h200"),
         pytest.param(
@@ -250,7 +250,7 @@ def test_a_single_program_is_compiled_or_refused(name, chip, words):
     ],
     ids=["none", "another"],
 )
-def test_without_the_compiler_that_jax_requires(monkeypatch, name, stand_in, words):
-    monkeypatch.setattr(compiling, name, stand_in)
+def test_a_missing_or_wrong_compiler_is_reported(monkeypatch, name, replacement, words):
+    monkeypatch.setattr(compiling, name, replacement)
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         compile_program(on_shapes(jnp.sin, (8,)), "v6e-1")

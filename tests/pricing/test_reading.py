@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules, HLO modules and the rules of pricing, from stored texts of the TPU compiler."""
+"""Schedules and HLO modules are read from stored texts of the TPU compiler, and priced."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +24,14 @@ from wanjax.pricing.pallas_kernels import kernel_seconds
 from wanjax.pricing.work import flops, traffic, trip_count, wire_bytes
 
 DATA = Path(__file__).parents[1] / "data/pricing"
-LAYERS = (DATA / "layers_module.txt").read_text()  # 6 layers, 2048 tokens, width 1024, weights over 4 devices: v6e-8
+# 6 layers, 2048 tokens, width 1024, on v6e-8 with weights over 4 devices
+LAYERS = (DATA / "layers_module.txt").read_text()
 WORDS = st.integers(0, 2**32 - 1)
 
 
 @pytest.fixture(scope="module")
 def kernel():
-    """The schedule of a product [512, 256] × [256, 128] in blocks of 128 on v6e.
+    """Return the schedule of a product [512, 256] × [256, 128] in blocks of 128 on v6e.
 
     Its grid is (4, 1, 2); the kernel has a prologue, a body and an epilogue.
     """
@@ -38,30 +39,30 @@ def kernel():
     return schedule.parse("product.1", *texts, chips.V6E.branch_delay)
 
 
-def test_every_block_counts_as_often_as_the_grid_runs_it(kernel):
+def test_a_block_counts_as_often_as_the_grid_runs_it(kernel):
     run = kernel.run()
-    by_times = {}
+    slots_by_count = {}
     for block in kernel.blocks:
         for unit, slots in block.units.items():
-            by_times.setdefault(unit, {}).setdefault(run.run_counts[block.start], 0)
-            by_times[unit][run.run_counts[block.start]] += slots
+            slots_by_count.setdefault(unit, {}).setdefault(run.run_counts[block.start], 0)
+            slots_by_count[unit][run.run_counts[block.start]] += slots
     assert run.data_dependent_blocks == set()
-    assert by_times["EUP"] == {
-        count: 16 if count == 4 else 0 for count in by_times["EUP"]
+    assert slots_by_count["EUP"] == {
+        count: 16 if count == 4 else 0 for count in slots_by_count["EUP"]
     }  # the epilogue, in 4 of 8 steps
-    assert by_times["MXU"][8] > 0  # the body
-    assert sum(by_times["MXU"].values()) == by_times["MXU"][8]
-    # outside the grid; prologue and epilogue; body; the loop with the two ends of its pipeline
+    assert slots_by_count["MXU"][8] > 0  # the body
+    assert sum(slots_by_count["MXU"].values()) == slots_by_count["MXU"][8]
+    # once: outside the grid; 4 times: prologue and epilogue; 8 times: body; 10 times: the pipelined loop
     assert set(run.run_counts.values()) == {1, 4, 8, 10}
 
 
-def test_a_kernel_moves_its_blocks(kernel):
+def test_the_traffic_of_a_kernel_is_that_of_its_blocks(kernel):
     blocks = 128 * 128
     x, y, out = 8 * 2 * blocks, 8 * 2 * blocks, 4 * 4 * blocks  # bfloat16 in each step, float32 in each epilogue
     assert kernel.run().traffic_bytes == x + y + out
 
 
-def test_a_kernel_has_units_and_memory(kernel):
+def test_the_units_and_memory_of_a_kernel_are_read(kernel):
     run = kernel.run()
     assert kernel.vmem == 0x12000 + 0x10000 + 2 * 0x10000 + 0x20000
     assert kernel.slots["MXU"] == 2
@@ -96,25 +97,25 @@ more line of the comment */
 """
 
 
-def test_branches_that_data_decides():
+def test_branches_that_depend_on_data_are_listed():
     units = "\n".join(["== CAPACITY:", "VALU", "4", "== UTILIZATION:", *("1" if i == 4 else "0" for i in range(9))])
-    read = schedule.parse("branchy", BRANCHES, units, "", branch_delay=1)
-    assert [(block.start, block.stop) for block in read.blocks] == [(0, 1), (1, 4), (4, 5), (5, 8), (8, 9)]
-    run = read.run()
+    parsed = schedule.parse("branchy", BRANCHES, units, "", branch_delay=1)
+    assert [(block.start, block.stop) for block in parsed.blocks] == [(0, 1), (1, 4), (4, 5), (5, 8), (8, 9)]
+    run = parsed.run()
     assert run.data_dependent_blocks == {1}
     assert run.run_counts == {0: 1, 1: 5, 4: 5, 5: 5, 8: 1}
-    assert read.units(run.run_counts) == {"VALU": 5}
-    assert read.run(skip={1}).run_counts == {0: 1, 1: 5, 4: 0, 5: 5, 8: 1}
-    assert read.cycles(read.run(skip={1}).run_counts) == 1 + 3 * 5 + 3 * 5 + 1
+    assert parsed.units(run.run_counts) == {"VALU": 5}
+    assert parsed.run(skip={1}).run_counts == {0: 1, 1: 5, 4: 0, 5: 5, 8: 1}
+    assert parsed.cycles(parsed.run(skip={1}).run_counts) == 1 + 3 * 5 + 3 * 5 + 1
 
 
 def test_the_price_names_data_dependent_blocks():
     units = "VALU\n4\n" + "0\n" * 9
-    read = schedule.parse("product.1", BRANCHES, units, "", branch_delay=1)
+    parsed = schedule.parse("product.1", BRANCHES, units, "", branch_delay=1)
     text = (DATA / "kernel_module.txt").read_text()
-    full_price = price_compiled(compiled(text, schedules={"product.1": read}))
+    full_price = price_compiled(compiled(text, schedules={"product.1": parsed}))
     assert full_price.data_dependent_blocks == {"product.1": {1}}
-    skipped = price_compiled(compiled(text, schedules={"product.1": read}), skip={"product.1": {1}})
+    skipped = price_compiled(compiled(text, schedules={"product.1": parsed}), skip={"product.1": {1}})
     assert full_price.total.mid - skipped.total.mid == pytest.approx(5 / 1.75e9)
 
 
@@ -138,11 +139,11 @@ FLAGS = """
 
 
 def test_flags_in_memory_decide_branches():
-    """A store under a known predicate is decided. Under a predicate from data it follows the branch of its block."""
-    read = schedule.parse("flags", FLAGS, "VALU\n4\n" + "0\n" * 14, "", branch_delay=0)
-    assert read.run().data_dependent_blocks == {8}
-    assert read.run().run_counts == {0: 1, 6: 0, 8: 1, 9: 1, 12: 1, 13: 1}
-    assert read.run(skip={8}).run_counts == {0: 1, 6: 0, 8: 1, 9: 1, 12: 0, 13: 1}
+    """A store with a known predicate is decided. A store with a predicate from data follows the branch of its block."""
+    parsed = schedule.parse("flags", FLAGS, "VALU\n4\n" + "0\n" * 14, "", branch_delay=0)
+    assert parsed.run().data_dependent_blocks == {8}
+    assert parsed.run().run_counts == {0: 1, 6: 0, 8: 1, 9: 1, 12: 1, 13: 1}
+    assert parsed.run(skip={8}).run_counts == {0: 1, 6: 0, 8: 1, 9: 1, 12: 0, 13: 1}
 
 
 RARE = """
@@ -162,12 +163,12 @@ RARE = """
 """
 
 
-def test_rare_work_that_rare_work_hides_is_not_priced():
-    """The branch at 10 is reached only where the one at 3 skips its code; the usual way skips that of both."""
-    read = schedule.parse("product.1", RARE, "VALU\n4\n" + "0\n" * 13, "", branch_delay=0)
-    assert read.run().data_dependent_blocks == {0}
-    assert read.run(skip={0}).data_dependent_blocks == {0, 8}
-    module = compiled((DATA / "kernel_module.txt").read_text(), schedules={"product.1": read})
+def test_work_that_only_rare_paths_reach_is_not_typical():
+    """The branch at 10 is reached only if the branch at 3 skips its code. The typical path skips the code of both."""
+    parsed = schedule.parse("product.1", RARE, "VALU\n4\n" + "0\n" * 13, "", branch_delay=0)
+    assert parsed.run().data_dependent_blocks == {0}
+    assert parsed.run(skip={0}).data_dependent_blocks == {0, 8}
+    module = compiled((DATA / "kernel_module.txt").read_text(), schedules={"product.1": parsed})
     seconds = kernel_seconds(module, [1])
     assert seconds.typical == pytest.approx((13 - 2) / 1.75e9)
     assert seconds.worst == pytest.approx((13 - 4) / 1.75e9)  # the rare store at 4 makes the branch at 7 jump
@@ -185,14 +186,14 @@ EMPTY = """
 """
 
 
-def test_a_region_without_a_label_begins_with_the_next():
+def test_a_region_without_a_label_starts_at_the_next_region():
     """The compiler's dump for v4 and v5p has a branch to an empty region that has no label."""
-    read = schedule.parse("product.1", EMPTY, "VALU\n4\n" + "0\n" * 8, "", branch_delay=1)
-    assert [branch.target for branch in (block.branch for block in read.blocks) if branch] == [4, 8]
-    assert read.run().run_counts == {0: 1, 4: 1, 7: 1}
+    parsed = schedule.parse("product.1", EMPTY, "VALU\n4\n" + "0\n" * 8, "", branch_delay=1)
+    assert [branch.target for branch in (block.branch for block in parsed.blocks) if branch] == [4, 8]
+    assert parsed.run().run_counts == {0: 1, 4: 1, 7: 1}
 
 
-def test_a_loop_that_data_ends_counts_once():
+def test_a_loop_that_ends_by_data_counts_once():
     text = BRANCHES.replace("%s4_s2, 5", "%s1_s0, 5")
     run = schedule.parse("endless", text, "VALU\n4\n" + "0\n" * 9, "", branch_delay=1).run()
     assert run.run_counts == {0: 1, 1: 1, 4: 1, 5: 1, 8: 1}
@@ -213,7 +214,7 @@ def layers():
     return module, loop, module.computations[loop.computation_name("body")]
 
 
-def test_loops():
+def test_the_trip_count_of_a_loop_is_read():
     module, loop, _ = layers()
     assert trip_count(module, loop, module.entry) == 6
 
@@ -223,7 +224,7 @@ def test_loops():
     [
         ("constant.1.clone.1..sunk = s32[]{:T(128)} constant(1)", "constant.1.clone.1..sunk = s32[] constant(2)", 3),
         ("constant.8.clone = s32[]{:T(128)} constant(0)", "constant.8.clone = s32[]{:T(128)} constant(1)", 5),
-        ("%copy.4, %constant.1.clone.1..sunk", "%copy.4, %get-tuple-element.57", 6),  # the step is carried by the loop
+        ("%copy.4, %constant.1.clone.1..sunk", "%copy.4, %get-tuple-element.57", 6),  # the loop carries the step
         ("%copy.4, %constant.1.clone.1..sunk", "%copy.4, %copy.4", None),
         ("direction=LT", "direction=NE", None),
         (
@@ -233,22 +234,22 @@ def test_loops():
         ),
     ],
 )
-def test_loops_of_other_kinds(old, new, expected):
+def test_trip_counts_of_other_kinds_of_loops_are_read(old, new, expected):
     assert old in LAYERS
     module = hlo.parse(LAYERS.replace(old, new))
     loop = next(instruction for instruction in module.entry.instructions if instruction.opcode == "while")
     assert trip_count(module, loop, module.entry) == expected
 
 
-def test_fusions_read_what_they_slice():
+def test_a_fusion_reads_only_its_slice():
     module, _, body = layers()
     fusion = body.by_name["convolution_tanh_fusion.2"]
     assert flops(module, fusion, body) == 2 * 2048 * 1024 * 256
-    assert traffic(module, fusion, body) == 1024 * 256 * 2  # a layer's weights; the rest is in VMEM
+    assert traffic(module, fusion, body) == 1024 * 256 * 2  # the weights of a layer; everything else is in VMEM
 
 
-def test_slices_of_another_tiling_read_what_they_slice():
-    """The compiler slices stacked int8 weights in the tiling of 32-bit numbers, without a copy of the stack."""
+def test_a_slice_with_another_tiling_reads_only_the_slice():
+    """The compiler slices stacked int8 weights with the tiling of 32-bit numbers, and does not copy the stack."""
     module = hlo.parse("""HloModule slices, is_scheduled=true
 
 %copy_fusion (input: s8[40,5120,1280]) -> s8[40,5120,1280] {
@@ -271,11 +272,11 @@ ENTRY %main (weights: s8[40,5120,1280], number: s32[]) -> s8[1,5120,1280] {
   ROOT %sliced = s8[1,5120,1280]{2,1,0:T(32,128)(4,1)S(1)} fusion(%weights, %number), kind=kLoop, calls=%fused
 }
 """)
-    read = 5120 * 1280
-    assert read <= traffic(module, module.entry.root, module.entry) <= read + 8  # and the number of the layer
+    slice_bytes = 5120 * 1280
+    assert slice_bytes <= traffic(module, module.entry.root, module.entry) <= slice_bytes + 8  # plus the layer index
 
 
-def test_collectives():
+def test_the_group_and_bytes_of_a_collective_are_read():
     _, _, body = layers()
     gather = body.by_name["all-gather.2"]
     assert gather.group_size == 4
@@ -292,12 +293,12 @@ def test_collectives():
         ("all-gather", "mesh['a'=8] {'a':(2)4}", 3 * 1024),
         ("reduce-scatter", "{{0,1},{2,3}}", 512),
         ("all-reduce", "{{0,1,2,3}}", 2 * 768),
-        ("all-to-all", "{{0,1,2,3}}", 1024),  # a quarter to each neighbour, and a quarter over two links
+        ("all-to-all", "{{0,1,2,3}}", 1024),  # a quarter goes to each neighbour, and a quarter over two links
         ("all-to-all", "[4,2]<=[8]", 512),
         ("all-to-all", "[1,8]<=[8]", 2048),
     ],
 )
-def test_bytes_on_the_wire(opcode, groups, expected):
+def test_the_bytes_of_a_collective_depend_on_its_group(opcode, groups, expected):
     module = hlo.parse(
         "ENTRY %main (x: f32[256]) -> f32[256] {\n  %x = f32[256]{0:T(256)} parameter(0)\n"
         f"  ROOT %c = f32[256]{{0:T(256)}} {opcode}(%x), replica_groups={groups}, dimensions={{0}}\n}}\n"
@@ -309,7 +310,7 @@ def test_bytes_on_the_wire(opcode, groups, expected):
     ("shapes", "attributes", "expected"),
     [
         (("f32[4,8]", "f32[8,16]", "f32[4,16]"), "dim_labels=bf_io->bf", 2 * 4 * 8 * 16),
-        # a batch of five products, written as a convolution whose outputs read one entry each
+        # a batch of five products as a convolution; each output reads one entry
         (
             ("f32[5,4,8]", "f32[5,8,16]", "f32[5,4,16]"),
             "window={size=5 stride=4 pad=0_0 lhs_dilate=5}, dim_labels=0bf_0io->0bf",
@@ -365,7 +366,7 @@ def compiled(text, slice_name="v6e-8", schedules=None):
     return Compiled(chips.find_slice(slice_name), Memory(0, 0), text, schedules or {})
 
 
-def test_price_of_layers():
+def test_layers_are_priced_by_products_copies_and_collectives():
     priced = price_compiled(compiled(LAYERS))
     items = {item.name: item for item in priced.items}
     assert priced.flops == 6 * 2 * 2048 * 1024 * 256
@@ -379,7 +380,7 @@ def test_price_of_layers():
     assert items["all-gather.2"].cost.mid == pytest.approx(6 * 3 * 2**20 / 180e9)
     assert items["all-gather.2"].cost.high == pytest.approx(items["all-gather.2"].cost.mid / ACHIEVED_LINK_FRACTION)
     assert items["all-gather.2"].group == 4
-    copy = items["copy"]  # a transpose to VMEM that reads 4 MiB; the estimate is above three times its price
+    copy = items["copy"]  # a transpose to VMEM reads 4 MiB; the compiler's estimate is above three times the price
     assert (copy.kind, copy.bytes) == ("copies", 2048 * 1024 * 2)
     assert copy.cost.high == pytest.approx(MAX_BYTE_TIME_RATIO * copy.cost.mid)
     assert copy.cost.mid == pytest.approx(copy.bytes / (0.8 * 1.64e12))
@@ -397,8 +398,8 @@ ENTRY %main (x: bf16[8192,8192], y: bf16[8192,8192]) -> bf16[8192,8192] {
 """.replace("CONFIG", 'backend_config={"window_config":{"estimated_cycles":"2978000"}}')
 
 
-def test_published_measurements_lie_in_the_range(kernel):
-    """A product of 8,192³ took 2.644 M cycles on v6e; splash attention, priced at 44.4 ms, took 43.93."""
+def test_published_measurements_lie_within_the_price_range(kernel):
+    """On v6e, a product of 8,192³ took 2.644 M cycles, and splash attention took 43.93 ms (priced at 44.4 ms)."""
     cost = price_compiled(compiled(LARGE_PRODUCT)).total
     assert cost.low < 2.644e6 / 1.75e9 < cost.high
     program = compiled((DATA / "kernel_module.txt").read_text())
@@ -406,7 +407,7 @@ def test_published_measurements_lie_in_the_range(kernel):
     assert cost.low < 43.93e-3 < cost.high
 
 
-def test_price_of_kernels(kernel):
+def test_a_kernel_is_priced_by_schedule_or_given_seconds(kernel):
     text = (DATA / "kernel_module.txt").read_text()
     priced = price_compiled(compiled(text, schedules={"product.1": kernel}))
     assert priced.total.mid == pytest.approx(kernel.cycles(kernel.run().run_counts) / 1.75e9)
@@ -438,7 +439,7 @@ def test_overlapped_work_costs_only_what_is_not_hidden():
 
 
 def test_work_on_another_core_is_overlapped_too():
-    """The text of a computation of another thread ends with the thread's name."""
+    """The text of a computation on another thread ends with the name of the thread."""
     text = ASYNC.replace(
         "ENTRY",
         """%called (x: f32[1024,1024]) -> f32[4096,1024] {
@@ -458,7 +459,7 @@ ENTRY""",
 
 @pytest.mark.parametrize("second", ["all-gather-start", "all-gather"])
 def test_collectives_share_the_links(second):
-    """A collective waits for the one before it, whether it is synchronous or not."""
+    """A collective waits for the collective before it, also if both are asynchronous."""
     gather = "replica_groups=[2,4]<=[8], dimensions={0}"
     lines = [f"  %s2 = (f32[1024,1024], f32[4096,1024]) all-gather-start(%x), {gather}"]
     lines += ["  %d2 = f32[4096,1024]{1,0:T(8,128)} all-gather-done(%s2)"]
@@ -469,9 +470,9 @@ def test_collectives_share_the_links(second):
 
 
 @pytest.mark.parametrize(
-    ("back", "seconds"), [("{{1,0},{2,1},{0,2}}", 1), ("{{0,1},{1,2},{2,0}}", 2), ("{{0,1},{1,0}}", 2)]
+    ("second_pairs", "seconds"), [("{{1,0},{2,1},{0,2}}", 1), ("{{0,1},{1,2},{2,0}}", 2), ("{{0,1},{1,0}}", 2)]
 )
-def test_permutes_in_opposite_directions_use_different_links(back, seconds):
+def test_permutes_in_opposite_directions_use_different_links(second_pairs, seconds):
     """Two permutes share links only if a device sends to the same device in both."""
     permute = "f32[1024,1024]{1,0:T(8,128)} collective-permute-done"
     start = "(f32[1024,1024], f32[1024,1024]) collective-permute-start(%x), source_target_pairs="
@@ -480,7 +481,7 @@ def test_permutes_in_opposite_directions_use_different_links(back, seconds):
 ENTRY %main (x: f32[1024,1024]) -> (f32[1024,1024], f32[1024,1024]) {{
   %x = f32[1024,1024]{{1,0:T(8,128)}} parameter(0)
   %s1 = {start}{{{{0,1}},{{1,2}},{{2,0}}}}
-  %s2 = {start}{back}
+  %s2 = {start}{second_pairs}
   %d1 = {permute}(%s1)
   %d2 = {permute}(%s2)
   ROOT %t = (f32[1024,1024], f32[1024,1024]) tuple(%d1, %d2)
@@ -506,7 +507,7 @@ ENTRY %main (w: bf16[40,4096,4096], y: f32[65536,1024]) -> (bf16[1,4096,4096], f
 
 @pytest.mark.parametrize("copies", [1, 2])
 def test_copies_from_the_host_s_memory_share_its_link(copies):
-    """A copy costs its own bytes, not those of the stack, less what computes meanwhile; at worst it takes longer."""
+    """A copy costs the time for its bytes, not those of the stack, minus the computation that overlaps the copy."""
     start, done = (line for line in OFFLOADED.splitlines() if "dynamic-slice-" in line)
     text = OFFLOADED
     for number in range(1, copies):
@@ -516,12 +517,12 @@ def test_copies_from_the_host_s_memory_share_its_link(copies):
         )
     priced = price_compiled(compiled(text))
     overlapped = 2 * 65536 * 1024 * 4 / (0.8 * 1.64e12)
-    for end, share in zip(("low", "mid", "high"), HOST_LINK_FRACTIONS, strict=True):
-        total = copies * 4096 * 4096 * 2 / (share * chips.V6E.host_link)
+    for end, link_share in zip(("low", "mid", "high"), HOST_LINK_FRACTIONS, strict=True):
+        total = copies * 4096 * 4096 * 2 / (link_share * chips.V6E.host_link)
         assert getattr(priced.by_kind["offload"], end) == pytest.approx(total - overlapped)
 
 
-def test_slices():
+def test_slices_are_found_by_name():
     assert chips.find_slice("v6e-8").devices == 8
     assert chips.find_slice("v5p-8").devices == chips.find_slice("v4-8").devices == 4
     with pytest.raises(WanjaxError, match=line_with_words("'v6e-5' v5e-1")):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interpreter of a TPU core's scalar instructions, on single bundles."""
+"""The interpreter of a TPU core's scalar instructions evaluates single bundles."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def evaluate(bundle, **options):
 
 
 @given(WORDS, WORDS)
-def test_words_behave_as_the_machines(a, b):
+def test_arithmetic_is_that_of_32_bit_words(a, b):
     x, y = np.uint32(a), np.uint32(b)
     signed = (x.view(np.int32), y.view(np.int32))
     with np.errstate(over="ignore"):
@@ -35,7 +35,7 @@ def test_words_behave_as_the_machines(a, b):
 @pytest.mark.parametrize(
     ("bundle", "value"),
     [
-        ("%s9 = smov (%p1, %s1), 8", 8),  # a predicated move, else the older value
+        ("%s9 = smov (%p1, %s1), 8", 8),  # a predicated move; otherwise the older value
         ("%s9 = smov (!%p1, %s1), 8", 5),
         ("%s9 = scalar_select %p1, %s1, 8", 5),
         ("%s9 = sadd.s32 (!%p1), 1, %s1", None),  # does not run
@@ -61,7 +61,7 @@ def test_scalar_values_are_evaluated(bundle, value):
         ("%s8 = smov 3  ;;  %7 = sst [smem:[#allocation4]] %s8  ;;  %s9 = sld [smem:[#allocation4]]", 3),
     ],
 )
-def test_arguments_of_a_kernel(bundle, value):
+def test_arguments_of_a_kernel_are_read(bundle, value):
     registers, memory = Registers(), Registers()
     memory.unassigned = 8192
     for part in bundle.split("  ;;  "):
@@ -70,12 +70,12 @@ def test_arguments_of_a_kernel(bundle, value):
     assert registers["s9"] == value
 
 
-def test_registers_spill_and_come_back():
+def test_a_spilled_register_is_restored():
     bundle = "%8 = sst [smem:[#allocation8_spill]] %s1_s4  ;;  %s9_s2 = sld [smem:[#allocation8_spill]] (%p1)"
     assert evaluate(bundle, s1=7, p1=True) == 7
 
 
-def test_logic_of_the_unknown():
+def test_logic_with_unknown_values_is_evaluated():
     for name, value in (("pand", False), ("pnand", True)):
         assert BINARY[name](None, False) is value
     for name, value in (("por", True), ("pnor", False)):
