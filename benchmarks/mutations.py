@@ -468,7 +468,7 @@ MUTATIONS = (
         "devices * slice_count * rental_seconds / 3600",
         "devices * slice_count * rental_seconds / 60",
         "the chip-hours and the cost of many videos are 60 times too high",
-        ("plan/test_scale.py::test_slices_hours_and_cost_by_hand",),
+        ("plan/test_scale.py::test_slices_hours_and_cost_are_computed",),
     ),
 )
 
