@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executables that are cached between processes: only the matching one is run."""
+"""Executables are cached between processes, and only a matching executable runs."""
 
 import hashlib
 import os
@@ -47,7 +47,7 @@ VALUES = st.recursive(
 
 
 @program(scan_options)
-def strange(axis: int, parts: Any) -> Any:
+def concatenate_along(axis: int, parts: Any) -> Any:
     return jnp.concatenate(parts, axis)
 
 
@@ -62,128 +62,128 @@ def compiled() -> Any:
         return jax.jit(lambda x: 2 * x).lower(jnp.ones(3)).compile()
 
 
-def called(
-    cache: Executables, program: Any = join, static: Any = 0, on: Partitioner | None = None
+def call_in_new_process(
+    cache: Executables, program: Any = join, static: Any = 0, partitioner: Partitioner | None = None
 ) -> tuple[list[float], list[Compilation]]:
-    """Call a program in a new `Execute`, as another process would; return its result and the messages."""
+    """Call a program in a new `Execute`, as another process does; return its result and the compilations."""
     execute = Execute()
     execute.executables = cache
-    compile_context = CompileContext(on or one_device_partitioner())
-    with compilations() as output:
+    compile_context = CompileContext(partitioner or one_device_partitioner())
+    with compilations() as events:
         result = execute.call(program, compile_context, static, (np.zeros(2, np.float32), np.ones(1, np.float32)))
-    return np.asarray(result).tolist(), output
+    return np.asarray(result).tolist(), events
 
 
-def the_file(cache: Executables) -> Path:
+def only_file(cache: Executables) -> Path:
     (file,) = cache.folder.glob("[!.]*")
     return file
 
 
 def test_an_executable_is_compiled_once(cache):
-    first, result = called(cache)
-    again, read = called(cache)
-    assert first == again == [0.0, 0.0, 1.0]
-    assert [x.cached for x in result] == [False]
-    assert [(x.name, x.cached) for x in read] == [("join", True)]
+    first, first_events = call_in_new_process(cache)
+    second, second_events = call_in_new_process(cache)
+    assert first == second == [0.0, 0.0, 1.0]
+    assert [x.cached for x in first_events] == [False]
+    assert [(x.name, x.cached) for x in second_events] == [("join", True)]
 
 
 @pytest.mark.parametrize("axes", [{"dp": 2, "sp": 2, "tp": 2}, {"sp": 8}])
 def test_an_executable_of_a_mesh_is_reused_if_all_arguments_are_on_the_host(cache, axes):
     partitioner = Partitioner(make_mesh(**axes), SHARDING_RULES["fsdp"])
-    first, _ = called(cache, on=partitioner)
-    again, read = called(cache, on=partitioner)
-    assert first == again == [0.0, 0.0, 1.0]
-    assert [(x.name, x.cached, x.refusal_reason) for x in read] == [("join", True, "")]
+    first, _ = call_in_new_process(cache, partitioner=partitioner)
+    second, second_events = call_in_new_process(cache, partitioner=partitioner)
+    assert first == second == [0.0, 0.0, 1.0]
+    assert [(x.name, x.cached, x.refusal_reason) for x in second_events] == [("join", True, "")]
 
 
-def half(file: Path) -> None:
+def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def changed(file: Path) -> None:
+def flip_bit(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
-def empty(file: Path) -> None:
+def clear(file: Path) -> None:
     file.write_bytes(b"")
 
 
-def swapped(file: Path) -> None:
+def swap_with_another(file: Path) -> None:
     another = Executables(file.parent)
     with without_cache():
         another.store(KEY, jax.jit(lambda x: 5 * x).lower(jnp.ones(3, jnp.float32)).compile())
     (file.parent / f"{KEY}.executable").replace(file)
 
 
-def open_to_others(file: Path) -> None:
+def open_folder_to_others(file: Path) -> None:
     file.parent.chmod(0o755)
 
 
-def linked(file: Path) -> None:
-    elsewhere = file.parent.parent / "elsewhere"
-    file.replace(elsewhere)
-    file.symlink_to(elsewhere)
+def replace_by_link(file: Path) -> None:
+    target = file.parent.parent / "elsewhere"
+    file.replace(target)
+    file.symlink_to(target)
 
 
-def another_folder(file: Path) -> None:
-    elsewhere = file.parent.parent / "elsewhere"
-    file.parent.rename(elsewhere)
-    file.parent.symlink_to(elsewhere)
+def replace_folder_by_link(file: Path) -> None:
+    target = file.parent.parent / "elsewhere"
+    file.parent.rename(target)
+    file.parent.symlink_to(target)
 
 
-def of_another_user(file: Path) -> None:
+def give_to_another_user(file: Path) -> None:
     os.chown(file, 12345, -1)
 
 
 class Bomb:
-    """Runs something where its pickle is read."""
+    """An object whose pickle runs code when it is read."""
 
     def __reduce__(self) -> Any:
         return Path.touch, (Path("exploded"),)
 
 
 BORROWED = b"cwanjax.media.ffmpeg\nsubprocess.Popen\n((lVtouch\naVexploded\natR."
-"""A pickle that calls what a module of the package has imported."""
+"""A pickle that calls a function that a module of the package has imported."""
 
 
-def crafted(body: bytes, file: Path) -> None:
-    """Write a pickle with its right digest."""
+def write_crafted(body: bytes, file: Path) -> None:
+    """Write a pickle with a valid digest."""
     file.write_bytes(hashlib.sha256(file.stem.encode() + body).digest() + body)
 
 
 DAMAGES = {
-    "half-written": half,
-    "changed": changed,
-    "empty": empty,
-    "swapped": swapped,
-    "open to others": open_to_others,
+    "half-written": truncate,
+    "changed": flip_bit,
+    "empty": clear,
+    "swapped": swap_with_another,
+    "open to others": open_folder_to_others,
     "another user's": pytest.param(
-        of_another_user,
+        give_to_another_user,
         marks=pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="gives a file to another user"),
     ),
-    "a link": linked,
-    "a linked folder": another_folder,
-    "a crafted tree": partial(crafted, pickle.dumps((pickle.dumps(()), Bomb(), None))),
-    "a crafted executable": partial(crafted, pickle.dumps((pickle.dumps(Bomb()), None, None))),
-    "a name that a module imports": partial(crafted, pickle.dumps((BORROWED, None, None))),
+    "a link": replace_by_link,
+    "a linked folder": replace_folder_by_link,
+    "a crafted tree": partial(write_crafted, pickle.dumps((pickle.dumps(()), Bomb(), None))),
+    "a crafted executable": partial(write_crafted, pickle.dumps((pickle.dumps(Bomb()), None, None))),
+    "a name that a module imports": partial(write_crafted, pickle.dumps((BORROWED, None, None))),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_an_unusable_entry_is_recompiled_and_reported(cache, damage, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    called(cache)
-    damage(the_file(cache))
-    result, output = called(cache)
+    call_in_new_process(cache)
+    damage(only_file(cache))
+    result, events = call_in_new_process(cache)
     assert result == [0.0, 0.0, 1.0]
-    assert [x.cached for x in output] == [False]
-    assert output[0].refusal_reason
+    assert [x.cached for x in events] == [False]
+    assert events[0].refusal_reason
     assert not (tmp_path / "exploded").exists()
 
 
-OTHERS = {
+OTHER_ENVIRONMENTS = {
     "code": {"code": "0"},
     "jax": {"versions": ("0.0.1",)},
     "processor": {"processor": "x86_64-0"},
@@ -193,19 +193,19 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS.keys())
+@pytest.mark.parametrize("changes", OTHER_ENVIRONMENTS.values(), ids=OTHER_ENVIRONMENTS.keys())
 def test_an_executable_of_another_environment_is_never_used(cache, changes, monkeypatch):
     with monkeypatch.context() as patch:
-        theirs = compile_environment()._replace(**changes)
-        patch.setattr(executables, "compile_environment", lambda: theirs)
-        called(cache)
-    result, output = called(cache)
+        other_environment = compile_environment()._replace(**changes)
+        patch.setattr(executables, "compile_environment", lambda: other_environment)
+        call_in_new_process(cache)
+    result, events = call_in_new_process(cache)
     assert result == [0.0, 0.0, 1.0]
-    assert [x.cached for x in output] == [False]
+    assert [x.cached for x in events] == [False]
     assert len(list(cache.folder.iterdir())) == 2
 
 
-def test_changed_code_is_another_environment(monkeypatch, tmp_path):
+def test_changed_code_needs_another_executable(monkeypatch, tmp_path):
     (tmp_path / "compile_cache").mkdir()
     monkeypatch.setattr(executables, "__file__", str(tmp_path / "compile_cache" / "executables.py"))
     digests = []
@@ -218,15 +218,15 @@ def test_changed_code_is_another_environment(monkeypatch, tmp_path):
 
 
 def test_the_folder_is_private_to_its_owner(cache):
-    called(cache)
+    call_in_new_process(cache)
     assert cache.folder.stat().st_mode & 0o777 == 0o700
-    assert the_file(cache).stat().st_mode & 0o777 == 0o600
+    assert only_file(cache).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_folder_that_cannot_be_created_stops_nothing(tmp_path, compiled):
     (tmp_path / "cache").write_text("a file")
     cache = Executables(tmp_path / "cache" / "executables")
-    assert called(cache)[0] == [0.0, 0.0, 1.0]
+    assert call_in_new_process(cache)[0] == [0.0, 0.0, 1.0]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sets a limit of POSIX")
@@ -241,21 +241,21 @@ def test_the_least_recently_used_is_removed_first(cache, compiled, monkeypatch):
     for age, name in enumerate(names[:3]):
         cache.store(name, compiled)
         os.utime(cache.folder / f"{name}.executable", (1e9 + age, 1e9 + age))
-    assert cache.find(names[0], jax.devices()[:1]) is not None  # is used now
-    monkeypatch.setattr(executables, "MAX_TOTAL_BYTES", 3 * the_size(cache))
+    assert cache.find(names[0], jax.devices()[:1]) is not None  # this use is the most recent
+    monkeypatch.setattr(executables, "MAX_TOTAL_BYTES", 3 * largest_size(cache))
     cache.store(names[3], compiled)
     assert sorted(x.stem for x in cache.folder.iterdir()) == [names[0], names[2], names[3]]
 
 
-def the_size(cache: Executables) -> int:
+def largest_size(cache: Executables) -> int:
     return max(x.stat().st_size for x in cache.folder.iterdir())
 
 
 @given(st.lists(VALUES, min_size=2, max_size=2))
-def test_equal_fingerprints_are_of_equal_values(values):
+def test_only_equal_values_have_equal_fingerprints(values):
     first, second = values
-    spelled = [repr(x) for x in values]  # in which 1, 1.0 and True differ, and -0.0 and 0.0
-    assert (fingerprint(first) == fingerprint(second)) == (spelled[0] == spelled[1])
+    texts = [repr(x) for x in values]  # the texts of 1, 1.0 and True differ, and those of -0.0 and 0.0
+    assert (fingerprint(first) == fingerprint(second)) == (texts[0] == texts[1])
 
 
 class Colour(Enum):
@@ -267,21 +267,30 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stranger:
+class UnknownDataclass:
     x: int
 
 
-NAMELESS = [lambda x: x, partial(lambda x: x), object(), Stranger(1), Point(1), Colour.RED, Stranger, iter(())]
+WITHOUT_FINGERPRINT = [
+    lambda x: x,
+    partial(lambda x: x),
+    object(),
+    UnknownDataclass(1),
+    Point(1),
+    Colour.RED,
+    UnknownDataclass,
+    iter(()),
+]
 
 
-@pytest.mark.parametrize("value", NAMELESS, ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("value", WITHOUT_FINGERPRINT, ids=lambda x: type(x).__name__)
 def test_objects_distinguished_only_by_code_have_no_fingerprint(value):
     with pytest.raises(NoFingerprint):
         fingerprint({"a": [value]})
 
 
-def test_a_program_without_a_fingerprint_is_left_to_jax_s_cache(cache):
-    assert called(cache, strange)[0] == [0.0, 0.0, 1.0]
+def test_a_program_without_a_fingerprint_is_not_cached(cache):
+    assert call_in_new_process(cache, concatenate_along)[0] == [0.0, 0.0, 1.0]
     assert not cache.folder.exists()
 
 
@@ -297,7 +306,7 @@ def test_the_command_compiles_once_and_makes_the_same_file(tmp_path):
     files = list((tmp_path / "cache" / "wanjax" / "executables").rglob("*.executable"))
     assert len(files) == 8
     assert "0 programs compiled, 8 read from the cache" in make("second.mp4")
-    half(files[0])
+    truncate(files[0])
     assert "1 program compiled, 7 read from the cache" in (message := make("third.mp4"))
     assert message.count("the cached program cannot be used") == 1
     videos = [(tmp_path / name).read_bytes() for name in ("first.mp4", "second.mp4", "third.mp4")]

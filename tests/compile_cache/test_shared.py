@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compile cache that workers share: each program is compiled once, and no dead owner blocks the others."""
+"""Workers share a compile cache: each program is compiled once, and a dead worker does not block the others."""
 
 import errno
 import os
@@ -43,17 +43,17 @@ def folder(request, tmp_path):
 
 
 @pytest.fixture
-def chosen(monkeypatch, tmp_path):
-    """Let a test choose JAX's cache, of which there is none before."""
+def jax_cache_settings(monkeypatch, tmp_path):
+    """Start a test without a cache of JAX, and restore the settings afterwards."""
     monkeypatch.chdir(tmp_path)
-    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    saved = {name: getattr(jax.config, name) for name in SETTINGS}
     monkeypatch.setattr("jax._src.compilation_cache.get_file_cache", compilation_cache_of_jax)
     monkeypatch.setattr(shared, "_shared_caches", {})
     monkeypatch.delenv(SHARED_CACHE_VARIABLE, raising=False)
     monkeypatch.delenv(TRUST_CACHE_VARIABLE, raising=False)
     jax.config.update("jax_compilation_cache_dir", None)
     yield
-    for name, value in before.items():
+    for name, value in saved.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
 
@@ -65,40 +65,39 @@ def compilation_cache_of_jax(path: str):
 
 
 @pytest.fixture
-def quickly(monkeypatch):
+def short_leases(monkeypatch):
     for name, seconds in {"LEASE_TIMEOUT": 0.5, "HEARTBEAT_INTERVAL": 0.05, "POLL_INTERVALS": (0.01, 0.05)}.items():
         monkeypatch.setattr(shared, name, seconds)
 
 
 def get_or_compile(folder: AnyPath, pause: float = 0.2) -> str:
-    """Get an entry as a worker does that compiles what it misses; return where the entry is from."""
+    """Get an entry, or compile it and put it into the cache; return where the entry comes from."""
     cache = SharedCache(folder)
     with cache.leasing():
-        if (result := cache.get("program")) is not None:
-            return result.decode()
+        if (content := cache.get("program")) is not None:
+            return content.decode()
         time.sleep(pause)
         cache.put("program", b"read from cache")
     return "compiled here"
 
 
-def test_one_process_compiles_and_the_others_read(folder, quickly):
+def test_one_process_compiles_and_the_others_read(folder, short_leases):
     with ThreadPoolExecutor(8) as workers:
-        result = list(
-            workers.map(lambda _: get_or_compile(folder, 0.8), range(8))
-        )  # for longer than a lease lasts unchanged
-    assert sorted(result) == ["compiled here", *["read from cache"] * 7]
+        # compiling takes longer than a lease is valid without a heartbeat
+        sources = list(workers.map(lambda _: get_or_compile(folder, 0.8), range(8)))
+    assert sorted(sources) == ["compiled here", *["read from cache"] * 7]
     assert file_names_in(folder) == {"program-cache"}
 
 
-def test_one_process_takes_over_from_a_dead_owner(folder, quickly):
+def test_one_process_takes_over_from_a_dead_owner(folder, short_leases):
     shared._write(folder / "program-lease-0", b"of a process that was killed")
     with ThreadPoolExecutor(4) as workers:
-        result = list(workers.map(lambda _: get_or_compile(folder), range(4)))
-    assert sorted(result) == ["compiled here", *["read from cache"] * 3]
+        sources = list(workers.map(lambda _: get_or_compile(folder), range(4)))
+    assert sorted(sources) == ["compiled here", *["read from cache"] * 3]
     assert file_names_in(folder) == {"program-cache"}
 
 
-def test_a_failing_owner_blocks_no_other(folder, quickly):
+def test_a_failing_owner_blocks_no_other(folder, short_leases):
     with ExitStack() as stack:
         first = SharedCache(folder)
         stack.enter_context(first.leasing())
@@ -110,7 +109,7 @@ def test_a_failing_owner_blocks_no_other(folder, quickly):
             assert second.result(9) == "compiled here"
 
 
-def test_without_leasing_no_lease_is_written(folder):
+def test_reading_without_leasing_writes_no_lease(folder):
     assert SharedCache(folder).get("program") is None
     assert file_names_in(folder) == set()
 
@@ -118,14 +117,14 @@ def test_without_leasing_no_lease_is_written(folder):
 def test_a_lost_store_is_reported_once_and_stops_nothing():
     forget()
     cache = SharedCache(parse_path("memory://cache/programs"))
-    lost = ConnectionError("lost")
-    with failing("cat_file", lost), failing("pipe_file", lost), cache.leasing():
+    error = ConnectionError("lost")
+    with failing("cat_file", error), failing("pipe_file", error), cache.leasing():
         with pytest.warns(WanjaxWarning, match=line_with_words("memory://cache/programs lost")):
             assert cache.get("program") is None
         cache.put("program", b"compiled")  # a second warning would be an error
 
 
-def test_jax_compiles_once_and_reads_then(folder, chosen):
+def test_jax_compiles_a_program_once_and_then_reads_it(folder, jax_cache_settings):
     share_cache(folder)
 
     def double_plus_one(x):
@@ -134,20 +133,20 @@ def test_jax_compiles_once_and_reads_then(folder, chosen):
     for cached in (False, True):
         jax.clear_caches()
         compilation_cache.reset_cache()
-        with compilations() as messages, compile_cache():
+        with compilations() as events, compile_cache():
             assert jax.jit(double_plus_one)(jnp.float32(3)) == 7
-        assert [x.cached for x in messages if x.name == "double_plus_one"] == [cached]
+        assert [x.cached for x in events if x.name == "double_plus_one"] == [cached]
     assert [name for name in file_names_in(folder) if name.startswith("jit_double_plus_one-")]
 
 
-def test_a_cache_that_cannot_be_created_is_noted(chosen, monkeypatch, tmp_path):
+def test_a_cache_that_cannot_be_created_gives_a_warning(jax_cache_settings, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     (tmp_path / "file").touch()
     with pytest.warns(WanjaxWarning, match=r"nothing is cached, because \S+/file/wanjax/xla/\S+ cannot be created"):
         set_cache_folder()
 
 
-def test_a_path_is_used_after_it_is_declared_trusted(chosen, monkeypatch, tmp_path):
+def test_a_path_is_used_after_it_is_declared_trusted(jax_cache_settings, monkeypatch, tmp_path):
     output = refused("warmup", "--compile-cache", tmp_path / "cache")
     assert has_line_with(output, f"{tmp_path}/cache --trust-compile-cache {TRUST_CACHE_VARIABLE}=1")
     monkeypatch.setenv(SHARED_CACHE_VARIABLE, str(tmp_path / "cache"))
@@ -157,7 +156,7 @@ def test_a_path_is_used_after_it_is_declared_trusted(chosen, monkeypatch, tmp_pa
     monkeypatch.setenv(TRUST_CACHE_VARIABLE, "1")
     set_cache_folder()
     assert shared.current_shared_cache() is not None
-    assert len(list((tmp_path / "cache").iterdir())) == 1  # of this kind of processor
+    assert len(list((tmp_path / "cache").iterdir())) == 1  # the folder of this kind of processor
 
 
 @pytest.mark.parametrize(
@@ -169,7 +168,7 @@ def test_a_path_is_used_after_it_is_declared_trusted(chosen, monkeypatch, tmp_pa
         ("--compile-cache az://a/b --trust-compile-cache", "az:// s3://"),
     ],
 )
-def test_unsupported_targets_are_reported_before_anything_is_compiled(chosen, options, words):
+def test_unsupported_targets_are_reported_before_anything_is_compiled(jax_cache_settings, options, words):
     Path("file").write_text("")
     assert has_line_with(refused("warmup", *options.split()), words)
 
@@ -177,7 +176,7 @@ def test_unsupported_targets_are_reported_before_anything_is_compiled(chosen, op
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2", "--seed", "1", "-v")
 
 
-def started(folder: Path, cache: str, *command: str) -> subprocess.Popen:
+def start(folder: Path, cache: str, *command: str) -> subprocess.Popen:
     environment = {name: x for name, x in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "JAX_PLATFORMS": "cpu"}
     environment |= {SHARED_CACHE_VARIABLE: cache, TRUST_CACHE_VARIABLE: "1"}
@@ -187,7 +186,7 @@ def started(folder: Path, cache: str, *command: str) -> subprocess.Popen:
 
 
 def program_counts(process: subprocess.Popen) -> tuple[int, int]:
-    """Return the numbers of programs that a process compiled, and that it read."""
+    """Return the number of programs that a process compiled, and the number that it read."""
     output = process.communicate()[1]
     assert process.returncode == 0, output
     match = re.search(r"(\d+) programs compiled, (\d+) read from the cache", output)
@@ -196,12 +195,12 @@ def program_counts(process: subprocess.Popen) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [False, True], ids=["whole", "killed"])
+@pytest.mark.parametrize("killed", [False, True], ids=["uninterrupted", "killed"])
 @pytest.mark.parametrize("kind", ["folder", "s3"])
 def test_workers_share_what_they_compile(tmp_path, kind, killed):
     with running_s3() if kind == "s3" else ExitStack():
         cache = f"{BUCKET}/programs" if kind == "s3" else str(tmp_path / "programs")
-        workers = [started(tmp_path, cache, "a red circle", *SMALL, "--out", f"{i}.mp4") for i in range(3)]
+        workers = [start(tmp_path, cache, "a red circle", *SMALL, "--out", f"{i}.mp4") for i in range(3)]
         if killed:
             end = time.monotonic() + 300
             while not [name for name in entries(cache) if "-lease-" in name]:
@@ -212,7 +211,7 @@ def test_workers_share_what_they_compile(tmp_path, kind, killed):
         counts = [program_counts(worker) for worker in workers]
         assert sum(compiled for compiled, _ in counts) <= 8
         assert all(compiled + read == 8 for compiled, read in counts)
-        assert program_counts(started(tmp_path, cache, "a red circle", *SMALL, "--out", "last.mp4")) == (0, 8)
+        assert program_counts(start(tmp_path, cache, "a red circle", *SMALL, "--out", "last.mp4")) == (0, 8)
         assert len([name for name in entries(cache) if name.endswith("-cache")]) == 8
     videos = {(tmp_path / f"{i}.mp4").read_bytes() for i in (1, 2, "last")}
     assert len(videos) == 1
@@ -224,10 +223,10 @@ def entries(cache: str) -> list[str]:
 
 
 @pytest.mark.slow  # loads libtpu
-def test_a_chip_of_eight_has_the_key_of_eight_and_a_single_chip_another(monkeypatch):
-    """By the part of JAX's key that tells devices: so a worker that is shown one chip reads what is made for one."""
+def test_one_chip_of_eight_has_the_key_of_all_eight(monkeypatch):
+    """The devices in JAX's key are the same, so that a worker with one chip of eight finds the programs of one chip."""
     pytest.importorskip("libtpu")
-    from jax._src.lib import xla_client  # which JAX's own key asks
+    from jax._src.lib import xla_client  # JAX's key uses this client
 
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
@@ -243,30 +242,30 @@ def test_a_chip_of_eight_has_the_key_of_eight_and_a_single_chip_another(monkeypa
 def test_a_cache_is_filled_for_absent_chips(tmp_path):
     pytest.importorskip("libtpu")
     command = ("warmup", "--chip", "v6e-1", *SMALL[:6])
-    for result, there in ((8, 0), (0, 8)):
-        process = started(tmp_path, str(tmp_path / "programs"), *command)
+    for compiled, existing in ((8, 0), (0, 8)):
+        process = start(tmp_path, str(tmp_path / "programs"), *command)
         output = process.communicate()[1]
         assert process.returncode == 0, output
-        assert re.search(rf"compiled for v6e-1: {result} programs?, there before: {there}", output), output
+        assert re.search(rf"compiled for v6e-1: {compiled} programs?, there before: {existing}", output), output
     assert len(list((tmp_path / "programs/tpu").iterdir())) == 8
 
 
 def test_another_user_reads_shared_entries(tmp_path):
-    before = os.umask(0o022)
+    umask = os.umask(0o022)
     try:
         SharedCache(tmp_path).put("program", b"compiled")
     finally:
-        os.umask(before)
+        os.umask(umask)
     assert stat.S_IMODE((tmp_path / "program-cache").stat().st_mode) == 0o644
 
 
 def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
-    def full(file, content):
+    def write_half(file, content):
         with file.open("wb") as opened:
             opened.write(content[: len(content) // 2])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(Path, "write_bytes", write_half)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ResultCache().put("prices", {"a": 1}, 2.0)
     with pytest.warns(WanjaxWarning, match=line_with_words("cannot be written")):
@@ -278,7 +277,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
 def test_an_empty_or_relative_cache_folder_is_ignored(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", name)
-    result = user_cache()
+    folder = user_cache()
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert result == user_cache()
-    assert result.is_absolute()
+    assert folder == user_cache()
+    assert folder.is_absolute()
