@@ -215,8 +215,8 @@ MUTATIONS = (
         '"origin" not in file.metadata',
         "a stopped video resumes from the latents of another prompt or seed",
         (
-            "pipelines/test_resume.py::test_another_video_begins_anew",
-            "pipelines/test_resume.py::test_another_noise_begins_anew",
+            "pipelines/test_resume.py::test_another_video_does_not_resume",
+            "pipelines/test_resume.py::test_another_noise_does_not_resume",
         ),
     ),
     Mutation(
@@ -225,7 +225,7 @@ MUTATIONS = (
         "str(step.index + 1 - self._earlier_steps)",
         "str(step.index - self._earlier_steps)",
         "a resumed video repeats a step, and differs from the video without the stop",
-        ("pipelines/test_resume.py::test_a_stopped_run_continues",),
+        ("pipelines/test_resume.py::test_a_stopped_run_continues_to_the_same_latents",),
     ),
     Mutation(
         "seed-high-word",
@@ -233,7 +233,7 @@ MUTATIONS = (
         "[[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds]",
         "[[0, seed & 0xFFFFFFFF] for seed in seeds]",
         "two seeds that differ only above the lowest 32 bits give the same video",
-        ("pipelines/test_seeds.py::test_all_bits_of_a_seed_count",),
+        ("pipelines/test_seeds.py::test_all_bits_of_a_seed_affect_the_noise",),
     ),
     Mutation(
         "step-noise",
@@ -257,7 +257,7 @@ MUTATIONS = (
         "np.float32(1 - number / (FADE_FRAMES + 1))",
         "np.float32(number / (FADE_FRAMES + 1))",
         "a long video jumps where windows meet",
-        ("pipelines/test_windows.py::test_a_small_jump_fades_and_motion_stays",),
+        ("pipelines/test_windows.py::test_a_small_jump_is_faded_and_motion_is_not",),
     ),
     Mutation(
         "record-field",
@@ -265,7 +265,7 @@ MUTATIONS = (
         'metadata |= {"batch_guidance": True}',
         "metadata |= {}",
         "`--from` makes a different video, because the metadata lacks a setting",
-        ("pipelines/test_record.py::test_choices_of_loading_and_of_the_call",),
+        ("pipelines/test_record.py::test_metadata_contains_the_options_of_loading_and_of_the_call",),
     ),
     Mutation(
         "expert-boundary",
@@ -274,7 +274,7 @@ MUTATIONS = (
         "> settings.boundary * TRAIN_STEPS + 1",
         "Wan 2.2's second expert runs a step that belongs to the first expert",
         (
-            "pipelines/test_experts.py::test_segments",
+            "pipelines/test_experts.py::test_experts_share_the_steps_at_the_boundary",
             "pipelines/test_experts.py::test_every_step_is_taken_once_by_its_expert",
         ),
     ),

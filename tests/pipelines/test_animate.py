@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos that follow a driving clip: segments, sizes, attention by frames, eight devices, and int8."""
+"""Videos that follow a driving clip: windows, sizes, attention by frames, eight devices, and int8."""
 
 from dataclasses import replace
 from typing import Any
@@ -30,40 +30,42 @@ SETTINGS = presets()["wan2.2-animate-2-14b"].defaults
 WINDOWING = ClipSegments(16)
 
 
-def of(follow: str, frames: int = 81, overlap: int = 1, windows: int = 1000) -> Any:
+def settings_of(follow: str, frames: int = 81, overlap: int = 1, windows: int = 1000) -> Any:
     return replace(SETTINGS, follow=follow, frames=frames, overlap=overlap, windows=windows)
 
 
 @pytest.mark.parametrize("overlap", [1, 5])
 @pytest.mark.parametrize("count", [41, 80, 81, 82, 85, 161, 162, 240])
-def test_diffusers_segments_are_full(count, overlap):
-    """The clip is padded by its last frames in reverse, the last one twice."""
+def test_diffusers_windows_all_have_the_same_length(count, overlap):
+    """The clip is padded with its last frames in reverse; the last frame is repeated."""
     step = 81 - overlap
     padding = -(count - overlap) % step
     padded = [*range(count), *range(count - padding, count)[::-1]]
-    numbers = segments(count, of("diffusers", overlap=overlap))
+    numbers = segments(count, settings_of("diffusers", overlap=overlap))
     assert len(numbers) == (len(padded) - overlap) / step
     for k, segment in enumerate(numbers):
         np.testing.assert_array_equal(segment, padded[k * step : k * step + 81])
 
 
-def test_the_authors_last_segment_is_shorter():
-    """It adds at least 28 frames, and a multiple of four; frames turn round without a repeated one."""
-    lengths = {count: [len(x) for x in segments(count, of("official"))] for count in (81, 82, 109, 110, 141, 240)}
+def test_the_last_window_of_the_authors_is_shorter():
+    """The last window adds at least 28 frames, a multiple of 4. Reversed frames do not repeat the last frame."""
+    lengths = {
+        count: [len(x) for x in segments(count, settings_of("official"))] for count in (81, 82, 109, 110, 141, 240)
+    }
     assert lengths == {
         81: [81], 82: [81, 29], 109: [81, 33], 110: [81, 33], 141: [81, 65], 240: [81, 81, 81],
     }  # fmt: skip
-    np.testing.assert_array_equal(segments(82, of("official"))[1][:4], [80, 81, 80, 79])
+    np.testing.assert_array_equal(segments(82, settings_of("official"))[1][:4], [80, 81, 80, 79])
 
 
-def test_a_short_clip_plays_to_and_fro():
-    np.testing.assert_array_equal(segments(3, of("diffusers", frames=9))[0], [0, 1, 2, 2, 1, 0, 0, 1, 2])
-    np.testing.assert_array_equal(segments(3, of("official", frames=9))[0], [0, 1, 2, 1, 0, 1, 2, 1, 0])
-    assert segments(1, of("official", frames=9))[0].tolist() == [0] * 9
+def test_a_short_clip_is_repeated_forwards_and_backwards():
+    np.testing.assert_array_equal(segments(3, settings_of("diffusers", frames=9))[0], [0, 1, 2, 2, 1, 0, 0, 1, 2])
+    np.testing.assert_array_equal(segments(3, settings_of("official", frames=9))[0], [0, 1, 2, 1, 0, 1, 2, 1, 0])
+    assert segments(1, settings_of("official", frames=9))[0].tolist() == [0] * 9
 
 
-def test_windows_limit_the_segments_and_cut_the_video():
-    settings = of("diffusers", frames=9, windows=2)
+def test_a_limit_of_windows_shortens_the_video():
+    settings = settings_of("diffusers", frames=9, windows=2)
     clip = np.zeros((30, 20, 30, 3), np.uint8)
     pictures = Pictures(image=np.zeros((64, 64, 3), np.uint8), video=clip)
     assert WINDOWING.clip_frames(settings, None, is_limited=True) == 17
@@ -85,16 +87,16 @@ def test_windows_limit_the_segments_and_cut_the_video():
     [
         ((200, 120), 64 * 64, "diffusers", (80, 48), 46),
         ((200, 120), 64 * 64, "official", (80, 48), 48),
-        ((1000, 800), 800 * 640, "diffusers", (784, 640), 632),  # whose proportions are those of 992x800
+        ((1000, 800), 800 * 640, "diffusers", (784, 640), 632),  # the proportions of 992x800
         ((1000, 800), 800 * 640, "official", (800, 640), 640),
     ],
 )
-def test_the_area_takes_the_picture_s_proportions(picture, area, follow, size, visible_width):
+def test_the_video_has_the_proportions_of_the_picture(picture, area, follow, size, visible_width):
     assert video_size(picture, area, 16, follow) == size
     assert visible_box(picture, size, 16, follow).width == visible_width
 
 
-def test_a_picture_keeps_its_proportions_on_black():
+def test_a_picture_is_padded_with_black():
     picture = np.full((30, 10, 3), 255, np.uint8)
     assert content_box((30, 10), (48, 48)) == (0, 16, 48, 16)
     frame = letterbox(picture, (48, 48), BILINEAR)
@@ -111,19 +113,19 @@ def test_a_picture_keeps_its_proportions_on_black():
         ({"frames": 5, "overlap": 5}, "segments 5 frames overlap"),
     ],
 )
-def test_settings_that_no_segment_has(changes, words):
+def test_settings_that_animate_does_not_have_are_refused(changes, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         WINDOWING.check(replace(SETTINGS, **changes), "video")
 
 
-def test_a_picture_without_a_second_side_is_refused():
+def test_a_picture_that_is_too_narrow_is_refused():
     with pytest.raises(WanjaxError, match=line_with_words("picture 9000x3 size")):
         video_size((3, 9000), 640 * 800, 16, "official")
 
 
 @pytest.mark.parametrize(("rate", "count"), [(12, 24), (24, 12), (48, 6)])
 def test_a_slower_clip_repeats_frames(tmp_path, rate, count):
-    """The nearest frame is taken; the reader has already left out frames of a faster clip."""
+    """Each time takes the nearest frame. The reader has already dropped frames of a faster clip."""
     clip = np.stack([np.full((16, 16, 3), 20 * number, np.uint8) for number in range(12)])
     file = tmp_path / "clip.mp4"
     Video(clip, rate, {}).save(file)
@@ -137,7 +139,7 @@ def test_a_slower_clip_repeats_frames(tmp_path, rate, count):
 
 
 def operands() -> list[Any]:
-    """Return queries, keys and values of two videos of 4 frames, and keys and values of a clip of 3, of 5 tokens."""
+    """Return q, k and v of two videos of 4 frames, and k and v of a clip of 3 frames; a frame has 5 tokens."""
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = [(2, 20, 3, 8)] * 3 + [(1, 15, 3, 8)] * 2
     return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
@@ -145,7 +147,7 @@ def operands() -> list[Any]:
 
 @pytest.mark.parametrize("bias", [None, -1.3])
 def test_attention_by_frames_is_one_softmax(bias):
-    """The scores of all frames of the clip but one are left out, and those of frame 1 are biased."""
+    """A query attends to one frame of the clip, and the scores of frame 1 are biased."""
     q, k, v, clip_k, clip_v = operands()
     all_k, all_v = (jnp.concatenate([x, jnp.repeat(y, 2, axis=0)], axis=1) for x, y in ((k, clip_k), (v, clip_v)))
     scores = np.asarray(jnp.einsum("BLND,BSND->BNLS", q, all_k, precision="highest"), np.float64) * 8**-0.5
@@ -157,27 +159,27 @@ def test_attention_by_frames_is_one_softmax(bias):
     expected = np.einsum(
         "BNLS,BSND->BLND", weights / weights.sum(axis=-1, keepdims=True), np.asarray(all_v, np.float64)
     )
-    result = attention_with_frames(
+    out = attention_with_frames(
         kernel_with_lse(q, k, v), q, k, v, store_clip_kv(clip_k, clip_v, 15, in_int8=False), length=20, frame_tokens=5,
         bias=None if bias is None else jnp.float32(bias),
     )  # fmt: skip
-    np.testing.assert_allclose(result, expected, atol=2e-6)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("axes", [(1, 1, 8), (1, 8, 1)])
 def test_attention_by_frames_gathers_weights(axes):
-    used = Partitioner(make_mesh(*axes), SHARDING_RULES["fsdp"])
+    partitioner = Partitioner(make_mesh(*axes), SHARDING_RULES["fsdp"])
 
     def attend(q, k, v, clip_k, clip_v):
         clip = store_clip_kv(clip_k, clip_v, 15, in_int8=False)
         return attention_with_frames(kernel_with_lse(q, k, v), q, k, v, clip, length=20, frame_tokens=5)
 
-    np.testing.assert_allclose(with_waiting_weights(used, attend, *operands()), attend(*operands()), atol=2e-6)
+    np.testing.assert_allclose(with_waiting_weights(partitioner, attend, *operands()), attend(*operands()), atol=2e-6)
 
 
 def test_keys_and_values_in_int8_have_a_scale_for_each_token_and_head():
     q, k, v, clip_k, clip_v = operands()
-    clip_k = clip_k.at[0, 0, 0].mul(100)  # of which only one token and head becomes coarser
+    clip_k = clip_k.at[0, 0, 0].mul(100)  # only this token and head is rounded more coarsely
     stored = store_clip_kv(clip_k, clip_v, 15, in_int8=True)
     assert (stored.k.dtype, stored.k.shape, stored.k_scale.shape) == (jnp.int8, (1, 15, 24), (1, 15, 3))
     scale = np.asarray(stored.k_scale)[..., None]
@@ -207,7 +209,7 @@ def test_the_precision_int8_keeps_the_clip_in_int8(tmp_path, precision, dtype):
 
 
 def test_caches_and_guidance_rules_work_with_a_clip():
-    """Both prompts in one batch give the same latents, although only the negative one leaves out a block."""
+    """Both prompts in one batch give the same latents, although only the negative prompt skips a block."""
     pipe, conditioning = animate_pipeline(2, None, layers=10), animate_conditioning()
     options: dict[str, Any] = {"steps": 4, "guidance_scale": 3.0, "seed": 1}
     baseline = pipe.denoise(conditioning, **options)
@@ -226,7 +228,7 @@ def test_caches_and_guidance_rules_work_with_a_clip():
         pipe.model.spec.check_trainable(video)
 
 
-EIGHT = """
+EIGHT_DEVICES = """
 import sys
 import numpy as np
 from tests.support.small_wan import animate_conditioning, animate_pipeline, partitioner
@@ -235,13 +237,13 @@ def latents(axes, rules="fsdp"):
     pipe = animate_pipeline(3, partitioner(axes, rules), layers=10)
     return np.asarray(pipe.denoise(animate_conditioning(-1.3), steps=2, guidance_scale=3.0, seed=1))
 
-whole = latents(None)
+one_device = latents(None)
 for axes, rules in [((1, 1, 8), "fsdp"), ((2, 2, 2), "fsdp"), ((1, 2, 4), "tp")]:
-    print(axes, rules, np.linalg.norm(latents(axes, rules) - whole) / np.linalg.norm(whole))
+    print(axes, rules, np.linalg.norm(latents(axes, rules) - one_device) / np.linalg.norm(one_device))
 """
 
 
-def test_eight_devices_are_one():
-    lines = on_eight_devices(EIGHT).splitlines()
+def test_eight_devices_give_the_latents_of_one():
+    lines = on_eight_devices(EIGHT_DEVICES).splitlines()
     assert len(lines) == 3
     assert all(float(line.split()[-1]) < 1e-5 for line in lines), lines

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks in the host's memory: the same video bit for bit, which weights are there, and which values are refused."""
+"""Blocks in the host's memory do not change a bit of the video; wrong values of `offload` are refused."""
 
 import jax
 import numpy as np
@@ -44,9 +44,9 @@ def memory_kinds(network: nnx.Module) -> dict[str, str]:
 
 
 def assert_same_video(model, offload="blocks", *, load=None, **request):
-    """Compare the frames of a pipeline with offloaded blocks with those of a resident one."""
+    """Compare the frames of pipelines with and without offloaded blocks."""
     frames = [
-        wanjax.load(model, offload=way, **(load or {}))("a circle", **request).frames for way in ("none", offload)
+        wanjax.load(model, offload=value, **(load or {}))("a circle", **request).frames for value in ("none", offload)
     ]
     np.testing.assert_array_equal(*frames)
 
@@ -68,10 +68,10 @@ def test_weights_of_8_bits_make_the_same_video(precision):
 
 
 @pytest.mark.parametrize(
-    "how", [{"batch_guidance": True}, {"guidance_scale": 1.0}, {"cache": "deepcache:1,4,2"}], ids=str
+    "options", [{"batch_guidance": True}, {"guidance_scale": 1.0}, {"cache": "deepcache:1,4,2"}], ids=str
 )
-def test_ways_to_denoise_make_the_same_video(how):
-    assert_same_video("nano", **SMALL, **how)
+def test_every_way_to_denoise_makes_the_same_video(options):
+    assert_same_video("nano", **SMALL, **options)
 
 
 def test_matrices_of_blocks_are_in_the_host_s_memory(tmp_path):
@@ -93,21 +93,21 @@ def test_networks_stay_loaded_between_videos(tmp_path):
 
 
 def test_a_network_outside_of_a_pipeline_computes_the_same(tmp_path):
-    pipes = [wanjax.load(tiny_checkpoint(tmp_path), offload=way) for way in ("none", "blocks")]
+    pipes = [wanjax.load(tiny_checkpoint(tmp_path), offload=value) for value in ("none", "blocks")]
     config = pipes[0].transformer.config
     latents = np.ones((1, 1, 4, 4, config.channels_in), np.float32)
     text = np.ones((1, 3, config.text_width), np.float32)
-    results = [jax.jit(lambda network, *x: network(*x))(pipe.transformer, latents, 500.0, text) for pipe in pipes]
-    np.testing.assert_array_equal(*results)
+    predictions = [jax.jit(lambda network, *x: network(*x))(pipe.transformer, latents, 500.0, text) for pipe in pipes]
+    np.testing.assert_array_equal(*predictions)
 
 
 @pytest.mark.parametrize("text", ["none", "stages", "blocks", "blocks:1", "blocks:8"])
-def test_values(text):
+def test_every_value_of_offload_is_accepted(text):
     assert str(Offload.of(text)) == text
     assert Offload.of(Offload.of(text)) == Offload.of(text)
 
 
-def test_a_number_of_blocks():
+def test_offload_takes_a_number_of_blocks():
     assert Offload.of("blocks:2") == OFFLOADS["blocks"]
     assert Offload.of("blocks:7").blocks == 7
     assert Offload.of(None) == AUTO_OFFLOAD
@@ -116,13 +116,13 @@ def test_a_number_of_blocks():
 @pytest.mark.parametrize(
     "value", ["", "block", "blocks:", "blocks:0", "blocks:9", "blocks:-1", "blocks:x", "stages:2", True, 2]
 )
-def test_refused_values(value):
+def test_other_values_of_offload_are_refused(value):
     with pytest.raises(WanjaxError) as error:
         Offload.of(value)
     assert has_line_with(str(error.value), f"offload none stages blocks:N {value!r}")
 
 
-def test_blocks_leave_to_the_command_when_networks_are_freed():
+def test_offloaded_blocks_do_not_change_when_networks_are_freed():
     for default in (STAGES, AUTO_OFFLOAD):
         assert default.overridden_by(None) == default
         assert default.overridden_by(OFFLOADS["none"]) == OFFLOADS["none"]
@@ -131,14 +131,14 @@ def test_blocks_leave_to_the_command_when_networks_are_freed():
         assert str(offload) == "blocks:3"
 
 
-def test_several_devices_are_refused():
+def test_offloaded_blocks_on_several_devices_are_refused():
     with pytest.raises(WanjaxError) as error:
         wanjax.load("nano", offload="blocks", mesh=wanjax.make_mesh(tp=2, devices=jax.devices()[:2]))
     assert has_line_with(str(error.value), "offload blocks one device 2 devices mesh")
     assert wanjax.load("nano", offload="blocks", mesh="auto").partitioner.mesh.size == 1
 
 
-def test_more_blocks_than_the_host_has_room_for(monkeypatch):
+def test_blocks_that_exceed_the_host_s_memory_are_refused(monkeypatch):
     network = wanjax.load("nano", offload="blocks").transformer
     rounded = wanjax.load("nano", offload="blocks", precision="int8-weights").transformer
     accelerator = type("Device", (), {"platform": "gpu", "device_kind": "card"})()
@@ -149,7 +149,7 @@ def test_more_blocks_than_the_host_has_room_for(monkeypatch):
     with pytest.raises(WanjaxError) as error:
         check_memory("nano", "transformer", network)
     assert has_line_with(str(error.value), "transformer nano host offloaded 1 kB memory")
-    assert "--precision" not in str(error.value)  # which would not be enough
+    assert "--precision" not in str(error.value)  # that precision does not fit either
     host = host_bytes(network)
     assert host_bytes(rounded) < 0.6 * host
     monkeypatch.setattr("wanjax.loading.memory.machine_memory", lambda: int(0.6 * host))

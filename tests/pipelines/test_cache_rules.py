@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of step caches: their schedules against independent computations, and the texts that name them."""
+"""The rules of step caches: which steps they reuse, compared with independent computations, and their texts."""
 
 import json
 import shutil
@@ -48,59 +48,61 @@ STEPS = (50, 40, 30, 20)
 SETTINGS = ((None, None, None), (0.04, 2, 0.2), (0.06, 2, 0.4), (0.06, 2, 0.1), (0.12, 4, 0.2), (0.24, 6, 0.2))
 
 
-def turn(number: int, start: int, steps: int, total: int, skipped: int, guided: bool) -> Phase:
+def make_phase(number: int, start: int, steps: int, total: int, skipped: int, guided: bool) -> Phase:
     return Phase("transformer", start, (3.0 if guided else 1.0,) * steps, total, number, skipped)
 
 
 def one_phase(steps: int, guided: bool = True) -> Phase:
-    return turn(0, 0, steps, steps, 0, guided)
+    return make_phase(0, 0, steps, steps, 0, guided)
 
 
-def both(split: int, steps: int) -> list[Phase]:
-    """Return the turns of two experts."""
-    return [turn(0, 0, split, steps, 0, True), turn(1, split, steps - split, steps, 0, True)]
+def two_phases(split: int, steps: int) -> list[Phase]:
+    """Return the phases of two experts."""
+    return [make_phase(0, 0, split, steps, 0, True), make_phase(1, split, steps - split, steps, 0, True)]
 
 
-def reused(rule, turns, tables, changes=None) -> list[bool]:
-    return [step for turn in turns for step in rule.reused(turn, tables, changes)]
+def reused(rule, phases, tables, changes=None) -> list[bool]:
+    return [step for phase in phases for step in rule.reused(phase, tables, changes)]
 
 
-def by_forwards(table: Magnitudes, steps: int, settings: tuple, split: int | None, joined: bool) -> list[list[bool]]:
-    """Return which forwards of both prompts MagCache's authors skip, counting forwards as they do.
+def skipped_forwards(
+    table: Magnitudes, steps: int, settings: tuple, split: int | None, joined: bool
+) -> list[list[bool]]:
+    """Return which forward passes of each prompt MagCache's authors skip, counting forward passes as they do.
 
-    `joined` skips a step's two forwards or none, and begins anew with the second expert.
+    With `joined`, a step skips both forward passes or none, and the second expert starts with new sums.
     """
-    delta, most, share = (b if a is None else a for a, b in zip(settings, table[2:5], strict=True))
-    places = [round(i * (len(table.prompt) - 1) / (steps - 1)) for i in range(steps)]  # halves to even, as NumPy does
-    flat = [ratios[place] for place in places for ratios in (table.prompt, table.negative)]
+    delta, max_skips, full_share = (b if a is None else a for a, b in zip(settings, table[2:5], strict=True))
+    indices = [round(i * (len(table.prompt) - 1) / (steps - 1)) for i in range(steps)]  # halves to even, as NumPy does
+    flat = [ratios[index] for index in indices for ratios in (table.prompt, table.negative)]
     first, second = (2 * steps, 0) if split is None else (2 * split, 2 * (steps - split))
-    acc, err, count, skipped = [1.0, 1.0], [0.0, 0.0], [0, 0], [[], []]
+    ratio_product, error_sum, count, skipped = [1.0, 1.0], [0.0, 0.0], [0, 0], [[], []]
     for step in range(steps):
         if joined and step == split:
-            acc, err, count = [1.0, 1.0], [0.0, 0.0], [0, 0]
-        would = []
-        for which in (0, 1):
-            forward = 2 * step + which
+            ratio_product, error_sum, count = [1.0, 1.0], [0.0, 0.0], [0, 0]
+        may_skip = []
+        for prompt in (0, 1):
+            forward = 2 * step + prompt
             if forward < first:
-                may = table.turns[0] and forward >= int(first * share)
+                is_allowed = table.turns[0] and forward >= int(first * full_share)
             elif table.turns[0]:
-                may = forward > second * share + first
+                is_allowed = forward > second * full_share + first
             else:
-                may = forward >= int(first + second * share)
-            if not may:
-                would.append(None)
+                is_allowed = forward >= int(first + second * full_share)
+            if not is_allowed:
+                may_skip.append(None)
                 continue
-            acc[which] *= flat[forward]
-            count[which] += 1
-            err[which] += abs(1 - acc[which])
-            would.append(err[which] < delta and count[which] <= most)
-        for which in (0, 1):
-            if joined and None in would:
-                acc[which], err[which], count[which] = 1.0, 0.0, 0
-            skip = all(would) if joined else bool(would[which])
-            if would[which] is not None and not skip:
-                acc[which], err[which], count[which] = 1.0, 0.0, 0
-            skipped[which].append(skip)
+            ratio_product[prompt] *= flat[forward]
+            count[prompt] += 1
+            error_sum[prompt] += abs(1 - ratio_product[prompt])
+            may_skip.append(error_sum[prompt] < delta and count[prompt] <= max_skips)
+        for prompt in (0, 1):
+            if joined and None in may_skip:
+                ratio_product[prompt], error_sum[prompt], count[prompt] = 1.0, 0.0, 0
+            skip = all(may_skip) if joined else bool(may_skip[prompt])
+            if may_skip[prompt] is not None and not skip:
+                ratio_product[prompt], error_sum[prompt], count[prompt] = 1.0, 0.0, 0
+            skipped[prompt].append(skip)
     return skipped
 
 
@@ -111,19 +113,19 @@ def test_magcache_skips_the_published_steps(name, settings):
     for steps in STEPS:
         splits = [steps // 3, steps // 2, steps * 13 // 20] if "a14b" in name else [None]
         for split in splits:
-            turns = [one_phase(steps)] if split is None else both(split, steps)
-            reused_steps = reused(MagCache(*settings), turns, tables)
-            expected = by_forwards(tables.magnitudes, steps, settings, split, joined=True)
+            phases = [one_phase(steps)] if split is None else two_phases(split, steps)
+            reused_steps = reused(MagCache(*settings), phases, tables)
+            expected = skipped_forwards(tables.magnitudes, steps, settings, split, joined=True)
             assert reused_steps == expected[0] == expected[1]
-            if name.startswith("wan2.1"):  # where the two prompts never differ
-                assert [reused_steps, reused_steps] == by_forwards(
+            if name.startswith("wan2.1"):  # whose two prompts always skip the same steps
+                assert [reused_steps, reused_steps] == skipped_forwards(
                     tables.magnitudes, steps, settings, split, joined=False
                 )
 
 
 def test_the_tables_are_the_published_ones():
-    """The number of ratios, with the first, and the numbers of steps that are computed on the 14B's table."""
-    assert len(MAGNITUDES) == 10  # with the bundled model's
+    """Tables have the published number of ratios, and the 14B model computes the published number of steps."""
+    assert len(MAGNITUDES) == 10  # including the bundled model's
     lengths = {name: len(PUBLISHED[name].magnitudes.prompt) for name in MAGNITUDES}
     assert {name for name, length in lengths.items() if length == 40} == {
         "wan2.1-i2v-14b-480p",
@@ -134,31 +136,31 @@ def test_the_tables_are_the_published_ones():
     assert set(lengths.values()) == {40, 50}
     table = PUBLISHED["wan2.1-t2v-14b"]
     computed = {
-        (delta, most): 50 - sum(reused(MagCache(delta, most, 0.2), [one_phase(50)], table))
-        for delta, most in ((0.04, 2), (0.06, 2), (0.12, 4), (0.24, 6))
+        (delta, max_skips): 50 - sum(reused(MagCache(delta, max_skips, 0.2), [one_phase(50)], table))
+        for delta, max_skips in ((0.04, 2), (0.06, 2), (0.12, 4), (0.24, 6))
     }
     assert list(computed.values()) == [29, 28, 21, 18]
 
 
 def test_a_video_that_begins_from_another_reads_the_last_ratios():
     """A run of the last 30 of 40 steps has the ratios of these steps."""
-    rising = tuple(1 + i / 1000 for i in range(40))
-    tables = Tables(Magnitudes(rising, rising, 0.06, 9, 0.2))
-    left = turn(0, 0, 30, 30, 10, True)
-    ratios, errors, grown, expected = rising[10:], 0.0, 1.0, []
+    rising_ratios = tuple(1 + i / 1000 for i in range(40))
+    tables = Tables(Magnitudes(rising_ratios, rising_ratios, 0.06, 9, 0.2))
+    remaining_phase = make_phase(0, 0, 30, 30, 10, True)
+    ratios, error_sum, ratio_product, expected = rising_ratios[10:], 0.0, 1.0, []
     for step in range(30):
-        grown, errors = (grown * ratios[step], errors) if step >= 6 else (1.0, 0.0)
-        errors += abs(1 - grown)
-        expected.append(step >= 6 and errors < 0.06)
-        grown, errors = (grown, errors) if expected[-1] else (1.0, 0.0)
-    assert list(MagCache().reused(left, tables)) == expected
+        ratio_product, error_sum = (ratio_product * ratios[step], error_sum) if step >= 6 else (1.0, 0.0)
+        error_sum += abs(1 - ratio_product)
+        expected.append(step >= 6 and error_sum < 0.06)
+        ratio_product, error_sum = (ratio_product, error_sum) if expected[-1] else (1.0, 0.0)
+    assert list(MagCache().reused(remaining_phase, tables)) == expected
     assert 5 < sum(expected) < 24
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.1, 0.2, 0.3])
 @pytest.mark.parametrize(("name", "mode"), [(name, None) for name in CHANGES] + [(name, "plain") for name in PLAIN])
 def test_teacache_skips_by_the_published_polynomial(name, mode, threshold):
-    """The authors' loop, which forgets what has added up whenever it computes, on changes of the size of theirs."""
+    """The authors' loop sets the sum to zero at each computed step. The changes are as large as the published ones."""
     tables = PUBLISHED[name]
     table = tables.plain if mode else tables.changes
     for steps in STEPS:
@@ -188,8 +190,8 @@ def test_the_polynomials_are_the_published_ones():
     assert PUBLISHED["wan2.1-t2v-1.3b"].plain.polynomial[1:3] == (-1311.10545, 201.331979)
 
 
-def test_which_steps_of_deepcache_are_full():
-    """The authors' rule, as sets of steps: up to start, every interval-th from there to end, and from end on."""
+def test_deepcache_computes_the_published_steps_in_full():
+    """The authors' rule: all steps before `start` and from `end` on are full, and between them every `interval`-th."""
     for start, end, interval, steps in ((11, 45, 4, 50), (0, 6, 3, 9), (2, 30, 5, 20)):
         full_steps = {*range(start), *range(start, end, interval), *range(end, steps), 0} & {*range(steps)}
         is_reused = DeepCache(start, end, interval).reused(one_phase(steps), NO_TABLES)
@@ -197,8 +199,8 @@ def test_which_steps_of_deepcache_are_full():
     assert sum(DeepCache().reused(one_phase(50), NO_TABLES)) == 25
 
 
-def test_which_steps_of_a_guidance_cache_are_full():
-    """From a third to nine tenths the negative prompt is run in every fifth step alone."""
+def test_a_guidance_cache_reuses_four_of_five_middle_steps():
+    """From a third to nine tenths of the steps, only every fifth step predicts for the negative prompt."""
     for steps in STEPS:
         is_reused = GuidanceCacheRule().reused(one_phase(steps), NO_TABLES)
         middle = range(steps // 3, steps * 9 // 10)
@@ -206,18 +208,18 @@ def test_which_steps_of_a_guidance_cache_are_full():
     assert not any(GuidanceCacheRule().reused(one_phase(50, guided=False), NO_TABLES))
 
 
-def test_which_steps_easycache_may_reuse():
+def test_easycache_may_reuse_all_but_the_first_and_last_steps():
     is_reused = EasyCache().reused(one_phase(50), NO_TABLES)
     assert [i for i in range(50) if is_reused[i]] == list(range(10, 49))
 
 
 @pytest.mark.parametrize("rule", [DeepCache(0, 50, 2), EasyCache(0.1, 1), GuidanceCacheRule(), MagCache(9.0, 99, 0.0)])
 def test_a_second_expert_begins_with_a_full_step(rule):
-    """Whatever the step at which it takes over."""
+    """This holds for every step at which the second expert takes over."""
     ones = (1.0,) * 50
     tables = Tables(Magnitudes(ones, ones, 0.1, 9, 0.2))
     for split in range(1, 49):
-        first, second = (rule.reused(turn, tables) for turn in both(split, 50))
+        first, second = (rule.reused(phase, tables) for phase in two_phases(split, 50))
         assert len(first) == split
         assert len(second) == 50 - split
         assert not first[0]
@@ -282,21 +284,21 @@ def test_other_texts_are_refused(text, message):
         cache_rule(text)
 
 
-def chosen(text, name="wan2.1-t2v-14b", steps=50, guided=True, tables=None):
+def choose(text, name="wan2.1-t2v-14b", steps=50, guided=True, tables=None):
     tables = PUBLISHED[name] if tables is None else tables
     return resolve_rule(cache_rule(text), lambda count: [one_phase(count, guided)], steps, tables, name)
 
 
 def test_a_rule_is_completed_with_the_checkpoints_settings():
-    assert str(chosen("magcache")) == "magcache:0.12,2,0.2"
-    assert str(chosen("magcache:.06")) == "magcache:0.06,2,0.2"
-    assert str(chosen("magcache", "wan2.1-vace-1.3b")) == "magcache:0.02,3,0.2"
-    assert str(chosen("teacache")) == "teacache:0.1"
-    assert str(chosen("teacache:mode=plain")) == "teacache:0.14,mode=plain"
-    assert str(chosen("auto")) == "magcache:0.12,2,0.2"
-    assert str(chosen("auto", "hunyuanvideo1.5-720p-t2v")) == "easycache:0.05,10"
-    assert chosen("auto", steps=1) == NONE
-    assert chosen("auto", "hunyuanvideo1.5-720p-t2v", steps=8) == NONE
+    assert str(choose("magcache")) == "magcache:0.12,2,0.2"
+    assert str(choose("magcache:.06")) == "magcache:0.06,2,0.2"
+    assert str(choose("magcache", "wan2.1-vace-1.3b")) == "magcache:0.02,3,0.2"
+    assert str(choose("teacache")) == "teacache:0.1"
+    assert str(choose("teacache:mode=plain")) == "teacache:0.14,mode=plain"
+    assert str(choose("auto")) == "magcache:0.12,2,0.2"
+    assert str(choose("auto", "hunyuanvideo1.5-720p-t2v")) == "easycache:0.05,10"
+    assert choose("auto", steps=1) == NONE
+    assert choose("auto", "hunyuanvideo1.5-720p-t2v", steps=8) == NONE
 
 
 @pytest.mark.parametrize(
@@ -326,23 +328,24 @@ def test_a_rule_is_completed_with_the_checkpoints_settings():
         ("guidance", {"guided": False}, "guidance:5 guidance"),
     ],
 )
-def test_a_rule_that_a_model_cannot_have_is_refused(text, arguments, message):
+def test_a_rule_that_does_not_fit_the_model_is_refused(text, arguments, message):
     with pytest.raises(WanjaxError, match=line_with_words(message)):
-        chosen(text, **arguments)
+        choose(text, **arguments)
 
 
-def test_teacache_is_refused_before_the_run_where_its_table_has_the_gaps():
+def test_teacache_with_too_few_steps_is_refused_before_the_run():
     pipe = wanjax.load("nano")
     for steps in (6, 9):
         with pytest.raises(WanjaxError, match=line_with_words(f"teacache:0.063 {steps} steps 10 steps")):
             pipe.settings(cache="teacache", steps=steps)
     conditioning = pipe.encode("a red circle", size=(32, 32), frames=5)
-    pipe.denoise(conditioning, cache="teacache", steps=10)  # which reads the weights, and finds a step that reuses
+    pipe.denoise(conditioning, cache="teacache", steps=10)  # the weights decide that a step is reused
     with pytest.raises(WanjaxError, match=line_with_words("teacache:0.064 9 steps threshold 0.34")):
-        pipe.denoise(conditioning, cache="teacache:.064", steps=9)  # the gaps are those of the default threshold
+        # the check before the run covers only the default threshold
+        pipe.denoise(conditioning, cache="teacache:.064", steps=9)
 
 
-def test_a_guidance_cache_needs_the_prompts_apart():
+def test_a_guidance_cache_is_accepted_with_separate_prompts():
     check_separate_forwards(GuidanceCacheRule(5), False)
     check_separate_forwards(MagCache(), True)
 
@@ -359,13 +362,13 @@ def test_tables_are_written_and_read(tmp_path):
     other_tables.write_text(json.dumps(to_json(replace(TABLES, magnitudes=None))))
     assert merge_tables([(None, None), (other_tables, None), (file, None)]) == TABLES
     file.write_text(
-        json.dumps(to_json(every := replace(TABLES, image_magnitudes=TABLES.magnitudes, plain=TABLES.changes)))
+        json.dumps(to_json(all_tables := replace(TABLES, image_magnitudes=TABLES.magnitudes, plain=TABLES.changes)))
     )
-    assert read_tables(file) == every
-    assert merge_tables([(other_tables, None), (file, None)]).image_magnitudes == every.image_magnitudes
-    mine = tmp_path / "mine.json"
-    mine.write_text(json.dumps(to_json(Tables(TABLES.magnitudes))))
-    assert merge_tables([(mine, None), (file, None)]) == replace(every, image_magnitudes=None)
+    assert read_tables(file) == all_tables
+    assert merge_tables([(other_tables, None), (file, None)]).image_magnitudes == all_tables.image_magnitudes
+    user_tables = tmp_path / "mine.json"
+    user_tables.write_text(json.dumps(to_json(Tables(TABLES.magnitudes))))
+    assert merge_tables([(user_tables, None), (file, None)]) == replace(all_tables, image_magnitudes=None)
 
 
 def with_tables(**change):
@@ -407,7 +410,7 @@ def test_every_table_belongs_to_a_preset():
             assert "https://github.com" in tables["source"]
 
 
-def test_the_users_tables_come_first(tmp_path, monkeypatch):
+def test_tables_that_the_user_measured_come_first(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert model_description("wan2.1-t2v-1.3b").model.tables == PUBLISHED["wan2.1-t2v-1.3b"]
     file = measured_file("wan2.1-t2v-1.3b")
@@ -424,23 +427,23 @@ def test_an_empty_or_relative_data_folder_is_ignored(tmp_path, monkeypatch, name
     assert measured_file("nano").is_relative_to(tmp_path)
 
 
-def test_the_tables_of_a_folder_are_those_of_its_weights(tmp_path):
+def test_tables_are_found_by_the_contents_of_the_weights(tmp_path):
     folder = Path(presets()["nano"].source)
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
-    first = checkpoint_key(find_checkpoint(copy)[0])
-    assert first.startswith("copy-")
-    assert checkpoint_key(find_checkpoint(copy)[0]) == first
+    first_key = checkpoint_key(find_checkpoint(copy)[0])
+    assert first_key.startswith("copy-")
+    assert checkpoint_key(find_checkpoint(copy)[0]) == first_key
     weights = next((copy / "transformer").glob("*.safetensors"))
     weights.touch()
-    assert checkpoint_key(find_checkpoint(copy)[0]) == first
+    assert checkpoint_key(find_checkpoint(copy)[0]) == first_key
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\1\2\3")
-    assert checkpoint_key(find_checkpoint(copy)[0]) != first
+    assert checkpoint_key(find_checkpoint(copy)[0]) != first_key
 
 
 @pytest.mark.parametrize("cache", ["deepcache:2,39,7", "magcache", "guidance"])
 def test_a_plan_counts_the_second_experts_first_step(cache):
-    """Each expert begins with a whole step, whatever the rule says of its number."""
+    """The first step of each expert is full, also where the rule would reuse that step."""
     model = model_description("wan2.2-t2v-a14b")
     settings = replace(model.settings, cache=cache)
     spec = model.model.spec
@@ -450,13 +453,14 @@ def test_a_plan_counts_the_second_experts_first_step(cache):
     counts = run_counts(abstract_pipeline(replace(model, settings=settings), one_device_partitioner()), settings)
     assert counts["step"] + counts["reusing_step"] == settings.steps
     if cache.startswith("deepcache"):
-        by_number = {i for i in range(2, 39) if (i - 2) % 7}
-        assert second.start in by_number
-        assert counts["reusing_step"] == len(by_number - {second.start})
+        reused_by_rule = {i for i in range(2, 39) if (i - 2) % 7}
+        assert second.start in reused_by_rule
+        assert counts["reusing_step"] == len(reused_by_rule - {second.start})
 
 
-def test_a_plan_counts_all_steps_but_one_as_full_if_weights_decide():
+def test_a_plan_expects_one_reused_step_if_the_weights_decide():
     model = model_description("wan2.1-t2v-14b")
     settings = replace(model.settings, cache="teacache")
     counts = run_counts(abstract_pipeline(replace(model, settings=settings), one_device_partitioner()), settings)
-    assert (counts["step"], counts["reusing_step"]) == (49, 1)  # so that a warm-up compiles both
+    # one reused step, so that a warm-up compiles both programs
+    assert (counts["step"], counts["reusing_step"]) == (49, 1)

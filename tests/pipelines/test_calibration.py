@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`wanjax calibrate`: what it measures, where it keeps it, and that `--cache` finds it."""
+"""`wanjax calibrate` measures tables and saves them, and `--cache` reads them."""
 
 import json
 from dataclasses import replace
@@ -28,25 +28,25 @@ SMALL = {"size": (32, 32), "frames": 9, "steps": 4, "seed": 3}
 
 
 @pytest.mark.parametrize("model", quick(["cogvideox"], MODELS))
-def test_ratios_are_those_of_the_cached_residuals_of_magcache(model, tmp_path):
-    """A cache that computes every step keeps the residuals, whose norms have the same ratios."""
+def test_measured_ratios_are_those_that_magcache_uses(model, tmp_path):
+    """The norms of the cached residuals have the measured ratios, if every step is computed."""
     pipe = wanjax.load(MODELS[model](tmp_path))
     settings = pipe.settings(**SMALL, guidance_scale=3.0)
-    encoded = pipe.encode("a red circle", "a dog")
-    measured = measure(pipe.runtime, pipe.model, encoded, settings)
+    conditioning = pipe.encode("a red circle", "a dog")
+    measured = measure(pipe.runtime, pipe.model, conditioning, settings)
     residuals = []
 
     def callback(step):
         residuals.append([np.asarray(jax.tree.leaves(part)[0], np.float64) for part in step.state.cached])
 
-    leaping = (1.0, 5.0, 5.0, 1.0)  # of which none but the last step may reuse
-    pipe.model = replace(pipe.model, tables=Tables(Magnitudes(leaping, leaping, 0.1, 1, 0.0)))
-    pipe.denoise(encoded, **SMALL, guidance_scale=3.0, cache="magcache", callback=callback)
+    large_ratios = (1.0, 5.0, 5.0, 1.0)  # with these ratios, only the last step may reuse
+    pipe.model = replace(pipe.model, tables=Tables(Magnitudes(large_ratios, large_ratios, 0.1, 1, 0.0)))
+    pipe.denoise(conditioning, **SMALL, guidance_scale=3.0, cache="magcache", callback=callback)
     for step in (1, 2):
         for prompt in (0, 1):
             norms = [np.linalg.norm(residuals[i][prompt], axis=-1) for i in (step - 1, step)]
-            tokens = norms[1] / norms[0]
-            assert measured.ratios[prompt, step] == pytest.approx(tokens.mean(), rel=1e-4)
+            token_ratios = norms[1] / norms[0]
+            assert measured.ratios[prompt, step] == pytest.approx(token_ratios.mean(), rel=1e-4)
     assert measured.ratios[:, 0].tolist() == [1, 1]
     assert measured.ratios.shape == measured.output_changes.shape == (2, SMALL["steps"])
     assert [phase[1:6] for phase in measured.phases] == [(0, (3.0,) * 4, 4, 0, 0)]
@@ -54,25 +54,27 @@ def test_ratios_are_those_of_the_cached_residuals_of_magcache(model, tmp_path):
 
 def test_tables_fit_the_measurements():
     """A polynomial of degree four is recovered; ratios are means; half of the steps reuse at the threshold."""
-    steps, truth = 40, [3.0, -2.0, 5.0, 0.5, 0.01]
+    steps, polynomial = 40, [3.0, -2.0, 5.0, 0.5, 0.01]
     rng = np.random.default_rng(0)
     runs = []
     for _ in range(3):
-        embedded = rng.uniform(0.02, 0.5, steps)
-        changed = np.stack([np.polyval(truth, embedded)] * 2)
+        embedding_changes = rng.uniform(0.02, 0.5, steps)
+        output_changes = np.stack([np.polyval(polynomial, embedding_changes)] * 2)
         ratios = rng.uniform(0.95, 1.0, (2, steps))
-        runs.append(Measurements(ratios, changed, embedded, (Phase("transformer", 0, (3.0,) * steps, steps),)))
+        runs.append(
+            Measurements(ratios, output_changes, embedding_changes, (Phase("transformer", 0, (3.0,) * steps, steps),))
+        )
     tables = tables_from(runs)
-    assert error(np.array(tables.changes.polynomial), np.array(truth)) <= 1e-5
+    assert error(np.array(tables.changes.polynomial), np.array(polynomial)) <= 1e-5
     assert error(np.array(tables.magnitudes.prompt), np.mean([run.ratios[0] for run in runs], axis=0)) <= 1e-5
     assert error(np.array(tables.magnitudes.negative), np.mean([run.ratios[1] for run in runs], axis=0)) <= 1e-5
     assert steps / 2 <= reused_steps(TeaCache(), tables, runs[0]) < 0.8 * steps
-    few = [
+    short_runs = [
         Measurements(run.ratios[:, :9], run.output_changes[:, :9], run.embedding_changes[:9], run.phases)
         for run in runs
     ]
     with pytest.raises(WanjaxError, match=line_with_words("9 steps model 10")):
-        tables_from(few)
+        tables_from(short_runs)
 
 
 def test_the_command_saves_tables_that_the_cache_reads(tmp_path, monkeypatch):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows of a long video whose colours are matched to the window before."""
+"""The colours of each window of a long video are matched to the window before."""
 
 import numpy as np
 import pytest
@@ -18,17 +18,17 @@ pytestmark = pytest.mark.usefixtures("cached_programs")
 
 @pytest.mark.parametrize("contrast", [1.0, 0.5])
 @pytest.mark.parametrize("change", [drifts.gain, drifts.hue, drifts.moving_gradient])
-def test_the_drift_of_eight_windows_is_taken_away(change, contrast):
+def test_a_colour_drift_over_eight_windows_is_removed(change, contrast):
     assert drifts.share_left(change, contrast) <= 0.1
 
 
-def test_the_gain_of_dull_pictures_is_taken_away():
+def test_a_drift_of_brightness_is_removed_from_dull_pictures():
     assert drifts.share_left(drifts.gain, 0.1) <= 0.1
 
 
 @pytest.mark.parametrize("colour", ["grey", "one"])
 def test_pictures_with_few_colours_keep_their_contrast(colour):
-    """Errors of the repeated frames are not taken for contrast."""
+    """Noise in the repeated frames is not mistaken for contrast."""
     corrected = frames = (
         drifts.synthetic_clip(0.02) if colour == "one" else np.repeat(drifts.synthetic_clip(0.5)[..., :1], 3, -1)
     )
@@ -47,7 +47,7 @@ def test_equal_colours_stay_as_they_are():
     assert drift.colour == 0
 
 
-def test_a_table_of_colours_is_the_map():
+def test_a_table_of_colours_approximates_the_map():
     frames = drifts.synthetic_clip(0.6)
     colour_map = ColourMap(np.diag([1.04, 0.97, 1.03]), np.array([0.01, -0.004, 0.006]))
     expected = 255 * oklab_to_srgb(colour_map(srgb_to_oklab(frames / 255)))
@@ -55,7 +55,7 @@ def test_a_table_of_colours_is_the_map():
 
 
 def test_oklab_has_published_values():
-    """From the article by its author, given for the primaries of sRGB and for white."""
+    """The values are those of the author's article, for the primaries of sRGB and for white."""
     colours = np.eye(4, 3)
     colours[3] = 1
     expected = [[0.628, 0.225, 0.126], [0.866, -0.234, 0.179], [0.452, -0.032, -0.312], [1, 0, 0]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The components of a pipeline, by name, and the chunks of its autoencoder."""
+"""The autoencoder of a pipeline decodes chunk by chunk."""
 
 import numpy as np
 import pytest
@@ -10,25 +10,26 @@ from wanjax.pipelines.frames import chunk_count
 
 
 @pytest.mark.parametrize(
-    ("count", "at_once", "chunks"), [(1, (1, 4), 1), (5, (1, 4), 2), (3, (1, 1), 3), (5, (3, 2), 2), (2, (3, 2), 1)]
+    ("count", "chunk_lengths", "chunks"),
+    [(1, (1, 4), 1), (5, (1, 4), 2), (3, (1, 1), 3), (5, (3, 2), 2), (2, (3, 2), 1)],
 )
-def test_chunks_are_counted(count, at_once, chunks):
-    assert chunk_count(count, at_once) == chunks
+def test_chunks_are_counted(count, chunk_lengths, chunks):
+    assert chunk_count(count, chunk_lengths) == chunks
 
 
 def test_the_next_chunk_is_decoded_while_one_is_written(monkeypatch):
-    seen = []
+    events = []
 
-    def decoded(*_):
+    def decode(*_):
         for number in range(3):
-            seen.append(f"begun {number}")
+            events.append(f"begun {number}")
             yield np.full((1, 2, 2, 3), number, np.uint8)
 
-    monkeypatch.setattr(model, "decode_latents", decoded)
+    monkeypatch.setattr(model, "decode_latents", decode)
     pipe = wanjax.load("nano")
     for chunk in run.Run(pipe, []).frames([np.zeros((1, 16, 5, 8, 8), np.float32)]):
-        seen.append(f"written {chunk[0, 0, 0, 0]}")
-    assert seen == ["begun 0", "begun 1", "written 0", "begun 2", "written 1", "written 2"]
+        events.append(f"written {chunk[0, 0, 0, 0]}")
+    assert events == ["begun 0", "begun 1", "written 0", "begun 2", "written 1", "written 2"]
 
 
 def test_decoded_values_are_rounded_to_the_nearest_byte():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controlled videos whose clip and mask are composed: a first and a last picture, and margins to be outpainted."""
+"""Control inputs that are composed into a clip and a mask: first and last pictures, and margins to outpaint."""
 
 from pathlib import Path
 from typing import Any
@@ -47,22 +47,22 @@ def as_mask(values: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("last", [False, True])
 def test_a_first_and_a_last_picture_are_fixed_frames_of_a_clip(pipe, last):
-    """The other frames are grey, and the mask is white there. The mask's own channels are those of such a mask too."""
+    """All other frames are grey in the clip and white in the mask."""
     pictures = {"image": FIRST} | ({"last_image": LAST} if last else {})
-    conditioned = condition(pipe, **pictures)
-    grey = np.full((7, 32, 32, 3), 0.5)  # exactly, unlike 127 of 255
+    condition_of_pictures = condition(pipe, **pictures)
+    grey = np.full((7, 32, 32, 3), 0.5)  # exactly 0.5, unlike 127 / 255
     clip = np.concatenate([FIRST[None] / 255, grey, (LAST if last else np.full((32, 32, 3), GREY))[None] / 255])
     mask = as_mask([0, *[255] * 7, 0 if last else 255])
-    composed = condition(pipe, video=np.round(clip * 255).astype(np.uint8), mask=mask)
-    fixed, changed, flags = np.split(conditioned, [4, 8], axis=1)
-    composed_fixed, composed_changed, composed_flags = np.split(composed, [4, 8], axis=1)
-    np.testing.assert_array_equal(fixed, composed_fixed)
-    np.testing.assert_array_equal(flags, composed_flags)
-    np.testing.assert_allclose(changed, composed_changed, atol=0.05)  # 128 of 255 is nearly grey
+    condition_of_clip = condition(pipe, video=np.round(clip * 255).astype(np.uint8), mask=mask)
+    fixed, changed, flags = np.split(condition_of_pictures, [4, 8], axis=1)
+    fixed_of_clip, changed_of_clip, flags_of_clip = np.split(condition_of_clip, [4, 8], axis=1)
+    np.testing.assert_array_equal(fixed, fixed_of_clip)
+    np.testing.assert_array_equal(flags, flags_of_clip)
+    np.testing.assert_allclose(changed, changed_of_clip, atol=0.05)  # 128 / 255 is nearly 0.5
     assert not np.array_equal(fixed, condition(pipe)[:, :4])
 
 
-def test_a_first_picture_takes_the_place_of_a_clip_s_first_frame(pipe):
+def test_a_first_picture_replaces_the_first_frame_of_the_clip(pipe):
     mask = as_mask([255] * 3 + [0] * 6)
     with pytest.warns(WanjaxWarning, match=line_with_words("later frames guided by clip")):
         composed = condition(pipe, image=FIRST, video=CLIP, mask=mask)
@@ -78,7 +78,7 @@ def test_only_the_first_window_of_a_long_video_starts_from_its_picture(pipe):
     assert len(video.frames) == 13
 
 
-def padded(clip: np.ndarray, value: int, left: int, top: int, right: int, bottom: int) -> np.ndarray:
+def add_margins(clip: np.ndarray, value: int, left: int, top: int, right: int, bottom: int) -> np.ndarray:
     frames, height, width, channels = clip.shape
     canvas = np.full((frames, top + height + bottom, left + width + right, channels), value, np.uint8)
     canvas[:, top : top + height, left : left + width] = clip
@@ -87,16 +87,16 @@ def padded(clip: np.ndarray, value: int, left: int, top: int, right: int, bottom
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_margins_are_grey_in_the_clip_and_white_in_its_mask(pipe, masked):
-    """A mask of another size keeps its place on the clip."""
+    """A mask of another size is padded in proportion."""
     mask = np.zeros((9, 32, 32, 3), np.uint8)
     if masked:
         mask = RANDOM.integers(0, 2, (9, 16, 16, 3), dtype=np.uint8) * 255
     outpainted = condition(pipe, video=CLIP, outpaint="16,32,16,0", size="64x64", **({"mask": mask} if masked else {}))
-    clip, whole_mask = (
-        padded(CLIP, GREY, 16, 32, 16, 0),
-        padded(mask, 255, *((8, 16, 8, 0) if masked else (16, 32, 16, 0))),
+    clip, padded_mask = (
+        add_margins(CLIP, GREY, 16, 32, 16, 0),
+        add_margins(mask, 255, *((8, 16, 8, 0) if masked else (16, 32, 16, 0))),
     )
-    np.testing.assert_array_equal(outpainted, condition(pipe, video=clip, mask=whole_mask, size="64x64"))
+    np.testing.assert_array_equal(outpainted, condition(pipe, video=clip, mask=padded_mask, size="64x64"))
 
 
 def test_the_size_follows_from_the_clip_with_its_margins(pipe):
@@ -127,20 +127,20 @@ def test_a_model_without_a_mask_has_no_margins():
         wanjax.load("nano").settings(outpaint="8,0,8,0")
 
 
-def test_margins_of_a_command_are_stored(checkpoint, tmp_path, monkeypatch):
+def test_the_margins_of_a_command_are_stored(checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_video("clip.mp4", CLIP[:5], 8)
     options = ("--model", str(checkpoint), "--video", "clip.mp4", "--frames", "5", "--steps", "1", "--outpaint")
     succeeded(run("a cat", *options, "16,0,16,0", "--dir", "stages", "--out", "a.mp4"))
     assert load_settings(Path("stages"))["outpaint"] == "16,0,16,0"
     assert "16,0,16,0" in succeeded(run("info", "a.mp4")).stdout
-    refused = run("a cat", *options, "16", "--out", "b.mp4")
-    assert refused.exit_code == 2
-    assert "outpaint must be four whole numbers" in refused.stderr
+    failed = run("a cat", *options, "16", "--out", "b.mp4")
+    assert failed.exit_code == 2
+    assert "outpaint must be four whole numbers" in failed.stderr
     assert not Path("b.mp4").exists()
 
 
-def test_margins_of_none_do_not_bind_another_model(tmp_path, monkeypatch):
+def test_a_video_without_margins_can_be_made_with_any_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     metadata = {"model": "wan2.1-vace-1.3b", "prompt": "a", "steps": 2}
     for margins, name in (("0,0,0,0", "none.mp4"), ("8,0,8,0", "wide.mp4")):

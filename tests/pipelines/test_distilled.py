@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distilled weights are recognised by their names: a LoRA or a model brings its publisher's steps and solver."""
+"""Distilled LoRAs and models are recognised by their names, and use their publisher's steps and solver."""
 
 import re
 import warnings
@@ -22,14 +22,14 @@ from wanjax.pipelines.wan import FAMILY as WAN
 from wanjax.registry import apply_distilled_loras, model_description, presets
 from wanjax.schedulers import name_of, parse
 
-FEW = "wan_lightx2v_4step.safetensors"
+LIGHTX2V = "wan_lightx2v_4step.safetensors"
 SEKO = "lightx2v/Wan2.2-Lightning/Wan2.2-T2V-A14B-4steps-lora-rank64-Seko-V1.1"
-PLUG = "Efficient-Large-Model/LongLive-Plug"
-THREE = "consistency:timesteps=1000,757,522"
+LONGLIVE_PLUG = "Efficient-Large-Model/LongLive-Plug"
+THREE_STEP_SOLVER = "consistency:timesteps=1000,757,522"
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "expected"),
     [
         ("wan2.1_t2v_14b_lora_rank64_lightx2v_4step.safetensors", ("LightX2V", 4)),
         ("lightx2v_I2V_14B_480p_cfg_step_distill_rank64_bf16.safetensors", ("LightX2V", 4)),
@@ -42,10 +42,10 @@ THREE = "consistency:timesteps=1000,757,522"
         ("Wan_2_2_I2V_A14B_LOW_lightx2v_4step_lora_260412_rank_64_fp16.safetensors", ("LightX2V", 4)),
         ("Wan_2_2_I2V_A14B_HIGH_lightx2v_4step_lora_260412_rank_256_fp16.safetensors", ("LightX2V", 4)),
         ("LongLive-Plug-Wan2.1-T2V-14B-few-step.safetensors", ("LongLive-Plug", 4)),
-        (f"{PLUG}-Wan2.1-T2V-14B-few-step/generator_lora_lightx2v.safetensors", ("LightX2V", 4)),
-        (f"{PLUG}-Wan2.2-TI2V-5B-few-step/adapter_model.safetensors", ("LongLive-Plug", 4)),
-        (f"{PLUG}-Wan2.2-TI2V-5B-few-step/generator_lora.pt", ("LongLive-Plug", 4)),
-        (f"{PLUG}-Wan2.1-T2V-14B-cfg/adapter_model.safetensors", ("LongLive-Plug, guidance alone", None)),
+        (f"{LONGLIVE_PLUG}-Wan2.1-T2V-14B-few-step/generator_lora_lightx2v.safetensors", ("LightX2V", 4)),
+        (f"{LONGLIVE_PLUG}-Wan2.2-TI2V-5B-few-step/adapter_model.safetensors", ("LongLive-Plug", 4)),
+        (f"{LONGLIVE_PLUG}-Wan2.2-TI2V-5B-few-step/generator_lora.pt", ("LongLive-Plug", 4)),
+        (f"{LONGLIVE_PLUG}-Wan2.1-T2V-14B-cfg/adapter_model.safetensors", ("LongLive-Plug, guidance alone", None)),
         ("LongLive-Plug-Wan2.2-TI2V-5B-cfg.safetensors", ("LongLive-Plug, guidance alone", None)),
         ("LongLive-2.0-5B", None),
         ("Wan_2_2_I2V_A14B_HIGH_lightx2v_MoE_distill_lora_rank_64_bf16.safetensors", ("LightX2V", 4)),
@@ -75,21 +75,21 @@ THREE = "consistency:timesteps=1000,757,522"
         ("hyperrealism_wan_14b.safetensors", None),  # a word inside another
         ("wan_lightningmcqueen_14b.safetensors", None),
         ("turbocharged_car_5b.safetensors", None),
-        ("wan21_style_4000steps.safetensors", None),  # of training
+        ("wan21_style_4000steps.safetensors", None),  # training steps
         ("wan21_style_step-4.safetensors", None),
-        ("style_for_lightx2v_t2v_14b.safetensors", None),  # made for such weights, or without them
+        ("style_for_lightx2v_t2v_14b.safetensors", None),  # made for distilled weights, or without them
         ("wan21_t2v_14b_not_FastWan.safetensors", None),
         ("wan21_t2v_14b_without_AccVid.safetensors", None),
         ("wan21_t2v_14b_no_causvid.safetensors", None),
     ],
 )
-def test_distilled_weights_are_recognised_by_name(name, message):
-    result = find_distillation(model_name_in(f"/loras/{name}"), WAN.distillations)
-    assert (result and (result.name, result.steps)) == message
+def test_distilled_weights_are_recognised_by_name(name, expected):
+    distillation = find_distillation(model_name_in(f"/loras/{name}"), WAN.distillations)
+    assert (distillation and (distillation.name, distillation.steps)) == expected
 
 
-def test_long_numbers_in_names_take_no_time():
-    """A name that begins with a hash or a time is read at once, whatever follows."""
+def test_long_numbers_in_names_are_read_quickly():
+    """A name that begins with a hash or a time is read quickly."""
     assert model_name_in(f"/loras/{'1' * 200}x.safetensors") == "1" * 200 + "x"
     assert model_name_in(f"/loras/a-style/{'1' * 200}.safetensors") == "a-style"
     assert model_name_in("/loras/a-style/transformer_2-models-00001-of-00002.safetensors") == "a-style"
@@ -104,27 +104,31 @@ def test_a_folder_of_many_loras_is_not_recognised(folder):
     "name", ["hy1.5_t2v_480p_lightx2v_4step", "hunyuanvideo1.5_t2v_480p_lightx2v_4step_lora_rank_32_bf16.safetensors"]
 )
 def test_distilled_weights_of_hunyuanvideo_are_recognised_by_name(name):
-    """Four steps of the shift 5, as LightX2V's configuration of that model has it."""
-    result = find_distillation(model_name_in(name), HUNYUANVIDEO.distillations)
-    assert result is not None
-    assert result.settings == {"steps": 4, "guidance_scale": 1.0, "flow_shift": 5.0}
+    """LightX2V's configuration of this model has four steps and a shift of 5."""
+    distillation = find_distillation(model_name_in(name), HUNYUANVIDEO.distillations)
+    assert distillation is not None
+    assert distillation.settings == {"steps": 4, "guidance_scale": 1.0, "flow_shift": 5.0}
 
 
-def applied(model, *loras):
-    """Return a model with distilled LoRAs, and the message; neither is read."""
+def apply_loras(model, *loras):
+    """Return the description of a model with distilled LoRAs, and the messages; no file is read."""
     messages = []
-    result = apply_distilled_loras(model_description(model), [Lora.parse(text) for text in loras], messages.append)
-    return result, messages
+    described_model = apply_distilled_loras(
+        model_description(model), [Lora.parse(text) for text in loras], messages.append
+    )
+    return described_model, messages
 
 
 @pytest.mark.parametrize("name", [name for name, preset in presets().items() if preset.loras])
-def test_a_lora_brings_the_settings_of_its_preset(name):
-    """Of the preset's own are the size and the number of frames."""
+def test_a_lora_has_the_settings_of_its_preset(name):
+    """Only the preset decides the size and the number of frames."""
     preset = presets()[name]
-    result, [message] = applied(re.sub("-(?:4step|lightx2v|longlive-plug|causvid)$", "", name), *preset.loras)
-    same = {key: getattr(preset.defaults, key) for key in ("model", "height", "width", "frames")}
-    assert result.settings.updated(same) == preset.defaults
-    assert result.model.scheduler == model_description(name).model.scheduler
+    described_model, [message] = apply_loras(
+        re.sub("-(?:4step|lightx2v|longlive-plug|causvid)$", "", name), *preset.loras
+    )
+    preset_fields = {key: getattr(preset.defaults, key) for key in ("model", "height", "width", "frames")}
+    assert described_model.settings.updated(preset_fields) == preset.defaults
+    assert described_model.model.scheduler == model_description(name).model.scheduler
     assert has_line_with(message, f"distilled 4 steps guidance 1 shift {preset.defaults.flow_shift:g}")
     assert not has_line_with(message, "together")
 
@@ -135,35 +139,37 @@ def test_a_lora_brings_the_settings_of_its_preset(name):
         ("wan2.1-t2v-14b", "Wan21_CausVid_14B_T2V_lora_rank32.safetensors:0.7", 4, 8.0, "unipc"),
         ("wan2.1-vace-14b", "Wan21_CausVid_14B_T2V_lora_rank32.safetensors:0.3", 4, 8.0, "unipc"),
         ("wan2.1-t2v-14b", "Wan21_AccVid_T2V_14B_lora_rank32_fp16.safetensors", 10, 5.0, "unipc"),
-        ("wan2.1-t2v-14b", "FastWan_T2V_14B_480p_lora_rank_128_bf16.safetensors", 3, 8.0, THREE),
+        ("wan2.1-t2v-14b", "FastWan_T2V_14B_480p_lora_rank_128_bf16.safetensors", 3, 8.0, THREE_STEP_SOLVER),
         ("wan2.1-t2v-14b", "Wan_2_1_T2V_14B_480p_rCM_lora_average_rank_83_bf16.safetensors", 4, 5.0, "rcm"),
         ("wan2.2-i2v-a14b", "Wan_2_1_T2V_14B_480p_rCM_lora_average_rank_83.safetensors", 4, 5.0, "rcm:sigma_max=200"),
         ("wan2.1-i2v-14b-480p", "lightx2v_I2V_14B_480p_cfg_step_distill_rank64_bf16.safetensors", 4, 5.0, "euler"),
-        ("wan2.2-ti2v-5b", f"{PLUG}-Wan2.2-TI2V-5B-few-step/adapter_model.safetensors", 4, 5.0, "unipc"),
+        ("wan2.2-ti2v-5b", f"{LONGLIVE_PLUG}-Wan2.2-TI2V-5B-few-step/adapter_model.safetensors", 4, 5.0, "unipc"),
         ("wan2.1-t2v-14b", "LongLive-Plug-Wan2.1-T2V-14B-few-step.safetensors", 4, 5.0, "euler"),
         ("wan2.1-t2v-14b", "LongLive-Plug-Wan2.1-T2V-14B-cfg.safetensors", 50, 5.0, "unipc"),
         ("wan2.2-ti2v-5b", "Wan22_TI2V_5B_Turbo_lora_rank_64_fp16.safetensors", 4, 5.0, "consistency"),
         ("hunyuanvideo1.5-480p-t2v", "HunyuanVideo-1.5_T2V_480p_lightx2v_4step_lora.safetensors", 4, 5.0, "euler"),
     ],
 )
-def test_a_lora_brings_its_publishers_settings(model, lora, steps, shift, solver):
-    result, _ = applied(model, lora)
-    settings, preset = result.settings, model_description(model).settings
-    assert (settings.steps, settings.flow_shift, name_of(result.model.scheduler)) == (steps, shift, solver)
+def test_a_lora_has_its_publishers_settings(model, lora, steps, shift, solver):
+    described_model, _ = apply_loras(model, lora)
+    settings, preset = described_model.settings, model_description(model).settings
+    assert (settings.steps, settings.flow_shift, name_of(described_model.model.scheduler)) == (steps, shift, solver)
     assert {*settings.guidance_scales} == {1.0}
     assert (settings.size, settings.boundary, settings.model) == (preset.size, preset.boundary, model)
-    assert len(result.model.spec.schedule(settings).timesteps) == steps
+    assert len(described_model.model.spec.schedule(settings).timesteps) == steps
 
 
-def test_a_pair_of_loras_counts_once_and_half_a_pair_does_not():
+def test_a_lora_pair_changes_settings_and_half_a_pair_does_not():
     high, low = (f"{noise}=wan2.2_t2v_lightx2v_4steps_lora_v1_{noise}_noise.safetensors" for noise in ("high", "low"))
-    result, [messages] = applied("wan2.2-t2v-a14b", high, low)
-    assert (result.settings.steps, "together" in messages) == (4, False)
-    phases = result.model.spec.phases(result.model.spec.schedule(result.settings), result.settings)
+    described_model, [messages] = apply_loras("wan2.2-t2v-a14b", high, low)
+    assert (described_model.settings.steps, "together" in messages) == (4, False)
+    phases = described_model.model.spec.phases(
+        described_model.model.spec.schedule(described_model.settings), described_model.settings
+    )
     assert [phase.scales for phase in phases] == [(1.0, 1.0), (1.0, 1.0)]  # ComfyUI's example changes at 2 of 4
     for half in (high, low):
-        result, [messages] = applied("wan2.2-t2v-a14b", half)
-        assert result == model_description("wan2.2-t2v-a14b")
+        described_model, [messages] = apply_loras("wan2.2-t2v-a14b", half)
+        assert described_model == model_description("wan2.2-t2v-a14b")
         assert has_line_with(messages, f"{half} expert 40 steps")
 
 
@@ -177,47 +183,53 @@ def test_a_pair_of_loras_counts_once_and_half_a_pair_does_not():
     ],
 )
 def test_the_newer_pairs_of_lightx2v_run_two_steps_each(model, names, noises):
-    """As configs/distill/wan22 of LightX2V does: boundary_step_index 2, and steps at 1000, 937.5, 833.3 and 625."""
-    result, [messages] = applied(model, *(f"{noise.lower()}={names.format(noise)}.safetensors" for noise in noises))
+    """LightX2V's configs/distill/wan22 has boundary_step_index 2, and timesteps 1000, 937.5, 833.3 and 625."""
+    described_model, [messages] = apply_loras(
+        model, *(f"{noise.lower()}={names.format(noise)}.safetensors" for noise in noises)
+    )
     assert has_line_with(messages, "distilled 4 steps guidance 1 shift 5 euler")
     assert "together" not in messages
-    schedule = result.model.spec.schedule(result.settings)
+    schedule = described_model.model.spec.schedule(described_model.settings)
     np.testing.assert_allclose(schedule.timesteps, [1000, 937.5, 2500 / 3, 625], rtol=1e-6)
-    phases = result.model.spec.phases(schedule, result.settings)
+    phases = described_model.model.spec.phases(schedule, described_model.settings)
     assert [phase.scales for phase in phases] == [(1.0, 1.0), (1.0, 1.0)]
 
 
-def test_a_lora_of_guidance_leaves_the_steps_to_another_in_either_order():
-    few = "LongLive-Plug-Wan2.1-T2V-14B-few-step.safetensors"
-    guidance = "LongLive-Plug-Wan2.1-T2V-14B-cfg.safetensors:0.5"
-    for loras in ((few, guidance), (guidance, few)):
-        result, [messages] = applied("wan2.1-t2v-14b", *loras)
-        assert (result.settings.steps, result.settings.guidance_scale, name_of(result.model.scheduler)) == (
+def test_a_guidance_lora_and_a_few_step_lora_combine_in_any_order():
+    few_step_lora = "LongLive-Plug-Wan2.1-T2V-14B-few-step.safetensors"
+    guidance_lora = "LongLive-Plug-Wan2.1-T2V-14B-cfg.safetensors:0.5"
+    for loras in ((few_step_lora, guidance_lora), (guidance_lora, few_step_lora)):
+        described_model, [messages] = apply_loras("wan2.1-t2v-14b", *loras)
+        assert (
+            described_model.settings.steps,
+            described_model.settings.guidance_scale,
+            name_of(described_model.model.scheduler),
+        ) == (
             4,
             1.0,
             "euler",
         )
-        assert has_line_with(messages, f"{few} distilled 4 steps guidance 1 shift 5")
+        assert has_line_with(messages, f"{few_step_lora} distilled 4 steps guidance 1 shift 5")
         assert "together" not in messages
-    result, [messages] = applied("wan2.1-t2v-14b", guidance)
-    assert (result.settings.steps, result.settings.guidance_scale) == (50, 1.0)
+    described_model, [messages] = apply_loras("wan2.1-t2v-14b", guidance_lora)
+    assert (described_model.settings.steps, described_model.settings.guidance_scale) == (50, 1.0)
     assert "50 steps" not in messages
 
 
-def test_several_distilled_loras_or_a_distilled_model_give_a_note():
+def test_several_distilled_loras_give_a_note():
     second_lora = "Wan21_AccVid_T2V_14B_lora_rank32_fp16.safetensors"
-    result, [message] = applied("wan2.1-t2v-14b", FEW, second_lora)
-    assert result.settings.steps == 4  # of the first
-    assert has_line_with(message, f"{FEW} {second_lora} together")
+    described_model, [message] = apply_loras("wan2.1-t2v-14b", LIGHTX2V, second_lora)
+    assert described_model.settings.steps == 4  # the first LoRA's steps
+    assert has_line_with(message, f"{LIGHTX2V} {second_lora} together")
     for model in ("wan2.1-t2v-14b-4step", "wan2.1-t2v-14b-rcm-480p"):
-        result, [message] = applied(model, second_lora)
-        assert result == model_description(model)
+        described_model, [message] = apply_loras(model, second_lora)
+        assert described_model == model_description(model)
         assert has_line_with(message, f"{second_lora} {model} itself keeps 4 steps")
 
 
-@pytest.mark.parametrize("lora", [f"{FEW}:0", f"{FEW}:-0.5", "lightning_bolt.safetensors"])
-def test_a_lora_without_strength_or_of_another_meaning_changes_nothing(lora):
-    assert applied("wan2.1-t2v-14b", lora) == (model_description("wan2.1-t2v-14b"), [])
+@pytest.mark.parametrize("lora", [f"{LIGHTX2V}:0", f"{LIGHTX2V}:-0.5", "lightning_bolt.safetensors"])
+def test_a_lora_without_strength_or_of_another_kind_changes_no_setting(lora):
+    assert apply_loras("wan2.1-t2v-14b", lora) == (model_description("wan2.1-t2v-14b"), [])
 
 
 @pytest.fixture
@@ -225,10 +237,10 @@ def lora(tmp_path):
     """A LoRA for the bundled model, with a name of distilled weights."""
     pipe = wanjax.load("nano")
     width = pipe.model.cost(pipe.defaults).width
-    draw = np.random.default_rng(0).normal(size=(2, width)).astype(np.float32) / width
-    tensors = {"diffusion_model.blocks.0.self_attn.q.lora_A.weight": draw}
-    tensors |= {"diffusion_model.blocks.0.self_attn.q.lora_B.weight": draw.T.copy()}
-    save_safetensors(path := tmp_path / FEW, tensors)
+    factor = np.random.default_rng(0).normal(size=(2, width)).astype(np.float32) / width
+    tensors = {"diffusion_model.blocks.0.self_attn.q.lora_A.weight": factor}
+    tensors |= {"diffusion_model.blocks.0.self_attn.q.lora_B.weight": factor.T.copy()}
+    save_safetensors(path := tmp_path / LIGHTX2V, tensors)
     return path
 
 
@@ -247,7 +259,7 @@ def test_settings_of_a_lora_apply_by_default(lora):
         assert wanjax.load("nano", lora=f"{lora}:0").defaults == wanjax.load("nano").defaults
 
 
-def test_a_converted_checkpoint_with_such_a_lora_keeps_its_settings(lora, tmp_path):
+def test_a_converted_checkpoint_keeps_the_settings_of_its_lora(lora, tmp_path):
     succeeded(command("convert", "nano", tmp_path / "made", "--lora", lora))
     messages = []
     pipe = wanjax.load(tmp_path / "made", note=messages.append)
@@ -261,21 +273,21 @@ def test_the_command_uses_settings_of_a_lora_and_reproduces_the_video(lora, tmp_
     Path("a.toml").write_text("[generate]\nsteps = 3\n")
     small = ("--size", "32x32", "--frames", "5", "--lora", lora)
     result = succeeded(command("generate", "a red circle", "--out", "a.mp4", *small))
-    assert has_line_with(result.stderr, f"{FEW} distilled 4 steps")
-    record = read_metadata("a.mp4")
-    assert [record[x] for x in ("steps", "guidance_scale", "flow_shift", "scheduler")] == [4, 1.0, 5.0, "euler"]
+    assert has_line_with(result.stderr, f"{LIGHTX2V} distilled 4 steps")
+    metadata = read_metadata("a.mp4")
+    assert [metadata[x] for x in ("steps", "guidance_scale", "flow_shift", "scheduler")] == [4, 1.0, 5.0, "euler"]
     succeeded(command("generate", "a red circle", "--out", "b.mp4", "--config", "a.toml", *small))
     assert read_metadata("b.mp4")["steps"] == 3
     succeeded(command("generate", "--from", "a.mp4", "--out", "c.mp4"))
-    assert read_metadata("c.mp4") == record
+    assert read_metadata("c.mp4") == metadata
     assert Path("c.mp4").read_bytes() == Path("a.mp4").read_bytes()
 
 
-def test_stages_and_a_plan_take_them(lora, tmp_path, monkeypatch):
+def test_stages_use_the_settings_of_a_distilled_lora(lora, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = ("--size", "32x32", "--frames", "5", "--dir", "made")
     succeeded(command("encode", "a red circle", *small))
     succeeded(command("denoise", "--dir", "made", "--lora", lora))
     succeeded(command("decode", "--dir", "made"))
-    record = read_metadata("made/output_video.mp4")
-    assert [record[x] for x in ("steps", "guidance_scale", "flow_shift", "scheduler")] == [4, 1.0, 5.0, "euler"]
+    metadata = read_metadata("made/output_video.mp4")
+    assert [metadata[x] for x in ("steps", "guidance_scale", "flow_shift", "scheduler")] == [4, 1.0, 5.0, "euler"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two experts: the steps of each, and the weights that are in memory meanwhile."""
+"""Two experts share the steps, and the memory if only one expert fits."""
 
 from dataclasses import replace
 from functools import partial
@@ -43,7 +43,7 @@ T2V, I2V = (presets()[name].defaults for name in ("wan2.2-t2v-a14b", "wan2.2-i2v
         ),
     ],
 )
-def test_segments(settings, expected):
+def test_experts_share_the_steps_at_the_boundary(settings, expected):
     timesteps = UniPC().schedule(settings.steps, shift=settings.flow_shift).timesteps
     assert [phase[:3] for phase in phases_of(EXPERTS, np.asarray(timesteps), settings)] == expected
 
@@ -51,23 +51,25 @@ def test_segments(settings, expected):
 @given(some.integers(1, 60), some.floats(0.5, 20), some.floats(0, 1))
 def test_every_step_is_taken_once_by_its_expert(steps, shift, boundary):
     timesteps = np.trunc(1000 * shift / (shift - 1 + 1 / np.linspace(1, 0.001, steps)))
-    taken = phases_of(EXPERTS, timesteps, replace(T2V, steps=steps, boundary=boundary))
-    assert [i for each in taken for i in range(each.start, each.start + len(each.scales))] == list(range(steps))
-    for each in taken:
-        high = timesteps[each.start : each.start + len(each.scales)] >= 1000 * boundary
-        assert high.all() if each.network == "transformer" else not high.any()
+    phases = phases_of(EXPERTS, timesteps, replace(T2V, steps=steps, boundary=boundary))
+    assert [i for phase in phases for i in range(phase.start, phase.start + len(phase.scales))] == list(range(steps))
+    for phase in phases:
+        high = timesteps[phase.start : phase.start + len(phase.scales)] >= 1000 * boundary
+        assert high.all() if phase.network == "transformer" else not high.any()
 
 
 @pytest.mark.parametrize(("skipped", "high"), [(0, 10), (4, 6), (10, 0), (15, 0)])
 def test_a_boundary_step_counts_skipped_steps(skipped, high):
-    """As of a run without an input video, whose first steps a run from a clip leaves out."""
+    """`boundary_step` counts the steps of a run from noise, also if a run from a clip skips the first of them."""
     settings = replace(T2V, steps=20, boundary_step=10)
     timesteps = UniPC().schedule(20, shift=5.0, skip=skipped).timesteps
-    taken = {phase.network: len(phase.scales) for phase in phases_of(EXPERTS, np.asarray(timesteps), settings)}
-    assert (taken.get("transformer", 0), taken["transformer_2"]) == (high, 20 - skipped - high)
+    steps_of_expert = {
+        phase.network: len(phase.scales) for phase in phases_of(EXPERTS, np.asarray(timesteps), settings)
+    }
+    assert (steps_of_expert.get("transformer", 0), steps_of_expert["transformer_2"]) == (high, 20 - skipped - high)
 
 
-def test_more_steps_of_the_first_expert_than_there_are_are_refused():
+def test_a_boundary_step_beyond_the_last_step_is_refused():
     pipe = pipeline(4, None)
     pipe.model = replace(pipe.model, experts=True)
     pipe.defaults = replace(pipe.defaults, boundary=0.9, boundary_step=0, guidance_scale_2=1.0)
@@ -76,7 +78,7 @@ def test_more_steps_of_the_first_expert_than_there_are_are_refused():
         pipe.settings(steps=4, boundary_step=5)
 
 
-def alive() -> int:
+def live_bytes() -> int:
     """Return the bytes of all arrays that JAX holds."""
     return sum(array.nbytes for array in jax.live_arrays())
 
@@ -99,48 +101,48 @@ def experts() -> Components:
 @pytest.mark.parametrize(("free", "num_loaded"), [(3e6, 1), (5e6, 2)])
 def test_both_experts_stay_loaded_where_they_fit(experts, machine, free, num_loaded):
     machine.has_free_memory(free)
-    before = alive()
-    for turn, name in enumerate(["transformer", "transformer_2", "transformer"]):
+    bytes_before = live_bytes()
+    for phase, name in enumerate(["transformer", "transformer_2", "transformer"]):
         _, seconds = experts.swap_in(name, EXPERTS)
         assert seconds >= 0
-        assert sum(experts.has(expert) for expert in EXPERTS) == min(num_loaded, turn + 1)
-        assert alive() - before < (num_loaded if turn else 1) * 4.5e6
+        assert sum(experts.has(expert) for expert in EXPERTS) == min(num_loaded, phase + 1)
+        assert live_bytes() - bytes_before < (num_loaded if phase else 1) * 4.5e6
 
 
 def test_the_first_expert_is_freed_before_the_second_is_loaded(machine):
     machine.has_free_memory(0)
-    before, seen = alive(), []
+    bytes_before, bytes_at_load = live_bytes(), []
 
     def load(make_room: MakeRoom) -> nnx.Module:
         make_room(nnx.eval_shape(expert))
-        seen.append(alive() - before)
+        bytes_at_load.append(live_bytes() - bytes_before)
         return expert()
 
     experts = Components({"transformer": load, "transformer_2": load})
     for name in EXPERTS:
         experts.swap_in(name, EXPERTS)
-    assert max(seen) < 1e6
+    assert max(bytes_at_load) < 1e6
 
 
 def test_the_first_expert_s_context_is_freed_too(machine):
     machine.has_free_memory(0)
-    pipe, seen = pipeline(4, None), []
-    keys = (2, 1, 7, 24)  # two layers, one prompt of seven tokens
+    pipe, contexts_at_load = pipeline(4, None), []
+    key_shape = (2, 1, 7, 24)  # two layers, one prompt of seven tokens
 
     def load(make_room: MakeRoom) -> nnx.Module:
         make_room(nnx.eval_shape(expert))
-        seen.append(sum(array.shape == keys for array in jax.live_arrays()))
+        contexts_at_load.append(sum(array.shape == key_shape for array in jax.live_arrays()))
         return network(partial(WanTransformer, transformer_config(4)), None)
 
     pipe.components = Components({"transformer": load, "transformer_2": load})
     pipe.model = replace(pipe.model, experts=True)
     pipe.defaults = replace(pipe.defaults, boundary=0.7, guidance_scale_2=4.0)
-    held = []
+    contexts_at_step = []
 
-    def hold(step: Step) -> None:
-        held.append(sum(array.shape == keys for array in jax.live_arrays()))
+    def count_contexts(step: Step) -> None:
+        contexts_at_step.append(sum(array.shape == key_shape for array in jax.live_arrays()))
 
     prompts = WanConditioning(*(jnp.zeros((1, 7, 8)) for _ in range(2)))
     video = {"size": (12, 12), "frames": 5, "steps": 2, "guidance_scale": 4.0, "flow_shift": 1.0}
-    pipe.denoise(prompts, callback=hold, boundary=0.7, **video)
-    assert (seen, held) == ([0, 0], [4, 4])  # keys and values of both prompts
+    pipe.denoise(prompts, callback=count_contexts, boundary=0.7, **video)
+    assert (contexts_at_load, contexts_at_step) == ([0, 0], [4, 4])  # keys and values of both prompts

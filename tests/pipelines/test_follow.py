@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`follow`: the choices of the models' authors or of diffusers, in all that shapes a video, and in its metadata."""
+"""`follow` decides whether a video follows the models' authors or diffusers; the metadata says which."""
 
 from pathlib import Path
 
@@ -42,10 +42,10 @@ def image(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def newer(tmp_path_factory):
+def cogvideox_1_5(tmp_path_factory):
     """A model like CogVideoX-1.5, whose patches hold two latent frames."""
-    like = {"patch_size_t": 2, "max_text_seq_length": 226, "use_rotary_positional_embeddings": True}
-    return str(tiny_cogvideox_checkpoint(tmp_path_factory.mktemp("newer"), **like))
+    config = {"patch_size_t": 2, "max_text_seq_length": 226, "use_rotary_positional_embeddings": True}
+    return str(tiny_cogvideox_checkpoint(tmp_path_factory.mktemp("newer"), **config))
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,8 @@ def _in_temporary_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("solver", [DDIM, DPM])
 @pytest.mark.parametrize("spacing", ["trailing", "linspace", "leading"])
-def test_no_noise_is_left(solver, spacing):
-    """A network that knows the clean sample, which is 0: what is left is noise, and each level is the next step's."""
+def test_the_last_step_leaves_no_noise(solver, spacing):
+    """If the network predicts the clean sample 0, all that remains is noise, of the level of the next step."""
     scheduler = solver(spacing=spacing)
     for steps in range(1, 101):
         schedule = scheduler.schedule(steps)
@@ -83,17 +83,17 @@ def test_no_noise_is_left(solver, spacing):
 def test_noise_levels_agree_if_steps_divide_a_thousand():
     for solver in (DDIM(), DPM(), DDIM(snr_shift=3.0)):
         for steps in range(1, 101):
-            ours, theirs = (solver.schedule(steps, follow=way) for way in REFERENCE_IMPLEMENTATIONS)
-            same = all(np.array_equal(*pair) for pair in zip(ours, theirs, strict=True))
-            assert same == (1000 % steps == 0), steps
+            official, diffusers = (solver.schedule(steps, follow=name) for name in REFERENCE_IMPLEMENTATIONS)
+            are_equal = all(np.array_equal(*pair) for pair in zip(official, diffusers, strict=True))
+            assert are_equal == (1000 % steps == 0), steps
 
 
-def test_text_and_last_step(newer):
-    pipe = library.load(newer, dtype="float32")
+def test_follow_decides_the_length_of_texts_and_the_last_step(cogvideox_1_5):
+    pipe = library.load(cogvideox_1_5, dtype="float32")
     levels = []
-    for way, length in LENGTHS.items():
-        settings = pipe.settings(prompt="a", steps=24, follow=way)
-        assert pipe.encode("a", follow=way).prompt_embeds.shape[1] == length
+    for follow, length in LENGTHS.items():
+        settings = pipe.settings(prompt="a", steps=24, follow=follow)
+        assert pipe.encode("a", follow=follow).prompt_embeds.shape[1] == length
         encoder = trace_programs(pipe, settings).programs[0]
         assert (2, length) in [x.shape for x in jax.tree.leaves(encoder.traced_program.shapes)]
         levels.append(pipe.model.spec.schedule(settings).sigmas[-1])
@@ -101,20 +101,20 @@ def test_text_and_last_step(newer):
     assert pipe.settings().follow == "official"
 
 
-def test_the_view_of_a_picture(image):
-    """A picture that is not square is seen whole, or in its middle; a square one is almost the same."""
+def test_follow_decides_which_part_of_a_picture_is_encoded(image):
+    """The authors encode a whole picture that is not square; diffusers encodes only its middle."""
     pipe = library.load(image, dtype="float32")
     wide = np.full((32, 96, 3), 40, np.uint8)
     wide[:, :24] = 250
-    seen = {
-        way: np.asarray(pipe.encode("a", image=wide, frames=1, size=(32, 32), follow=way).image_embeds)
-        for way in REFERENCE_IMPLEMENTATIONS
+    features = {
+        follow: np.asarray(pipe.encode("a", image=wide, frames=1, size=(32, 32), follow=follow).image_embeds)
+        for follow in REFERENCE_IMPLEMENTATIONS
     }
     middle = np.asarray(
         pipe.encode("a", image=wide[:, 32:64], frames=1, size=(32, 32), follow="diffusers").image_embeds
     )
-    np.testing.assert_allclose(seen["diffusers"], middle, atol=1e-4)
-    assert np.abs(seen["official"] - middle).max() > 1e-2
+    np.testing.assert_allclose(features["diffusers"], middle, atol=1e-4)
+    assert np.abs(features["official"] - middle).max() > 1e-2
 
 
 def test_noise_levels_follow_unless_they_are_requested(wan):
@@ -124,13 +124,13 @@ def test_noise_levels_follow_unless_they_are_requested(wan):
     assert (pipe.settings(sigmas="diffusers").follow, pipe.settings().sigmas) == ("official", "official")
 
 
-def test_models_without_two_references_have_the_levels_of_comfy_too(hunyuan, newer):
+def test_comfy_sigmas_are_offered_only_for_models_of_velocities(hunyuan, cogvideox_1_5):
     pipe = library.load(hunyuan)
     assert (pipe.settings().sigmas, pipe.settings(sigmas="comfy").sigmas) == ("official", "comfy")
     with pytest.raises(WanjaxError, match=line_with_words("diffusers sigmas official comfy")):
         pipe.settings(sigmas="diffusers")
     with pytest.raises(WanjaxError, match="sigmas"):
-        library.load(newer).settings(sigmas="comfy")
+        library.load(cogvideox_1_5).settings(sigmas="comfy")
 
 
 def metadata_of(*arguments: str) -> dict:
@@ -139,41 +139,44 @@ def metadata_of(*arguments: str) -> dict:
 
 
 def test_a_video_is_reproduced_with_its_follow_unless_another_is_typed(wan):
-    then = metadata_of("a", "--model", wan, *SMALL, "--follow", "diffusers")
-    assert (then["follow"], then["sigmas"]) == ("diffusers", "diffusers")
-    assert metadata_of("--from", "made.mp4") == then
+    metadata = metadata_of("a", "--model", wan, *SMALL, "--follow", "diffusers")
+    assert (metadata["follow"], metadata["sigmas"]) == ("diffusers", "diffusers")
+    assert metadata_of("--from", "made.mp4") == metadata
     changed = metadata_of("--from", "made.mp4", "--follow", "official")
     assert (changed["follow"], changed["sigmas"]) == ("official", "official")
 
 
 def test_settings_of_comfy_reach_the_steps(experts):
     pipe = library.load(experts, dtype="float32", scheduler="euler")
-    encoded, options = pipe.encode("a"), {"size": (32, 32), "frames": 1, "steps": 4, "seed": 1, "guidance_scale": 1.0}
+    conditioning, options = (
+        pipe.encode("a"),
+        {"size": (32, 32), "frames": 1, "steps": 4, "seed": 1, "guidance_scale": 1.0},
+    )
     latents = {
-        name: np.asarray(pipe.denoise(encoded, flow_shift=5.0, **options, **settings))
+        name: np.asarray(pipe.denoise(conditioning, flow_shift=5.0, **options, **settings))
         for name, settings in {
             "official": {},
             "comfy": {"sigmas": "comfy"},
             "one step": {"sigmas": "comfy", "boundary_step": 1},
-            "as by the boundary": {"sigmas": "comfy", "boundary_step": 2},
+            "boundary step 2": {"sigmas": "comfy", "boundary_step": 2},
         }.items()
     }
     np.testing.assert_allclose(latents["comfy"], latents["official"], atol=1e-5)  # four steps divide a thousand
-    np.testing.assert_array_equal(latents["as by the boundary"], latents["comfy"])  # levels 1, 0.9375, 0.833, 0.625
+    np.testing.assert_array_equal(latents["boundary step 2"], latents["comfy"])  # levels 1, 0.9375, 0.833, 0.625
     assert np.abs(latents["one step"] - latents["comfy"]).max() > 1e-2
 
 
 def test_settings_of_comfy_are_stored_and_reproduced(experts):
     options = ("a", "--model", experts, *SMALL, "--sigmas", "comfy", "--boundary-step", "2")
-    then = metadata_of(*options)
-    assert (then["sigmas"], then["boundary_step"]) == ("comfy", 2)
-    assert metadata_of("--from", "made.mp4") == then
+    metadata = metadata_of(*options)
+    assert (metadata["sigmas"], metadata["boundary_step"]) == ("comfy", 2)
+    assert metadata_of("--from", "made.mp4") == metadata
     assert metadata_of("--from", "made.mp4", "--boundary", "0.9")["boundary_step"] == 0
 
 
-def test_stages(newer, image):
-    """Each stage uses the choice of the previous one; conditioning does not change to another."""
-    succeeded(wanjax("encode", "a", "--model", newer, *SMALL[:4], "--follow", "diffusers", "--dir", "d"))
+def test_later_stages_follow_as_the_encoding_does(cogvideox_1_5, image):
+    """Each stage uses the choice of the previous stage. Another choice for existing conditioning is refused."""
+    succeeded(wanjax("encode", "a", "--model", cogvideox_1_5, *SMALL[:4], "--follow", "diffusers", "--dir", "d"))
     for stage in ("denoise", "decode"):
         succeeded(wanjax(stage, "--dir", "d", *(SMALL[4:] if stage == "denoise" else ())))
     assert read_metadata("d/output_video.mp4")["follow"] == "diffusers"
@@ -183,5 +186,5 @@ def test_stages(newer, image):
     succeeded(wanjax("encode", "a", "--model", image, "--image", "wide.png", *SMALL[:4], "--dir", "e"))
     assert has_line_with(refused("denoise", "--dir", "e", "--follow", "diffusers"), "official --follow diffusers")
     succeeded(wanjax("denoise", "--dir", "e", "--sigmas", "diffusers", *SMALL[4:]))
-    left = load_settings(Path("e"))
-    assert (left["follow"], left["sigmas"]) == ("official", "diffusers")
+    settings = load_settings(Path("e"))
+    assert (settings["follow"], settings["sigmas"]) == ("official", "diffusers")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos from pictures on the command line: outputs, files between stages, and refused inputs."""
+"""Videos from pictures on the command line: results, files between stages, and refused inputs."""
 
 import json
 import shutil
@@ -44,8 +44,8 @@ def models(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_with_pictures(tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "working").mkdir()
+    monkeypatch.chdir(tmp_path / "working")
     random = np.random.default_rng(0)
     for name, size in (("wide", (16, 64)), ("other", (16, 64)), ("square", (40, 40))):
         Image.fromarray(random.integers(0, 256, (*size, 3), dtype=np.uint8)).save(f"../{name}.png")
@@ -58,7 +58,7 @@ def embeddings(folder: str = "stage_outputs") -> dict[str, np.ndarray]:
     return load_safetensors(Path(folder) / stage_files.EMBEDDINGS_FILE)
 
 
-def test_three_stages_equal_one_generate(models):
+def test_three_stage_commands_give_the_files_of_one_generate(models):
     """The size has the picture's proportions, 1 to 4, and the model's default area, 32 × 32 pixels."""
     options = ("a", "--model", models["image"], "--image", "../wide.png", "--frames", "5")
     result = succeeded(run(*options, "--dir", "one", "--out", "one/frames"))
@@ -97,8 +97,8 @@ def test_a_requested_size_overrides_the_picture_s(models):
     assert not any(np.array_equal(conditions[i], conditions[i - 1]) for i in range(3))
 
 
-def test_a_size_that_cuts_off_much_of_a_picture_is_noted():
-    """The grid of nano is 16 pixels, so that 2:1 becomes 80x32."""
+def test_a_size_that_crops_much_of_a_picture_gives_a_warning():
+    """Sizes of nano are multiples of 16 pixels, so that a 2:1 picture becomes 80x32."""
     pipe = wanjax.load("nano")
     picture = np.zeros((32, 64, 3), np.uint8)
     with pytest.warns(WanjaxWarning, match=line_with_words("80x32 20% of the 64x32 picture is cut off")):
@@ -107,18 +107,18 @@ def test_a_size_that_cuts_off_much_of_a_picture_is_noted():
         pipe.prepare(image=picture, **keywords)
 
 
-def test_a_size_by_its_lines_has_the_picture_s_proportions(models):
+def test_a_named_size_has_the_picture_s_proportions(models):
     pipe = wanjax.load(models["image"])
     assert pipe.sizes == {"32p": (32, 32), "square": (32, 32)}
-    by_name = {size: pipe.prepare(image="../wide.png", size=size)[1].size for size in pipe.sizes}
-    assert by_name == {"32p": (16, 64), "square": (32, 32)}
+    sizes_by_name = {size: pipe.prepare(image="../wide.png", size=size)[1].size for size in pipe.sizes}
+    assert sizes_by_name == {"32p": (16, 64), "square": (32, 32)}
     assert pipe.settings(size="square").size == (32, 32)
     for size in ("720p", "portrait", "Square"):
         with pytest.raises(WanjaxError, match=line_with_words(f"'{size}' 32p, square")):
             pipe.settings(size=size)
 
 
-def test_first_and_last(models):
+def test_a_first_and_a_last_picture_are_encoded(models):
     options = ("encode", "a", "--model", models["last"], "--image", "../square.png", "--frames", "5")
     succeeded(run(*options, "--last-image", "../wide.png"))
     condition = embeddings()["condition"]
@@ -126,8 +126,8 @@ def test_first_and_last(models):
     assert embeddings()["image_embeds"].shape == (1, 10, 16)
 
 
-def test_control(models):
-    """A clip of 7 frames, fewer than the model's 9, gives 5 frames; a reference precedes them."""
+def test_a_control_clip_and_references_are_encoded(models):
+    """A clip of 7 frames, fewer than the model's 9, gives 5 frames. Reference pictures precede these frames."""
     options = ("--model", models["control"], "--video", "../clip.gif", "--mask", "../square.png")
     references = ("--reference", "../wide.png", "--reference", "../square.png")
     output = succeeded(run("a", *options, *references, "--dir", "stage_outputs", "--out", "a.mp4")).stderr
@@ -178,12 +178,12 @@ def test_the_library_takes_the_size_from_the_conditioning(models):
         ("control", "--strength 0.5", "strength 0.5 video"),
     ],
 )
-def test_refused_pictures(models, model, options, message):
+def test_unusable_pictures_are_refused(models, model, options, message):
     assert has_line_with(refused("a", "--model", models[model], *options.split()), message)
     assert files(".") == []
 
 
-ENCODED = {  # by the model that encodes
+ENCODE_OPTIONS = {  # of each model
     "image": ("--image", "../square.png", "--frames", "5"),
     "text": ("--size", "32x32", "--frames", "5"),
     "control": ("--frames", "5"),
@@ -196,19 +196,19 @@ ENCODED = {  # by the model that encodes
         ("image", ("--height", "16"), None, "32x32 5 frames 32x16"),
         ("image", ("--frames", "9"), None, "5 frames 9 encode"),
         ("image", (), "text", "condition text video"),
-        ("image", (), "last", "image_embeds [1, 5, 16] [1, 10, 16]"),  # which are of one image, not two
+        ("image", (), "last", "image_embeds [1, 5, 16] [1, 10, 16]"),  # of one picture, not of two
         ("text", (), "image", "condition image video"),
         ("control", ("--frames", "9"), None, "5 frames 9 encode"),
         ("control", (), "text", "condition text video"),
     ],
 )
-def test_stages_that_do_not_fit(models, encoding, options, denoising, words):
-    succeeded(run("encode", "a", "--model", models[encoding], *ENCODED[encoding]))
+def test_settings_that_do_not_fit_the_conditioning_are_refused(models, encoding, options, denoising, words):
+    succeeded(run("encode", "a", "--model", models[encoding], *ENCODE_OPTIONS[encoding]))
     model = ("--model", models[denoising]) if denoising else ()
     assert has_line_with(refused("denoise", *options, *model), words)
 
 
-def change(file: Path, **entries) -> None:
+def change_json(file: Path, **entries) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | entries))
 
 
@@ -247,9 +247,9 @@ def change(file: Path, **entries) -> None:
         ("control", "transformer/config.json", {"vace_in_channels": None}, "vace_in_channels VACE"),
     ],
 )
-def test_checkpoints_that_contradict_themselves(models, tmp_path, model, file, entries, message):
+def test_contradictory_configs_are_refused(models, tmp_path, model, file, entries, message):
     damaged = shutil.copytree(models[model], tmp_path / "damaged")
-    change(damaged / file, **entries)
+    change_json(damaged / file, **entries)
     picture = ["--image", "../square.png"] if model == "image" else []
     result = CliRunner().invoke(main, ["a", "--model", str(damaged), *picture], prog_name="wanjax")
     assert result.exit_code == 2
@@ -260,7 +260,7 @@ def test_checkpoints_that_contradict_themselves(models, tmp_path, model, file, e
     ("file", "entry"),
     [("image_encoder/config.json", "patch_size"), ("image_processor/preprocessor_config.json", "size")],
 )
-def test_a_file_that_lacks_an_entry(models, tmp_path, file, entry):
+def test_a_config_without_a_needed_entry_is_refused(models, tmp_path, file, entry):
     damaged = Path(shutil.copytree(models["image"], tmp_path / "damaged"))
     entries = json.loads((damaged / file).read_text())
     (damaged / file).write_text(json.dumps({name: value for name, value in entries.items() if name != entry}))

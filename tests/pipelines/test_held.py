@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lower bound of a video's memory before anything is compiled: never more than it takes, and at least half."""
+"""The lower bound of a video's memory, before anything is compiled, is between half and all of the true memory."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ from wanjax.pricing.live_bytes import min_live_bytes
 from wanjax.pricing.lowering import AbstractCall
 from wanjax.pricing.pallas_kernels import inner_jaxprs
 
-MAKE = {
+MAKE_CHECKPOINT = {
     "text": tiny_checkpoint,
     "control": tiny_control_checkpoint,
     "first": tiny_residual_checkpoint,
@@ -61,43 +61,43 @@ print([line.split()[1] for line in open("/proc/self/status") if line.startswith(
 """
 
 
-def model(name: str, folder: Path) -> str:
-    return name if name == "nano" else str(MAKE[name](folder / name))
+def model_path(name: str, folder: Path) -> str:
+    return name if name == "nano" else str(MAKE_CHECKPOINT[name](folder / name))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak of a process")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports the peak memory of a process")
 @pytest.mark.parametrize("case", SIZES, ids=str)
-def test_the_lower_bound_of_a_video_s_memory_is_within_half_of_the_peak(case, tmp_path):
+def test_the_lower_bound_is_at_least_half_of_a_video_s_peak(case, tmp_path):
     name, height, width, frames = case
-    model_name = model(name, tmp_path)
+    model_name = model_path(name, tmp_path)
     pipe = wanjax.load(model_name)
-    reported, stage = peak_bytes(
+    lower_bound, stage = peak_bytes(
         trace_programs(pipe, pipe.settings(size=(height, width), frames=frames, steps=2), memory=0)
     )
-    for _ in range(2):  # the second finds its programs compiled
-        result = subprocess.run(
+    for _ in range(2):  # the second run reads compiled programs from the cache
+        completed = subprocess.run(
             [sys.executable, "-c", CHILD, model_name, *map(str, case[1:])], capture_output=True, text=True, check=True
         )
-    peak = 1024 * int(result.stdout.split()[-1])
+    peak = 1024 * int(completed.stdout.split()[-1])
     print(
-        f"| {name} | {width}x{height} | {frames} | {stage} | {reported / 1e6:.0f} | {peak / 1e6:.0f} "
-        f"| {reported / peak:.2f} |"
+        f"| {name} | {width}x{height} | {frames} | {stage} | {lower_bound / 1e6:.0f} | {peak / 1e6:.0f} "
+        f"| {lower_bound / peak:.2f} |"
     )
-    assert peak / 2 <= reported <= peak
+    assert peak / 2 <= lower_bound <= peak
 
 
 @pytest.mark.parametrize("size", [64, 128])
-def test_the_lower_bound_of_a_program_s_memory_is_at_most_the_compiler_s(size, tmp_path):
-    pipe = wanjax.load(model("text", tmp_path))
+def test_the_lower_bound_is_at_most_the_memory_of_the_compiled_program(size, tmp_path):
+    pipe = wanjax.load(model_path("text", tmp_path))
     programs = trace_programs(pipe, pipe.settings(size=(size, size), frames=5, steps=2)).programs
     [abstract_call] = [traced.traced_program.abstract_call for traced in programs if traced.name == "decode_chunk"][1:]
     compiled = (
         jax.jit(abstract_call.function, donate_argnums=abstract_call.donate).lower(*abstract_call.arguments).compile()
     )
-    took = compiled.memory_analysis()
-    options = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract_call.arguments))
-    peak = options + took.output_size_in_bytes + took.temp_size_in_bytes - took.alias_size_in_bytes
+    memory = compiled.memory_analysis()
+    argument_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract_call.arguments))
+    peak = argument_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes - memory.alias_size_in_bytes
     assert peak / 2 <= min_live_bytes(abstract_call) <= peak
 
 
@@ -117,29 +117,33 @@ IN_PLACE = {
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_buffers_that_replace_their_input_are_counted_once(name):
     abstract_call = AbstractCall(IN_PLACE[name], (SQUARE,))
-    took = jax.jit(abstract_call.function).lower(SQUARE).compile().memory_analysis()
-    peak = took.argument_size_in_bytes + took.output_size_in_bytes + took.temp_size_in_bytes
+    memory = jax.jit(abstract_call.function).lower(SQUARE).compile().memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     assert peak / 2 <= min_live_bytes(abstract_call) <= peak
 
 
-def test_nested_equations_of_a_run_are_counted():
-    def within(jaxpr):
+def test_memory_is_counted_within_all_loops_and_calls_of_a_run():
+    def primitive_names(jaxpr):
         for equation in jaxpr.eqns:
             for inner in inner_jaxprs(equation):
                 yield equation.primitive.name
-                yield from within(inner)
+                yield from primitive_names(inner)
 
     pipe = wanjax.load("nano")
     programs = trace_programs(pipe, pipe.settings(size=(64, 64), frames=5, steps=2)).programs
     abstract_calls = [traced.traced_program.abstract_call for traced in programs]
-    names = {name for call in abstract_calls for name in within(jax.make_jaxpr(call.function)(*call.arguments).jaxpr)}
+    names = {
+        name
+        for call in abstract_calls
+        for name in primitive_names(jax.make_jaxpr(call.function)(*call.arguments).jaxpr)
+    }
     assert "scan" in names
     assert names <= {*live_bytes.CALL_PRIMITIVES, *live_bytes.LOOP_PRIMITIVES, "pallas_call"}
 
 
-def test_networks_that_are_freed_for_others_are_not_counted_as_held(tmp_path, machine):
-    """Without `offload` they are freed where the next one would not fit, so that the video can be made."""
-    folder = model("text", tmp_path)
+def test_networks_that_are_freed_for_others_are_not_counted(tmp_path, machine):
+    """Without `offload`, a network is freed if the next network does not fit, so that the video can be made."""
+    folder = model_path("text", tmp_path)
     pipe = wanjax.load(folder, offload="stages")
     settings = pipe.settings(size=(64, 64), frames=1, steps=2)
     needed, _ = peak_bytes(trace_programs(pipe, settings, memory=0))
@@ -147,11 +151,11 @@ def test_networks_that_are_freed_for_others_are_not_counted_as_held(tmp_path, ma
     check_run_memory(wanjax.load(folder), settings)
 
 
-@pytest.mark.parametrize("name", quick(["text"], ["nano", *MAKE]))
+@pytest.mark.parametrize("name", quick(["text"], ["nano", *MAKE_CHECKPOINT]))
 def test_a_video_that_is_too_large_is_refused_before_anything_is_compiled(name, tmp_path, machine):
-    pipe = wanjax.load(model(name, tmp_path))
+    pipe = wanjax.load(model_path(name, tmp_path))
     pipe.progress = False
-    encoded = pipe.encode("a") if name == "text" else None
+    conditioning = pipe.encode("a") if name == "text" else None
     pipe = pipe.with_strategy(Idle())
     machine.has_memory(4_000_000_000)
     with pytest.raises(WanjaxError, match=line_with_words("9600x9600 memory")):
@@ -160,17 +164,17 @@ def test_a_video_that_is_too_large_is_refused_before_anything_is_compiled(name, 
     latents = np.broadcast_to(np.float32(0), shape)
     with pytest.raises(WanjaxError, match=line_with_words("9600x9600 memory decode")):
         pipe.decode(latents)
-    if encoded is not None:
+    if conditioning is not None:
         with pytest.raises(WanjaxError, match=line_with_words("9600x9600 memory")):
-            pipe.denoise(encoded, size=(9600, 9600))
-    with pytest.raises(AssertionError, match="executed"):  # tiles take less
+            pipe.denoise(conditioning, size=(9600, 9600))
+    with pytest.raises(AssertionError, match="executed"):  # tiles need less memory
         pipe.decode(np.zeros(pipe.model.spec.latent_shape(pipe.settings(size=(960, 960)))), tiling=Tiling(256, 192))
 
 
 def test_a_picture_that_is_too_large_to_be_encoded_is_refused_before_anything_is_compiled(
     tmp_path, monkeypatch, machine
 ):
-    """By the library and by the command; tiles take less, and a prompt alone takes nothing that grows with the size."""
+    """The library and the command refuse it. Tiles need less memory, and the size does not matter without a picture."""
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (64, 64), (200, 30, 30)).save(tmp_path / "a.png")
     requested = {"size": (2880, 2880), "frames": 5, "image": tmp_path / "a.png"}

@@ -33,10 +33,10 @@ from wanjax.schedulers import one_step
 
 pytestmark = pytest.mark.usefixtures("cached_programs")
 
-# the tiny model's sizes cut off much of a picture, which a note says
+# the tiny model's sizes crop much of a picture, which gives a warning
 pytestmark = pytest.mark.filterwarnings("ignore:the video has .* of the .* picture is cut off")
 QUOTED = 'a cat says "hello"'
-LONG = "a blue dog " * 60
+LONG_PROMPT = "a blue dog " * 60
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_defaults_come_from_the_scheduler_and_the_guider(models):
     assert (defaults.flow_shift, defaults.guidance_scale, defaults.size, defaults.fps) == (9.0, 3.0, (32, 48), 24)
 
 
-@pytest.mark.slow  # tests/pipelines/test_from_pictures.py has a quick one, of Wan
+@pytest.mark.slow  # tests/pipelines/test_from_pictures.py has a quick test of Wan
 def test_the_stages_and_the_library_make_the_same_latents(models, picture, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Image.fromarray(picture).save("picture.png")
@@ -70,43 +70,52 @@ def test_the_stages_and_the_library_make_the_same_latents(models, picture, tmp_p
     assert tensors["image_embeds"].shape == (1, 4, 16)
     assert tensors["prompt_embeds_mask"].dtype == bool
     pipe = wanjax.load(models["image"])
-    encoded = pipe.encode(QUOTED, image=picture)
-    latents = pipe.denoise(encoded, seed=3)
+    conditioning = pipe.encode(QUOTED, image=picture)
+    latents = pipe.denoise(conditioning, seed=3)
     assert latents.shape == (1, 4, 2, 2, 4)  # the model's size of the nearest proportions: 32 × 64
     np.testing.assert_array_equal(load_safetensors(Path("three") / LATENTS_FILE)["latents"], latents)
 
 
 @pytest.mark.parametrize("prompt", quick([QUOTED], ["a cat", QUOTED]))
-def test_prompts_of_different_lengths_in_one_batch(models, prompt):
-    """The negative prompt is the longer one, or quotes nothing."""
+def test_prompts_of_different_lengths_share_a_batch(models, prompt):
+    """The negative prompt is longer, and has no quoted text."""
     pipe = wanjax.load(models["text"])
-    encoded = pipe.encode(prompt, LONG)
-    apart, together = (np.asarray(pipe.denoise(encoded, batch_guidance=batched)) for batched in (False, True))
-    assert error(together, apart.astype(np.float64)) <= 1e-5
+    conditioning = pipe.encode(prompt, LONG_PROMPT)
+    separate, in_one_batch = (
+        np.asarray(pipe.denoise(conditioning, batch_guidance=batched)) for batched in (False, True)
+    )
+    assert error(in_one_batch, separate.astype(np.float64)) <= 1e-5
 
 
 def test_eight_devices_agree_with_one(models, picture):
-    one_device, together = (wanjax.load(models["image"], mesh=mesh) for mesh in (None, "dp=2,sp=2,tp=2"))
-    encoded = one_device.encode(QUOTED, image=picture)
-    for name, array in together.encode_prompts(QUOTED)._asdict().items():
+    one_device, eight_devices = (wanjax.load(models["image"], mesh=mesh) for mesh in (None, "dp=2,sp=2,tp=2"))
+    conditioning = one_device.encode(QUOTED, image=picture)
+    for name, array in eight_devices.encode_prompts(QUOTED)._asdict().items():
         if array is not None:
-            np.testing.assert_allclose(np.float32(array), np.float32(getattr(encoded, name)), atol=1e-5)
-    latents, spread = (np.asarray(pipe.denoise(encoded, seed=3)) for pipe in (one_device, together))
-    assert error(spread, latents.astype(np.float64)) <= 1e-5
+            np.testing.assert_allclose(np.float32(array), np.float32(getattr(conditioning, name)), atol=1e-5)
+    latents, eight_device_latents = (
+        np.asarray(pipe.denoise(conditioning, seed=3)) for pipe in (one_device, eight_devices)
+    )
+    assert error(eight_device_latents, latents.astype(np.float64)) <= 1e-5
 
 
 def test_quoted_text_and_masks_of_a_prompt_matter(models):
     pipe = wanjax.load(models["text"])
-    encoded = pipe.encode(QUOTED, LONG)
-    latents = np.asarray(pipe.denoise(encoded), np.float64)
-    hidden = jnp.where(encoded.prompt_embeds_mask[:, :, None], encoded.prompt_embeds, 100.0)
-    as_numbers = {name: getattr(encoded, name).astype(jnp.float32) for name in encoded._fields if "mask" in name}
-    assert error(np.asarray(pipe.denoise(encoded._replace(prompt_embeds=hidden, **as_numbers))), latents) <= 1e-6
-    mute = encoded._replace(prompt_embeds_mask_2=jnp.zeros_like(encoded.prompt_embeds_mask_2))
-    assert error(np.asarray(pipe.denoise(mute)), latents) > 1e-3
+    conditioning = pipe.encode(QUOTED, LONG_PROMPT)
+    latents = np.asarray(pipe.denoise(conditioning), np.float64)
+    changed_padding = jnp.where(conditioning.prompt_embeds_mask[:, :, None], conditioning.prompt_embeds, 100.0)
+    float_masks = {
+        name: getattr(conditioning, name).astype(jnp.float32) for name in conditioning._fields if "mask" in name
+    }
+    assert (
+        error(np.asarray(pipe.denoise(conditioning._replace(prompt_embeds=changed_padding, **float_masks))), latents)
+        <= 1e-6
+    )
+    without_quote = conditioning._replace(prompt_embeds_mask_2=jnp.zeros_like(conditioning.prompt_embeds_mask_2))
+    assert error(np.asarray(pipe.denoise(without_quote)), latents) > 1e-3
 
 
-def masked(tokens: int, glyphs: int, dtype: Any = bool) -> Text:
+def make_text(tokens: int, glyphs: int, dtype: Any = bool) -> Text:
     masks = [(np.arange(length) < count)[None].astype(dtype) for length, count in ((1000, tokens), (256, glyphs))]
     return Text(np.zeros((1, 1000, 2)), masks[0], np.zeros((1, 256, 3)), masks[1])
 
@@ -114,68 +123,71 @@ def masked(tokens: int, glyphs: int, dtype: Any = bool) -> Text:
 @pytest.mark.parametrize(
     ("tokens", "length"), [(1, 128), (128, 128), (129, 256), (256, 256), (512, 512), (513, 1000), (1000, 1000)]
 )
-def test_lengths_of_texts(tokens, length):
+def test_texts_are_cut_to_the_shortest_allowed_length(tokens, length):
     for dtype in (bool, np.float32):
-        text, long_text = masked(tokens, 0, dtype), masked(140, 1, dtype)
-        [result] = used_lengths([text], batched=False)
-        cut_text = result.cut(text)
+        text, long_text = make_text(tokens, 0, dtype), make_text(140, 1, dtype)
+        [lengths] = used_lengths([text], batched=False)
+        cut_text = lengths.cut(text)
         assert (cut_text.embeds.shape, cut_text.glyphs.shape) == ((1, length, 2), (1, 0, 3))
         assert (int(cut_text.mask.sum()), cut_text.mask.dtype) == (tokens, bool)
-        each = used_lengths([text, long_text], batched=True)
-        both = [lengths.cut(text) for lengths, text in zip(each, (text, long_text), strict=True)]
-        assert {text.embeds.shape for text in both} == {(1, max(length, 256), 2)}
-        assert {text.glyph_mask.shape for text in both} == {(1, 256)}
+        lengths_of_texts = used_lengths([text, long_text], batched=True)
+        cut_texts = [lengths.cut(text) for lengths, text in zip(lengths_of_texts, (text, long_text), strict=True)]
+        assert {text.embeds.shape for text in cut_texts} == {(1, max(length, 256), 2)}
+        assert {text.glyph_mask.shape for text in cut_texts} == {(1, 256)}
     assert (LENGTHS[-1], GLYPH_LENGTHS) == (1000, (0, 256))
 
 
 def test_the_distilled_network_gets_the_next_timestep(tmp_path, picture):
     pipe = wanjax.load(tiny_hunyuan_checkpoint(tmp_path, pictured=True, use_meanflow=True))
-    encoded, chosen = pipe.encode("a cat", image=picture), pipe.settings(size=(32, 64))
-    schedule, _ = begun(pipe, encoded, chosen)
+    conditioning, settings = pipe.encode("a cat", image=picture), pipe.settings(size=(32, 64))
+    schedule, _ = begun(pipe, conditioning, settings)
     denoiser = pipe.model.denoiser
     for index, next_timestep in enumerate([*schedule.timesteps[1:], 0.0]):
-        now, following = denoiser.timesteps(one_step(schedule, index))
-        assert (float(now), float(following)) == (float(schedule.timesteps[index]), pytest.approx(float(next_timestep)))
+        timestep, result_next = denoiser.timesteps(one_step(schedule, index))
+        assert (float(timestep), float(result_next)) == (
+            float(schedule.timesteps[index]),
+            pytest.approx(float(next_timestep)),
+        )
 
 
-def test_truncations_of_a_prompt_and_of_what_it_quotes(models):
+def test_truncated_prompts_and_quotations_are_reported(models):
     pipe = wanjax.load(models["text"])
     assert pipe.truncations(QUOTED) == ()
-    message = [cut.name for cut in pipe.truncations(f'a cat says "{"meow " * 400}"')]
-    assert message == ["prompt", "quoted text"]
+    truncated = [cut.name for cut in pipe.truncations(f'a cat says "{"meow " * 400}"')]
+    assert truncated == ["prompt", "quoted text"]
 
 
 TOO_LONG = np.zeros((133, 32, 32, 3), np.uint8)
-OF_TEXT = [  # calls of a model from text, and what the sentence names
+TEXT_MODEL_ERRORS = [  # calls of a text-to-video model, and words of the message
     (lambda pipe: pipe.settings(frames=133), "133 frames 129"),
     (lambda pipe: pipe.encode_video(TOO_LONG), "133 frames 129"),
-    (lambda pipe: pipe.decode(latents_of(pipe, 34)), "133 frames 129"),
-    (lambda pipe: next(pipe.decode_chunks(latents_of(pipe, 34))), "133 frames 129"),
+    (lambda pipe: pipe.decode(latents_with_frames(pipe, 34)), "133 frames 129"),
+    (lambda pipe: next(pipe.decode_chunks(latents_with_frames(pipe, 34))), "133 frames 129"),
     (lambda pipe: pipe.settings(flow_shift=0.0), "flow_shift 0.0 finite number 0"),
     (lambda pipe: pipe.encode("a cat", image=TOO_LONG[0]), "text video image"),
     (
-        lambda pipe: pipe.denoise(features(pipe, "prompt_embeds", lambda x: x.prompt_embeds[..., :5])),
+        lambda pipe: pipe.denoise(change_conditioning(pipe, "prompt_embeds", lambda x: x.prompt_embeds[..., :5])),
         "prompt_embeds float32 [1, 1000, 5] encode prompt",
     ),
     (
-        lambda pipe: pipe.denoise(features(pipe, "prompt_embeds_mask_2", lambda x: x.prompt_embeds_mask)),
+        lambda pipe: pipe.denoise(change_conditioning(pipe, "prompt_embeds_mask_2", lambda x: x.prompt_embeds_mask)),
         "prompt_embeds_mask_2 bool encode prompt",
     ),
 ]
 
 
-def latents_of(pipe, count):
+def latents_with_frames(pipe, count):
     return np.zeros((1, pipe.model.vae.latent_channels, count, 2, 2), np.float32)
 
 
-def features(pipe, name, change):
-    """Return what was encoded, with one entry changed."""
-    encoded = pipe.encode("a cat")
-    return encoded._replace(**{name: change(encoded)})
+def change_conditioning(pipe, name, change):
+    """Return the conditioning of a prompt, with one entry changed."""
+    conditioning = pipe.encode("a cat")
+    return conditioning._replace(**{name: change(conditioning)})
 
 
-@pytest.mark.parametrize(("call", "words"), OF_TEXT)
-def test_inputs_that_a_model_from_text_refuses(models, call, words):
+@pytest.mark.parametrize(("call", "words"), TEXT_MODEL_ERRORS)
+def test_unusable_inputs_of_a_text_model_are_refused(models, call, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         call(wanjax.load(models["text"]))
 
@@ -186,7 +198,7 @@ def with_another_guider(t2v_pipe, i2v_pipe, picture, folder):
     return wanjax.load(folder)
 
 
-PICTURE_ERRORS = {  # calls of a model from text and one from pictures, with a picture and a folder
+PICTURE_ERRORS = {  # words of the message, and a call with a text-to-video and an image-to-video pipeline
     "image video": lambda t2v_pipe, i2v_pipe, *_: i2v_pipe.encode("a cat"),
     "image_embeds missing needs": lambda t2v_pipe, i2v_pipe, *_: i2v_pipe.denoise(t2v_pipe.encode("a cat")),
     "image_embeds text video not use": (
@@ -200,7 +212,7 @@ PICTURE_ERRORS = {  # calls of a model from text and one from pictures, with a p
 
 
 @pytest.mark.parametrize("words", PICTURE_ERRORS)
-def test_inputs_that_models_from_pictures_refuse(models, picture, tmp_path, words):
+def test_unusable_inputs_of_an_image_model_are_refused(models, picture, tmp_path, words):
     t2v_pipe, i2v_pipe = wanjax.load(models["text"]), wanjax.load(models["image"])
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         PICTURE_ERRORS[words](t2v_pipe, i2v_pipe, picture, tmp_path)

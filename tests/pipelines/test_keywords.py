@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keywords of calls: as editors, `help` and notebooks show them, and those of other libraries."""
+"""Editors, `help` and notebooks show the keywords of calls; keywords of other libraries are explained."""
 
 import inspect
 import json
@@ -36,17 +36,17 @@ import inspect, json
 import wanjax
 pipe = wanjax.load("nano")
 """
-VALID = """
+VALID_PROGRAM = """
 import wanjax
 pipe = wanjax.load("nano")
 video: wanjax.Video = pipe("a", steps=2, size=(64, 64), guidance_scale=3, seed=1, image="a.png", flow_shift=3.0)
 latents = pipe.denoise(pipe.encode("a", resize="pad"), frames=17, sigmas=None, callback=lambda step: None)
 pipe.scheduler = "euler"
-both: list[wanjax.Video] = pipe(["a", "b"], seeds=[1, 2], frames=17)
+two: list[wanjax.Video] = pipe(["a", "b"], seeds=[1, 2], frames=17)
 more: list[wanjax.Video] = pipe("a", seeds=range(3))
 print(video[0].shape, len(video), [image.size for image in video.to_pil()], wanjax.__version__, wanjax.Tiling(64, 48))
 """
-WRONG = [
+WRONG_CALLS = [
     'pipe("a", steps="2")',
     'pipe("a", num_inference_steps=2)',
     "pipe.denoise(None, size=64)",
@@ -63,17 +63,17 @@ def pipe():
 
 
 def test_every_setting_is_a_typed_keyword():
-    """Editors read the types from a module that is written from the settings."""
+    """Editors read the types from a module that is generated from the settings."""
     assert typed_settings.FILE.read_text() == typed_settings.source()
-    typed = get_type_hints(InputKeywords)
-    assert typed["size"] == tuple[int, int] | str | None
-    assert typed["steps"] == int | None
-    assert typed.keys() == (schema(Settings).keys() - LOADING_SETTINGS) | {*INPUT_SPECS, "size"}
-    assert typed.keys() - get_type_hints(SettingsKeywords).keys() == {*INPUT_SPECS, "resize", "outpaint"}
+    types = get_type_hints(InputKeywords)
+    assert types["size"] == tuple[int, int] | str | None
+    assert types["steps"] == int | None
+    assert types.keys() == (schema(Settings).keys() - LOADING_SETTINGS) | {*INPUT_SPECS, "size"}
+    assert types.keys() - get_type_hints(SettingsKeywords).keys() == {*INPUT_SPECS, "resize", "outpaint"}
 
 
-def printed(code: str):
-    """Run code in a new process, without the tests' checks of annotations; return its output, read as JSON."""
+def run_and_read_json(code: str):
+    """Run code in a new process, where annotations are not checked, and return its output, read as JSON."""
     with TemporaryDirectory() as cache:  # jedi completes nothing after a damaged entry of the user's cache
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": cache}
         run = subprocess.run([sys.executable, "-c", PRINT_HELP + code], env=environment, capture_output=True, text=True)
@@ -82,57 +82,57 @@ def printed(code: str):
 
 
 def test_help_shows_names_and_types():
-    outputs = printed("""
+    signatures = run_and_read_json("""
 def parameters(call):
     parameters = inspect.signature(call).parameters.values()
     return {p.name: [str(p.annotation), p.kind.name, repr(p.default)] for p in parameters}
 
 calls = [pipe, pipe.encode, pipe.prepare, pipe.denoise, pipe.settings]
 print(json.dumps([parameters(call) for call in calls]))""")
-    for result in outputs:
-        assert result["steps"] == ["int | None", "KEYWORD_ONLY", "None"]
-        assert result["guidance_scale"][0] == "float | None"
-        assert "VAR_KEYWORD" not in {kind for _, kind, _ in result.values()}
-    assert ["image" in result for result in outputs] == [True, True, True, False, False]
+    for parameters in signatures:
+        assert parameters["steps"] == ["int | None", "KEYWORD_ONLY", "None"]
+        assert parameters["guidance_scale"][0] == "float | None"
+        assert "VAR_KEYWORD" not in {kind for _, kind, _ in parameters.values()}
+    assert ["image" in parameters for parameters in signatures] == [True, True, True, False, False]
 
 
 def test_a_notebook_completes_keywords():
     """IPython completes the names of a call's keywords."""
-    result = printed("""
+    completions = run_and_read_json("""
 from IPython.core.completer import IPCompleter, provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 
 shell = InteractiveShell(user_ns={"pipe": pipe, "wanjax": wanjax})
 completer = IPCompleter(shell=shell, namespace=shell.user_ns)
 
-def completed(text):
+def complete(text):
     with provisionalcompleter():
         return [completion.text for completion in completer.completions(text, len(text))]
 
 texts = ['pipe("a", st', "pipe.denoise(1, guidance", 'pipe.encode("a", la', 'wanjax.load("nano", off', "wanjax."]
-print(json.dumps([completed(text) for text in texts]))""")
-    assert {"steps=", "strength="} <= set(result[0])
-    assert "guidance_scale=" in result[1]
-    assert "last_image=" in result[2]
-    assert "offload=" in result[3]
-    assert set(wanjax.__all__) - {"__version__"} == {name for name in result[4] if not name.startswith("_")}
+print(json.dumps([complete(text) for text in texts]))""")
+    assert {"steps=", "strength="} <= set(completions[0])
+    assert "guidance_scale=" in completions[1]
+    assert "last_image=" in completions[2]
+    assert "offload=" in completions[3]
+    assert set(wanjax.__all__) - {"__version__"} == {name for name in completions[4] if not name.startswith("_")}
 
 
 def test_an_editor_shows_names_and_types(tmp_path):
-    """Check a program with pyright: right calls pass, and each wrong one is marked."""
-    (tmp_path / "right.py").write_text(VALID)
-    wrong = ["import wanjax", 'pipe = wanjax.load("nano")', *WRONG]
+    """Pyright accepts the correct calls of a program, and reports each wrong call."""
+    (tmp_path / "valid.py").write_text(VALID_PROGRAM)
+    wrong = ["import wanjax", 'pipe = wanjax.load("nano")', *WRONG_CALLS]
     (tmp_path / "wrong.py").write_text("\n".join(wrong))
     config = {"include": ["."], "extraPaths": [str(ROOT / "src")], "reportMissingImports": False}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(tmp_path)]
-    result = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)["generalDiagnostics"]
-    marked = {each["range"]["start"]["line"] for each in result if "wrong" in each["file"]}
-    assert [each for each in result if "right" in each["file"]] == []
-    assert marked == set(range(2, len(wrong)))
+    errors = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)["generalDiagnostics"]
+    wrong_lines = {error["range"]["start"]["line"] for error in errors if "wrong" in error["file"]}
+    assert [error for error in errors if "valid" in error["file"]] == []
+    assert wrong_lines == set(range(2, len(wrong)))
 
 
-def test_dir_is_short_and_correct():
+def test_dir_lists_the_public_names():
     assert dir(wanjax) == sorted(wanjax.__all__)
     assert len(dir(wanjax)) <= 15
     assert all(getattr(wanjax, name) is not None for name in dir(wanjax))
@@ -151,10 +151,10 @@ def test_an_error_inside_an_attribute_is_not_hidden(pipe, monkeypatch):
         _ = pipe.nothing
 
 
-def test_names_of_other_libraries_are_not_ours(pipe):
-    """A valid name is not in the table of wrong ones; the suggested names exist."""
-    ours = set(get_type_hints(InputKeywords)) | set(pipe.defaults.to_json())
-    assert not ours & {*RENAMED, *KEYWORD_ADVICE}
+def test_names_of_other_libraries_are_explained(pipe):
+    """The table of wrong names contains no valid name, and the names that it suggests exist."""
+    valid_names = set(get_type_hints(InputKeywords)) | set(pipe.defaults.to_json())
+    assert not valid_names & {*RENAMED, *KEYWORD_ADVICE}
     assert not set(ATTRIBUTE_ADVICE) & (set(dir(pipe)) | set(dir(wanjax)))
     parameters = {*inspect.signature(wanjax.load).parameters, *inspect.signature(pipe).parameters}
-    assert set(RENAMED.values()) <= ours | parameters
+    assert set(RENAMED.values()) <= valid_names | parameters

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many videos from one load: the same as one by one, and several denoised together."""
+"""Many videos of one pipeline equal those made one by one, also if they are denoised in one batch."""
 
 from itertools import product
 
@@ -32,12 +32,12 @@ def nano():
 
 def test_prompts_and_seeds_give_the_videos_of_single_calls(nano):
     single = [nano(prompt, seed=seed, **SMALL) for prompt in PROMPTS for seed in (3, 4)]
-    counting = Counting()
-    videos = nano.with_strategy(counting)(PROMPTS, seeds=[3, 4], **SMALL)
-    assert sum(count for call, count in counting.calls.items() if call.stage == "encode") == len(PROMPTS)
-    for ours, reference in zip(videos, single, strict=True):
-        np.testing.assert_array_equal(ours.frames, reference.frames)
-        assert ours.settings == reference.settings
+    strategy = Counting()
+    videos = nano.with_strategy(strategy)(PROMPTS, seeds=[3, 4], **SMALL)
+    assert sum(count for call, count in strategy.calls.items() if call.stage == "encode") == len(PROMPTS)
+    for video, reference in zip(videos, single, strict=True):
+        np.testing.assert_array_equal(video.frames, reference.frames)
+        assert video.settings == reference.settings
 
 
 def test_each_video_is_yielded_before_the_next_is_made(nano):
@@ -48,21 +48,21 @@ def test_each_video_is_yielded_before_the_next_is_made(nano):
 
 
 def test_skipped_videos_are_not_made(nano):
-    """The metadata of the video decides."""
-    records = []
+    """`skip` decides from the metadata of each video."""
+    all_metadata = []
 
-    def skip(record):
-        records.append(record)
-        return record["seed"] == 1
+    def skip(metadata):
+        all_metadata.append(metadata)
+        return metadata["seed"] == 1
 
-    result = list(nano.videos(PROMPTS, seeds=[1, 2], skip=skip, **SMALL))
-    assert [(entries["prompt"], entries["seed"]) for entries in records] == [
+    videos = list(nano.videos(PROMPTS, seeds=[1, 2], skip=skip, **SMALL))
+    assert [(metadata["prompt"], metadata["seed"]) for metadata in all_metadata] == [
         (p, seed) for p in PROMPTS for seed in (1, 2)
     ]
-    assert [video.settings for video in result] == [entries for entries in records if entries["seed"] == 2]
+    assert [video.settings for video in videos] == [metadata for metadata in all_metadata if metadata["seed"] == 2]
 
 
-def test_one_noise_makes_one_video(nano):
+def test_given_noise_makes_one_video(nano):
     noise = np.zeros(nano.model.spec.noise_shape(nano.settings(**SMALL)), np.float32)
     assert len(nano.videos(PROMPTS[:1], noise=noise, **SMALL).__next__().frames) == 5
 
@@ -77,7 +77,7 @@ def test_several_seeds_of_one_prompt(nano):
         ([PROMPTS[0], 3], None, "prompt 3"),
         (PROMPTS, [0, 1.5], "seed 1.5 whole number"),
         (PROMPTS[0], range(30_000_001), "30,000,001 100,000"),
-        (PROMPTS[:2], range(60_000), "60,000 120,000 100,000"),  # before any is listed
+        (PROMPTS[:2], range(60_000), "60,000 120,000 100,000"),  # refused before the seeds are listed
     ],
 )
 def test_mistakes_are_reported_before_anything_is_encoded(prompts, seeds, words):
@@ -93,28 +93,29 @@ def test_mistakes_are_reported_before_anything_is_encoded(prompts, seeds, words)
 def test_videos_denoised_together_equal_those_denoised_separately(guidance_scale, batch_guidance):
     pipe = small_wan.pipeline(2, None)
     random = np.random.default_rng(0)
-    encoded = [
+    conditionings = [
         WanConditioning(*(jnp.asarray(random.normal(size=(1, 3, 8)), jnp.float32) for _ in range(2))) for _ in "ab"
     ]
     options = {"guidance_scale": guidance_scale, "batch_guidance": batch_guidance, **SETTINGS}
     separate = [
-        pipe.denoise(conditioning, seed=seed, **options) for conditioning, seed in zip(encoded, (5, 6), strict=True)
+        pipe.denoise(conditioning, seed=seed, **options)
+        for conditioning, seed in zip(conditionings, (5, 6), strict=True)
     ]
-    result = pipe.denoise(run.join_conditionings(encoded, pipe.call), seeds=[5, 6], **options)
-    assert result.shape == (2, *separate[0].shape[1:])
-    assert error(np.asarray(result), np.concatenate([np.asarray(x, np.float64) for x in separate])) <= 1e-5
+    latents = pipe.denoise(run.join_conditionings(conditionings, pipe.call), seeds=[5, 6], **options)
+    assert latents.shape == (2, *separate[0].shape[1:])
+    assert error(np.asarray(latents), np.concatenate([np.asarray(x, np.float64) for x in separate])) <= 1e-5
 
 
-@pytest.mark.parametrize(("guidance_scale", "together"), [(1.0, 2), (4.0, 1)])
-def test_the_mesh_s_axis_is_filled(guidance_scale, together):
-    """An axis of two takes two videos without guidance, and both prompts of one video with it."""
+@pytest.mark.parametrize(("guidance_scale", "batch_size"), [(1.0, 2), (4.0, 1)])
+def test_a_batch_fills_the_dp_axis(guidance_scale, batch_size):
+    """An axis of two takes two videos without guidance, or both prompts of one video with guidance."""
     pipe = small_wan.pipeline(2, small_wan.partitioner((2, 2, 2)))
-    assert run.batch_size(pipe.partitioner, guidance_scale > 1) == together
+    assert run.batch_size(pipe.partitioner, guidance_scale > 1) == batch_size
     conditioning = WanConditioning(jnp.ones((1, 3, 8)), jnp.zeros((1, 3, 8)))
-    encoded = run.join_conditionings([conditioning] * together, pipe.call)
-    result = pipe.denoise(encoded, seeds=[7] * together, guidance_scale=guidance_scale, **SETTINGS)
+    batch = run.join_conditionings([conditioning] * batch_size, pipe.call)
+    latents = pipe.denoise(batch, seeds=[7] * batch_size, guidance_scale=guidance_scale, **SETTINGS)
     expected = small_wan.pipeline(2, None).denoise(conditioning, seed=7, guidance_scale=guidance_scale, **SETTINGS)
-    assert error(np.asarray(result[-1:]), np.asarray(expected, np.float64)) <= 1e-5
+    assert error(np.asarray(latents[-1:]), np.asarray(expected, np.float64)) <= 1e-5
 
 
 def test_the_last_batch_repeats_its_last_request():

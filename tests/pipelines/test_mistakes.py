@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes in calls of the library: each fails at once, with a message that names the solution.
 
-Those in a request, which other interfaces take too, are in tests/mistakes.
+Mistakes in a request, which all interfaces refuse, are in tests/mistakes.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from wanjax.errors import WanjaxError, user_stack_level
 
 LATENTS = np.zeros((1, 16, 5, 8, 8), np.float32)  # of nano
 CLIP = np.zeros((5, 64, 64, 3), np.uint8)
-NO_TEXT = "caf\udce9"
+INVALID_TEXT = "caf\udce9"
 
 
 CALLS: list[tuple[dict[str, Any], str]] = [
@@ -55,9 +55,9 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"callback": 3}, "callback 3 function Step"),
     ({"callback": lambda: None}, "callback function Step () one argument"),
     ({"callback": lambda step, latents: None}, "callback function Step (step, latents) one argument"),
-    ({"references": (frame for frame in CLIP)}, "nano reference"),  # a generator is read, and then of no use
+    ({"references": (frame for frame in CLIP)}, "nano reference"),  # a generator can be read only once
 ]
-LATENTS_OF_NO_VIDEO = [
+INVALID_LATENTS = [
     (np.repeat(LATENTS, 2, axis=0), "latents [2, 16, 5, 8, 8] [1, 16, T, H, W]"),
     (LATENTS[0], "latents [16, 5, 8, 8] [1, 16, T, H, W]"),
     (LATENTS[:, :3], "latents [1, 3, 5, 8, 8] [1, 16, T, H, W]"),
@@ -84,21 +84,25 @@ CLIPS = [
     (CLIP.astype(np.int32), "int32 [5, 64, 64, 3] frames"),
     ([CLIP[0], CLIP[0, :32]], "frames different sizes"),
 ]
-TILED: list[tuple[str, Any]] = [("decode", LATENTS), ("encode_video", CLIP[:1]), ("__call__", "a red circle")]
+CALLS_WITH_TILES: list[tuple[str, Any]] = [
+    ("decode", LATENTS),
+    ("encode_video", CLIP[:1]),
+    ("__call__", "a red circle"),
+]
 METHODS: list[tuple[str, tuple, dict[str, Any], str]] = [
-    *(("decode", (latents,), {}, words) for latents, words in LATENTS_OF_NO_VIDEO),
+    *(("decode", (latents,), {}, words) for latents, words in INVALID_LATENTS),
     ("decode", (LATENTS,), {"tiling": True}, "tiling True wanjax.Tiling()"),
     ("decode", (LATENTS,), {"output_type": "pil"}, "'output_type'"),
     *(
         (name, (pixels,), {"tiling": wanjax.Tiling(*tiling)}, words)
         for tiling, words in TILINGS
-        for name, pixels in TILED
+        for name, pixels in CALLS_WITH_TILES
     ),
     *(("denoise", (x,), {}, "denoise WanConditioning encode") for x in ("a red circle", ("a", "b"), LATENTS, None)),
     *(("encode_video", (clip,), {}, words) for clip, words in CLIPS),
-    ("encode", (NO_TEXT,), {}, r"prompt 'caf\udce9' text UTF-8"),
-    ("prepare", (), {"prompt": NO_TEXT}, r"prompt 'caf\udce9' text UTF-8"),
-    ("encode", ("a",), {"negative_prompt": NO_TEXT}, r"negative_prompt 'caf\udce9' text UTF-8"),
+    ("encode", (INVALID_TEXT,), {}, r"prompt 'caf\udce9' text UTF-8"),
+    ("prepare", (), {"prompt": INVALID_TEXT}, r"prompt 'caf\udce9' text UTF-8"),
+    ("encode", ("a",), {"negative_prompt": INVALID_TEXT}, r"negative_prompt 'caf\udce9' text UTF-8"),
     ("videos", ([],), {}, "prompts []"),
     ("videos", (3,), {}, "prompts list 3 pipe(prompt)"),
     ("__call__", (), {}, 'prompt missing pipe("a'),
@@ -134,7 +138,7 @@ PUBLIC: list[tuple[Any, tuple, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("function", "arguments", "keywords", "words"), PUBLIC)
-def test_a_public_function(function, arguments, keywords, words):
+def test_a_mistake_in_a_public_function_is_reported(function, arguments, keywords, words):
     assert has_line_with(refused(function, *arguments, **keywords), words)
 
 
@@ -152,17 +156,17 @@ def refused(call, *arguments: Any, **keywords: Any) -> str:
 
 
 @pytest.mark.parametrize(("keywords", "words"), CALLS, ids=lambda x: re.sub(" at 0x.*", "", str(x))[:40])
-def test_a_call(pipe, keywords, words):
+def test_a_mistake_in_a_call_of_a_pipeline_is_reported(pipe, keywords, words):
     assert has_line_with(refused(pipe, **{"prompt": "a red circle"} | keywords), words)
 
 
 @pytest.mark.parametrize(("name", "arguments", "keywords", "words"), METHODS)
-def test_a_method(pipe, name, arguments, keywords, words):
+def test_a_mistake_in_a_method_is_reported(pipe, name, arguments, keywords, words):
     assert has_line_with(refused(getattr(pipe, name), *arguments, **keywords), words)
 
 
 @pytest.mark.parametrize(("model", "keywords", "words"), LOADS)
-def test_loading(model, keywords, words):
+def test_a_mistake_in_loading_is_reported(model, keywords, words):
     assert has_line_with(refused(wanjax.load, model, **keywords), words)
 
 
@@ -174,12 +178,12 @@ def test_loading(model, keywords, words):
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_a_function(call, options, words):
+def test_an_invalid_path_or_mesh_is_reported(call, options, words):
     assert has_line_with(refused(call, options), words)
 
 
-@pytest.mark.parametrize(("latents", "words"), LATENTS_OF_NO_VIDEO)
-def test_chunks_are_refused_before_the_first_is_decoded(pipe, latents, words):
+@pytest.mark.parametrize(("latents", "words"), INVALID_LATENTS)
+def test_invalid_latents_are_refused_before_the_first_chunk(pipe, latents, words):
     assert has_line_with(refused(lambda: next(pipe.decode_chunks(latents))), words)
 
 
@@ -223,12 +227,12 @@ NETWORK: dict[str, tuple[dict[str, Any], str]] = {  # arguments of nano's transf
 
 
 @pytest.mark.parametrize("mistake", NETWORK)
-def test_a_transformer(pipe, mistake):
-    """Called by itself with other arrays than those of its signature."""
+def test_a_mistake_in_a_call_of_a_transformer_is_reported(pipe, mistake):
+    """The transformer is called directly, with arrays of wrong shapes or types."""
     arguments, words = NETWORK[mistake]
-    arguments_of_call: dict[str, Any] = {"latents": jnp.zeros((1, 2, 8, 8, 16)), "t": 1.0}
-    arguments_of_call |= {"context": jnp.zeros((1, 5, pipe.transformer.config.text_width))}
-    assert has_line_with(refused(pipe.transformer, **arguments_of_call | arguments), words)
+    valid_arguments: dict[str, Any] = {"latents": jnp.zeros((1, 2, 8, 8, 16)), "t": 1.0}
+    valid_arguments |= {"context": jnp.zeros((1, 5, pipe.transformer.config.text_width))}
+    assert has_line_with(refused(pipe.transformer, **valid_arguments | arguments), words)
 
 
 @pytest.mark.parametrize(
@@ -239,14 +243,14 @@ def test_a_transformer(pipe, mistake):
         (np.zeros(3, np.uint8), "uint8 [3] axes"),
     ],
 )
-def test_an_array_that_is_no_picture(pipe, array, words):
+def test_an_array_that_is_not_a_picture_is_refused(pipe, array, words):
     assert has_line_with(refused(pipe, prompt="a red circle", image=array), words)
 
 
 @pytest.mark.parametrize(
     ("name", "words"), [("fps", "'fps' setting pipe(prompt, fps=...)"), ("quality", "'quality' path")]
 )
-def test_a_video_is_saved_unchanged(tmp_path, name, words):
+def test_saving_a_video_takes_no_settings(tmp_path, name, words):
     assert has_line_with(refused(wanjax.Video(CLIP, 8, {}).save, tmp_path / "a.mp4", **{name: 30}), words)
     assert list(tmp_path.iterdir()) == []
 
@@ -259,7 +263,7 @@ def test_integers_of_numpy_are_integers(pipe):
     assert type(settings.guidance_scale) is float
 
 
-def test_an_unknown_name(pipe):
+def test_an_unknown_name_suggests_a_valid_one(pipe):
     for value, name, message in (
         (pipe, "transfomer", "transformer"),
         (pipe, "from_pretrained", "wanjax.load"),
@@ -289,13 +293,13 @@ def test_an_unknown_name(pipe):
         *[("device", "partitioner"), ("transformer", "nnx.update load")],
     ],
 )
-def test_a_name_that_cannot_be_set(pipe, name, message):
+def test_setting_an_unknown_attribute_suggests_a_valid_one(pipe, name, message):
     with pytest.raises(AttributeError, match=line_with_words(message)):
         setattr(pipe, name, "euler")
     assert name not in vars(pipe)
 
 
-def test_a_text_is_no_list_of_prompts():
+def test_a_text_in_place_of_a_list_of_prompts_is_refused():
     with pytest.raises(WanjaxError, match=line_with_words("prompts 'a red circle' list")):
         wanjax.load("nano").videos("a red circle")
 
@@ -308,17 +312,17 @@ def test_prompts_have_no_effect_after_their_encoding(name):
         pipe.denoise(prompts, **{name: "a blue square"})
 
 
-def test_a_video_for_the_mesh_has_valid_settings():
+def test_invalid_settings_for_the_choice_of_a_mesh_are_refused():
     with pytest.raises(WanjaxError, match=line_with_words("'stepz' steps")):
         wanjax.load("nano", video={"stepz": 3})
 
 
-def test_a_callback_of_other_parameters_is_refused_before_the_run():
-    """Each of a pipeline's functions; one that takes what it is called with, and more by default, is fine."""
+def test_a_callback_with_wrong_parameters_is_refused_before_the_run():
+    """Every callback is checked. Additional parameters with defaults are allowed."""
     pipe: Any = wanjax.load("nano")
     load: Any = wanjax.load
     conditioning = pipe.encode("a")
-    wrong: list[tuple[Any, str]] = [
+    wrong_calls: list[tuple[Any, str]] = [
         (lambda: pipe.denoise(conditioning, callback=lambda: None), "callback Step one argument"),
         (lambda: pipe.denoise(conditioning, switched=lambda: None), "switched Switch one argument"),
         (lambda: pipe.denoise(conditioning, continued=lambda done: None), "continued (done) 2 arguments"),
@@ -327,15 +331,15 @@ def test_a_callback_of_other_parameters_is_refused_before_the_run():
         (lambda: load("nano", progress=lambda x: None), "progress bytes (x) 3 arguments"),
         (lambda: load("nano", note=lambda: None), "note sentence () one argument"),
     ]
-    for call, words in wrong:
+    for call, words in wrong_calls:
         with pytest.raises(WanjaxError, match=line_with_words(words)):
             call()
     with unchecked(), pytest.raises(WanjaxError, match=line_with_words("note 'a' sentence")):
         load("nano", note="a")
     assert not pipe.components.has("transformer")
-    seen: list[int] = []
-    pipe.denoise(conditioning, steps=1, callback=lambda step, more=1: seen.append(step.index))
-    assert seen == [0]
+    step_indices: list[int] = []
+    pipe.denoise(conditioning, steps=1, callback=lambda step, more=1: step_indices.append(step.index))
+    assert step_indices == [0]
 
 
 @pytest.mark.parametrize(
@@ -346,18 +350,18 @@ def test_a_callback_of_other_parameters_is_refused_before_the_run():
         ((lambda x: x, "float32"), "price shape 'float32' jax.ShapeDtypeStruct"),
     ],
 )
-def test_a_price_is_that_of_a_function(arguments, words):
+def test_pricing_anything_but_a_function_is_refused(arguments, words):
     with unchecked(), pytest.raises(WanjaxError, match=line_with_words(words)):
         wanjax.price(*arguments)
 
 
-def test_a_pipeline_is_no_function_of_arrays():
+def test_pricing_a_pipeline_suggests_the_command():
     with pytest.raises(WanjaxError, match=line_with_words("price function Pipeline `wanjax plan MODEL`")):
         wanjax.price(wanjax.load("nano"))
 
 
 def test_a_warning_points_to_the_line_of_the_user():
-    """Through any number of functions of the library."""
+    """This holds for any number of library functions on the call stack."""
     code = (
         "def inner():\n    warnings.warn('x', stacklevel=level())\n"
         "def middle():\n    inner()\ndef outer():\n    middle()\n"

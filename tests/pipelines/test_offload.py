@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks in memory: which are freed automatically, and how a pipeline describes itself."""
+"""Networks are freed as `offload` says, and the text of a pipeline says which are loaded."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -30,35 +30,35 @@ def model(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
-def loaded(pipe) -> list[str]:
+def loaded_networks(pipe) -> list[str]:
     return [name for name in NETWORKS if pipe.components.has(name)]
 
 
 @pytest.fixture
-def held(monkeypatch):
-    """The networks that are loaded when another one has been read, by the name of that one."""
-    seen = {}
+def networks_at_load(monkeypatch):
+    """Record which networks are loaded after each load, by the name of the network that was loaded."""
+    loaded_after = {}
     get = Components.get
 
-    def recorded(self, name):
-        new = not self.has(name)
-        result = get(self, name)
-        if new and name in NETWORKS:
-            seen[name] = [network for network in NETWORKS if self.has(network)]
-        return result
+    def get_and_record(self, name):
+        is_new = not self.has(name)
+        component = get(self, name)
+        if is_new and name in NETWORKS:
+            loaded_after[name] = [network for network in NETWORKS if self.has(network)]
+        return component
 
-    monkeypatch.setattr(Components, "get", recorded)
-    return seen
+    monkeypatch.setattr(Components, "get", get_and_record)
+    return loaded_after
 
 
-def test_each_network_is_freed_at_the_end_of_its_stage(model, held):
+def test_each_network_is_freed_at_the_end_of_its_stage(model, networks_at_load):
     pipe = wanjax.load(model, offload="stages")
     video = pipe("a", **SMALL)
-    assert loaded(pipe) == []
-    assert held == {"text_encoder": ["text_encoder"], "transformer": ["transformer"], "vae": ["vae"]}
+    assert loaded_networks(pipe) == []
+    assert networks_at_load == {"text_encoder": ["text_encoder"], "transformer": ["transformer"], "vae": ["vae"]}
     pipe.components.offload = Offload.of("none")
     np.testing.assert_array_equal(pipe("a", **SMALL).frames, video.frames)
-    assert loaded(pipe) == ["text_encoder", "transformer", "vae"]
+    assert loaded_networks(pipe) == ["text_encoder", "transformer", "vae"]
 
 
 def test_videos_of_a_batch_are_decoded_by_one_autoencoder(model, monkeypatch):
@@ -67,34 +67,34 @@ def test_videos_of_a_batch_are_decoded_by_one_autoencoder(model, monkeypatch):
     monkeypatch.setitem(pipe.components._loaders, "vae", lambda make_room: reads.append("vae") or load(make_room))
     assert len(list(pipe.videos(["a"], seeds=[1, 2], **SMALL))) == 2
     assert reads == ["vae"]
-    assert loaded(pipe) == []
+    assert loaded_networks(pipe) == []
 
 
-def test_the_text_encoder_is_freed_before_pictures_are_encoded(tmp_path, held):
+def test_the_text_encoder_is_freed_before_pictures_are_encoded(tmp_path, networks_at_load):
     pipe = wanjax.load(tiny_image_checkpoint(tmp_path), offload="stages")
     pipe.encode("a", image=np.zeros((32, 32, 3), np.uint8))
-    assert "text_encoder" not in held["image_encoder"] + held["vae"]
-    assert loaded(pipe) == []
+    assert "text_encoder" not in networks_at_load["image_encoder"] + networks_at_load["vae"]
+    assert loaded_networks(pipe) == []
 
 
-def test_one_expert_is_freed_before_the_other_is_read(tmp_path, held):
+def test_one_expert_is_freed_before_the_other_is_read(tmp_path, networks_at_load):
     pipe = wanjax.load(tiny_experts_checkpoint(tmp_path), offload="stages")
     pipe.denoise(pipe.encode("a"), **SMALL)
-    assert held["transformer_2"] == ["transformer_2"]
+    assert networks_at_load["transformer_2"] == ["transformer_2"]
 
 
 @pytest.mark.parametrize("free", [0, 1e12])
-def test_networks_make_room_where_memory_is_short(model, held, machine, free):
+def test_networks_are_freed_only_where_memory_is_short(model, networks_at_load, machine, free):
     machine.has_free_memory(free)
     pipe = wanjax.load(model)
     pipe("a", **SMALL)
     all_three = ["text_encoder", "transformer", "vae"]
-    assert loaded(pipe) == (all_three if free else ["vae"])
-    assert held["vae"] == (all_three if free else ["vae"])
+    assert loaded_networks(pipe) == (all_three if free else ["vae"])
+    assert networks_at_load["vae"] == (all_three if free else ["vae"])
 
 
-def test_only_as_many_networks_are_freed_as_have_to_go(machine):
-    """Four networks of 4 bytes where 10 are free: the third makes the first go, the fourth the second."""
+def test_no_more_networks_are_freed_than_necessary(machine):
+    """Each network has 4 bytes, and 10 are free: the third network frees the first, and the fourth frees the second."""
 
     def network(size):
         return nnx.Linear(1, size, use_bias=False, rngs=nnx.Rngs(0))
@@ -104,60 +104,60 @@ def test_only_as_many_networks_are_freed_as_have_to_go(machine):
         return network(size)
 
     parts = Components({name: partial(load, size=1) for name in "abcd"} | {"all": partial(load, size=3)})
-    held = lambda: "".join(name for name in "abcdx" if parts.has(name))  # noqa: E731
-    machine.has_free_memory(lambda: 10 - 4 * len(held()))
+    loaded_names = lambda: "".join(name for name in "abcdx" if parts.has(name))  # noqa: E731
+    machine.has_free_memory(lambda: 10 - 4 * len(loaded_names()))
     for name, expected in zip("abcd", ("a", "ab", "bc", "cd"), strict=True):
         parts.get(name)
-        assert held() == expected
+        assert loaded_names() == expected
     parts.override("x", network(1))
     parts.get("all")
-    assert held() == "x"
+    assert loaded_names() == "x"
     parts.offload = Offload.of("none")
     for name in "abc":
         parts.get(name)
-    assert held() == "abcx"
+    assert loaded_names() == "abcx"
 
 
-def test_a_network_that_was_set_stays(model):
+def test_a_network_that_the_user_sets_is_not_freed(model):
     pipe = wanjax.load(model, offload="stages")
-    mine = pipe.text_encoder
-    pipe.components.override("text_encoder", mine)
+    encoder = pipe.text_encoder
+    pipe.components.override("text_encoder", encoder)
     pipe.encode("a")
-    assert pipe.text_encoder is mine
+    assert pipe.text_encoder is encoder
 
 
-def test_bytes_by_device():
-    """Count a module and its shapes alike, each shard on its own device."""
+def test_bytes_are_counted_on_each_device():
+    """A module and its shapes have the same bytes; each shard counts on its own device."""
     devices = jax.devices()[:2]
     mesh = wanjax.make_mesh(tp=2, devices=devices)
 
-    def make() -> nnx.Module:
+    def make_module() -> nnx.Module:
         return nnx.Linear(4, 6, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
 
-    assert bytes_by_device(make()) == bytes_by_device(nnx.eval_shape(make)) == {devices[0]: 4 * (24 + 6)}
-    graphdef, state = nnx.split(make())
-    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("tp"))
-    sharded = nnx.merge(graphdef, jax.device_put(state, split))
+    assert bytes_by_device(make_module()) == bytes_by_device(nnx.eval_shape(make_module)) == {devices[0]: 4 * (24 + 6)}
+    graphdef, state = nnx.split(make_module())
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("tp"))
+    sharded = nnx.merge(graphdef, jax.device_put(state, sharding))
     assert bytes_by_device(sharded) == dict.fromkeys(devices, 4 * (12 + 3))
 
 
-def test_the_memory_that_is_free_for_weights(monkeypatch):
-    """It holds the system's cache of files, and no more than the control groups allow."""
-    allowed = []
+def test_free_memory_includes_file_caches_up_to_the_limits(monkeypatch):
+    """Free memory includes the file cache of the system, and is limited by control groups."""
+    group_limits = []
     process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=50))
-    monkeypatch.setattr(memory, "_group_limits", lambda: iter(allowed))
+    monkeypatch.setattr(memory, "_group_limits", lambda: iter(group_limits))
     monkeypatch.setattr(memory.psutil, "Process", lambda: process)
     for available, limit, expected in ((900, None, 900 - 250), (100, None, 0), (900, 400, 350 - 100), (900, 60, 0)):
-        message = SimpleNamespace(total=1000, available=available)
-        monkeypatch.setattr(memory.psutil, "virtual_memory", lambda message=message: message)
-        allowed[:] = [limit] if limit else []
+        virtual_memory = SimpleNamespace(total=1000, available=available)
+        monkeypatch.setattr(memory.psutil, "virtual_memory", lambda virtual_memory=virtual_memory: virtual_memory)
+        group_limits[:] = [limit] if limit else []
         assert components.free_memory(SimpleNamespace(memory_stats=lambda: None)) == expected
     stats = {"bytes_limit": 1000, "bytes_in_use": 100}
     assert components.free_memory(SimpleNamespace(memory_stats=lambda: stats)) == 650
 
 
-def test_memory_taken_by_other_programs_is_noted(monkeypatch):
-    """It fits the machine, and a refusal would be wrong: the other programs may end."""
+def test_memory_that_other_programs_use_gives_a_warning(monkeypatch):
+    """The run fits the machine if other programs end, so that it is not refused."""
     settings = wanjax.load("nano").settings()
     machine = SimpleNamespace(total=1000, available=300)
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: machine)
@@ -171,7 +171,7 @@ def test_memory_taken_by_other_programs_is_noted(monkeypatch):
         memory.check_memory(settings, 1001)
 
 
-def test_a_pipeline_describes_itself():
+def test_the_text_of_a_pipeline_lists_its_components():
     pipe = wanjax.load("nano", dtype="float32")
     kind = jax.devices()[0].device_kind
     first, *parts = repr(pipe).splitlines()

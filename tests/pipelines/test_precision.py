@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Precisions: how far videos are from those of floats, what is loaded and recorded, and what is refused."""
+"""Precisions: the quantized layers, and the difference to float weights."""
 
 from fnmatch import fnmatchcase
 from typing import Any
@@ -57,7 +57,7 @@ def shapes_of(kind, config):
     "key", TRANSFORMERS, ids=lambda key: f"{key[0].__module__.split('.')[2]}-{key[0].__name__}-{key[1]}"
 )
 def test_most_weights_of_every_transformer_are_quantized(key):
-    """What computes in float32 keeps its precision, and so do the first and the last projection."""
+    """Layers that compute in float32, and the first and the last projection, are not quantized."""
     kind, config = TRANSFORMERS[key]
     layers: dict[str, Any] = linears(
         quantize_layers(shapes_of(kind, config), PRECISIONS["int8"], kind.full_precision or ())
@@ -70,7 +70,7 @@ def test_most_weights_of_every_transformer_are_quantized(key):
     assert blocks & linear_layers == {path for path in blocks if path.endswith(("mod", "proj_l"))} < blocks
 
 
-def test_every_row_of_a_table_stands_for_a_layer():
+def test_every_pattern_of_unquantized_layers_matches_a_layer():
     """Kinds of transformers of one family may share a table."""
     for family in FAMILIES:
         kinds = [kind for kind in family.networks if kind.full_precision is not None]
@@ -109,14 +109,14 @@ def checkpoint(tmp_path_factory):
 def test_first_latents_are_close_to_those_of_floats(checkpoint, model, precision):
     floats, rounded = (wanjax.load(checkpoint(model), dtype="float32", precision=name) for name in (None, precision))
     conditioning = floats.encode("a red circle", **{k: v for k, v in SMALL.items() if k != "steps"})
-    far = error(first_latents(rounded, conditioning), first_latents(floats, conditioning))
-    assert 1e-5 < far <= BOUNDS[precision]
+    difference = error(first_latents(rounded, conditioning), first_latents(floats, conditioning))
+    assert 1e-5 < difference <= BOUNDS[precision]
     assert rounded.defaults.precision == precision
 
 
 @pytest.mark.parametrize("precision", ["int8", "int8-weights"])
-def test_a_lora_on_stored_weights_is_close_to_the_same_on_floats(checkpoint, precision, tmp_path):
-    """And its effect is that of the run in floats."""
+def test_a_lora_has_the_same_effect_on_quantized_weights(checkpoint, precision, tmp_path):
+    """The LoRA has the same effect on quantized weights as on float weights."""
     source, lora = checkpoint("wan"), str(tmp_path / "style.safetensors")
     assert ToWanjax(open_source(source), tmp_path / "converted", NETWORKS, precision=PRECISIONS[precision]).run()
     base = wanjax.load(source, dtype="float32")

@@ -25,7 +25,7 @@ from clips import COLOURS
 pytestmark = pytest.mark.usefixtures("cached_programs")
 
 PROMPT = "a blue square moving right"
-FEW = {"steps": 8, "seed": 1}
+FEW_STEPS = {"steps": 8, "seed": 1}
 SPATIAL, TEMPORAL = 4, 2
 
 
@@ -34,8 +34,8 @@ def pipe():
     return wanjax.load("nano")
 
 
-def mixed(frames):
-    """Latents that are five mixtures of a cell's mean colour, of other weights for the first than for later ones."""
+def encode_linearly(frames):
+    """Encode frames linearly: five channels mix the mean colour of a cell, with other weights for the first frame."""
     random = np.random.default_rng(1)
     first, later = (random.normal(size=(3, 5)) for _ in range(2))
     count, height, width, _ = frames.shape
@@ -44,7 +44,7 @@ def mixed(frames):
     return np.moveaxis(np.concatenate([cells[:1] @ first + 0.3, means @ later - 0.2]), -1, 0)[None]
 
 
-def test_a_missing_decoder(pipe):
+def test_a_missing_preview_decoder_is_reported(pipe):
     for call in (lambda: wanjax.load("nano", decoder="nope"), lambda: pipe.preview_with("nope")):
         with pytest.raises(WanjaxError, match=line_with_words("no file nope")):
             call()
@@ -53,7 +53,7 @@ def test_a_missing_decoder(pipe):
 def test_previews_of_a_linear_autoencoder_are_exact():
     frames = synthetic_clip(1 + 2 * TEMPORAL, SPATIAL)
     assert len(np.unique(frames)) > 100
-    pictures = fit_colours(mixed, SPATIAL, TEMPORAL).pictures(mixed(frames))
+    pictures = fit_colours(encode_linearly, SPATIAL, TEMPORAL).pictures(encode_linearly(frames))
     assert pictures.shape == (1, 3, frames.shape[1] // SPATIAL, frames.shape[2] // SPATIAL, 3)
     averaged = frames.reshape(len(frames), *pictures.shape[2:3], SPATIAL, -1, SPATIAL, 3).mean((2, 4))
     np.testing.assert_allclose(pictures[0, 0], averaged[0], atol=1)
@@ -68,13 +68,13 @@ def test_a_strip_has_a_row_for_each_video_and_at_most_six_pictures():
     assert strip(videos[:1].reshape(1, 1, 10, 8, 3)).shape == (100, 80, 3)
 
 
-def opened(file):
+def read_image(file):
     with Image.open(file) as image:
         return np.asarray(image)
 
 
-def colour_of(pictures):
-    """Name the colour of the cell that differs most from the rest, over the pictures."""
+def name_of_colour(pictures):
+    """Return the name of the colour of the cells that differ most from the rest of their pictures."""
     pages = pictures.reshape(len(pictures), -1, 3) / 255
     rest = np.median(pages, axis=1, keepdims=True)
     cells = pages[np.arange(len(pages)), np.square(pages - rest).sum(-1).argmax(1)]
@@ -83,36 +83,36 @@ def colour_of(pictures):
 
 @pytest.mark.parametrize("colour", ["red", "blue", "yellow"])
 def test_previews_show_the_colour_at_half_of_the_steps(pipe, colour):
-    seen = []
-    pipe(f"a {colour} circle moving right", **FEW, callback=lambda step: seen.append(step.preview()))
-    assert seen[0].shape == (1, 5, 8, 8, 3)
-    assert colour_of(seen[len(seen) // 2 - 1][0, 1:]) == colour
+    previews = []
+    pipe(f"a {colour} circle moving right", **FEW_STEPS, callback=lambda step: previews.append(step.preview()))
+    assert previews[0].shape == (1, 5, 8, 8, 3)
+    assert name_of_colour(previews[len(previews) // 2 - 1][0, 1:]) == colour
 
 
-def test_previews_change_nothing_and_leave_the_last_look(tmp_path):
+def test_previews_do_not_change_the_video_and_the_last_one_remains(tmp_path):
     pipe, file, steps = wanjax.load("nano"), tmp_path / "preview.png", []
-    latents = pipe.denoise(pipe.encode(PROMPT), **FEW, callback=lambda step: steps.append(step))
+    latents = pipe.denoise(pipe.encode(PROMPT), **FEW_STEPS, callback=lambda step: steps.append(step))
     assert not pipe.components.has("vae")
-    looks = Previews(file, looks=3)
-    np.testing.assert_array_equal(pipe.denoise(pipe.encode(PROMPT), **FEW, callback=looks), latents)
-    looks.wait()
+    previews = Previews(file, looks=3)
+    np.testing.assert_array_equal(pipe.denoise(pipe.encode(PROMPT), **FEW_STEPS, callback=previews), latents)
+    previews.wait()
     assert not pipe.components.has("vae")
-    np.testing.assert_array_equal(opened(file), strip(pipe.latent_preview().pictures(steps[-1].x0)))
+    np.testing.assert_array_equal(read_image(file), strip(pipe.latent_preview().pictures(steps[-1].x0)))
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_terminal_with_colours_shows_each_look(pipe):
-    def printed(**terminal):
+def test_a_terminal_with_colours_shows_each_preview(pipe):
+    def terminal_output(**terminal):
         page = io.StringIO()
-        looks = Previews(looks=4, on=Console(file=page, width=80, highlight=False, **terminal))
-        pipe(PROMPT, **FEW, callback=looks)
-        looks.wait()
+        previews = Previews(looks=4, on=Console(file=page, width=80, highlight=False, **terminal))
+        pipe(PROMPT, **FEW_STEPS, callback=previews)
+        previews.wait()
         return page.getvalue()
 
-    text = printed(force_terminal=True, color_system="truecolor")
+    text = terminal_output(force_terminal=True, color_system="truecolor")
     assert [f"preview after step {step} of 8" in text for step in range(1, 9)] == [False, True] * 4
     assert "▀" in text
-    assert printed(force_terminal=False) == ""
+    assert terminal_output(force_terminal=False) == ""
 
 
 def test_half_blocks_have_the_colours_of_their_pixels():
@@ -124,22 +124,22 @@ def test_half_blocks_have_the_colours_of_their_pixels():
 
 
 def test_an_error_of_a_preview_is_raised(pipe, tmp_path):
-    looks = Previews(tmp_path / "missing" / "preview.png", looks=2)
+    previews = Previews(tmp_path / "missing" / "preview.png", looks=2)
     with pytest.raises(wanjax.WanjaxError, match="cannot be written"):
-        pipe(PROMPT, **FEW, callback=looks)
+        pipe(PROMPT, **FEW_STEPS, callback=previews)
 
 
-def test_the_command_line(tmp_path, monkeypatch):
+def test_the_command_saves_previews(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = ["--steps", "3", "--seed", "1"]
     succeeded(command("generate", PROMPT, "--dir", "one", "--preview", *options))
-    assert opened("one/preview.png").shape == (96, 5 * 96, 3)
+    assert read_image("one/preview.png").shape == (96, 5 * 96, 3)
     assert "preview" not in read_metadata("one/output_video.mp4")
     succeeded(command("generate", PROMPT, "--out", "many", "--seeds", "1,2", "--preview", *options[:2]))
-    assert opened("many/preview.png").shape == (96, 5 * 96, 3)
+    assert read_image("many/preview.png").shape == (96, 5 * 96, 3)
 
 
-def test_the_colours_are_those_of_the_model(pipe):
+def test_previews_use_the_colours_of_the_model(pipe):
     latent_preview = pipe.latent_preview()
     assert isinstance(latent_preview, LatentToRGB)
     assert latent_preview is pipe.latent_preview()

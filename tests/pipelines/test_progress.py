@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress: the count is that of what the device has done, and the time left that of the pace without compiling."""
+"""Progress counts what the device has finished, and predicts the remaining time without the time of compiling."""
 
 import re
 import sys
@@ -26,7 +26,7 @@ SMALL: dict[str, Any] = {"size": (16, 32), "frames": 5, "guidance_scale": 1.0, "
 
 
 class Recorder(StringIO):
-    """A terminal that keeps what is written to it, and when."""
+    """A terminal that records what is written to it, with the times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Recorder(StringIO):
         return "".join(text for _, text in self.written)
 
 
-ENDS: list[float] = []  # of the steps on the device
+STEP_END_TIMES: list[float] = []  # of steps on the device
 
 
 class SlowDenoiser(WanDenoiser):
@@ -52,14 +52,14 @@ class SlowDenoiser(WanDenoiser):
 
     seconds = SECONDS
 
-    def predict(self, *arguments: Any, **how: Any) -> Any:
-        prediction = super().predict(*arguments, **how)
+    def predict(self, *arguments: Any, **options: Any) -> Any:
+        prediction = super().predict(*arguments, **options)
         return jax.pure_callback(self.wait, prediction, prediction)
 
     @staticmethod
     def wait(prediction: Any) -> Any:
         time.sleep(SlowDenoiser.seconds)
-        ENDS.append(time.perf_counter())
+        STEP_END_TIMES.append(time.perf_counter())
         return prediction
 
 
@@ -69,43 +69,43 @@ def pipe(tmp_path_factory):
 
 
 @pytest.fixture
-def slow(pipe, monkeypatch):
+def slow_pipe(pipe, monkeypatch):
     """The pipeline with steps that take a fixed time."""
     monkeypatch.setattr(type(pipe.model), "denoiser", SlowDenoiser())
-    ENDS.clear()
+    STEP_END_TIMES.clear()
     return pipe
 
 
-def test_a_recorded_terminal(slow):
-    """No line reports a step before the device has made it. After half of the steps, the remaining time is right within
-    25 %."""
-    encoded, recorder = slow.encode("a"), Recorder()
+def test_a_terminal_shows_finished_steps_and_the_remaining_time(slow_pipe):
+    """No line reports a step before the device has finished it. After half of the steps, the remaining time is correct
+    to 25 %."""
+    conditioning, recorder = slow_pipe.encode("a"), Recorder()
     with progress.stage_on_console("denoise", Console(file=recorder, force_terminal=True, width=120)):
-        jax.block_until_ready(slow.denoise(encoded, steps=STEPS, **SMALL))
-    assert len(ENDS) == STEPS
-    counts, lefts = [], 0
-    for when, text in recorder.written:
+        jax.block_until_ready(slow_pipe.denoise(conditioning, steps=STEPS, **SMALL))
+    assert len(STEP_END_TIMES) == STEPS
+    counts, num_predictions = [], 0
+    for written_at, text in recorder.written:
         for count in re.findall(rf"step (\d+) of {STEPS}", text):
             counts.append(int(count))
-            assert counts[-1] <= sum(end <= when for end in ENDS)
-        left = re.search(rf"step (\d+) of {STEPS}, (\d+) s left, [\d.]+ ms each", text)
-        if left and int(left[1]) >= STEPS / 2:
-            expected = ENDS[-1] - when
-            assert abs(int(left[2]) - expected) <= 0.25 * expected + 0.5  # it is printed in whole seconds
-            lefts += 1
+            assert counts[-1] <= sum(end <= written_at for end in STEP_END_TIMES)
+        prediction = re.search(rf"step (\d+) of {STEPS}, (\d+) s left, [\d.]+ ms each", text)
+        if prediction and int(prediction[1]) >= STEPS / 2:
+            expected = STEP_END_TIMES[-1] - written_at
+            assert abs(int(prediction[2]) - expected) <= 0.25 * expected + 0.5  # it is printed in whole seconds
+            num_predictions += 1
     assert counts == sorted(counts)
     assert set(range(STEPS // 2, STEPS)) <= {*counts}
-    assert lefts > STEPS / 2
+    assert num_predictions > STEPS / 2
 
 
-def test_plain_lines_where_there_is_no_terminal(slow, monkeypatch):
+def test_output_to_a_file_has_plain_lines(slow_pipe, monkeypatch):
     monkeypatch.setattr(SlowDenoiser, "seconds", SECONDS / 5)
     monkeypatch.setattr(progress, "LINE_INTERVAL", 4 * SECONDS / 5)
-    written = StringIO()
-    encoded = slow.encode("a")
-    with progress.stage_on_console("denoise", Console(file=written, width=120)):
-        jax.block_until_ready(slow.denoise(encoded, steps=STEPS, **SMALL))
-    lines = written.getvalue().splitlines()
+    output = StringIO()
+    conditioning = slow_pipe.encode("a")
+    with progress.stage_on_console("denoise", Console(file=output, width=120)):
+        jax.block_until_ready(slow_pipe.denoise(conditioning, steps=STEPS, **SMALL))
+    lines = output.getvalue().splitlines()
     assert len(lines) >= STEPS / 8
     assert all(re.match(rf"denoise: step \d+ of {STEPS}", line) for line in lines)
     assert re.fullmatch(rf"denoise: step {STEPS} of {STEPS}, [\d.]+ ms each, [\d.]+ s in all", lines[-1])
@@ -113,14 +113,14 @@ def test_plain_lines_where_there_is_no_terminal(slow, monkeypatch):
 
 def test_unchanged_progress_is_not_printed(monkeypatch):
     monkeypatch.setattr(progress, "LINE_INTERVAL", 0.01)
-    written = StringIO()
-    with progress.stage_on_console("plan", Console(file=written, width=120)) as stage:
+    output = StringIO()
+    with progress.stage_on_console("plan", Console(file=output, width=120)) as stage:
         for done in range(3):
             stage.set_progress("program", done, 8)
             time.sleep(0.1)
-    *lines, last = written.getvalue().splitlines()
+    *lines, last = output.getvalue().splitlines()
     assert len(lines) == len({*lines}) <= 4
-    assert lines[-1] == "plan: program 2 of 8"  # each is unlike the others, so no pace tells when the last one is ready
+    assert lines[-1] == "plan: program 2 of 8"  # programs differ, so that no pace predicts the end
     assert re.fullmatch(r"plan: program 2 of 8, [\d.]+ m?s in all", last)
 
 
@@ -131,12 +131,12 @@ def test_compiling_is_reported_and_excluded_from_the_pace():
         for done in range(1, 5):
             if done == 2:
 
-                def unlike_others(x):
-                    for i in range(200):  # a second and more
+                def slow_to_compile(x):
+                    for i in range(200):  # compiles for more than a second
                         x = jnp.sort(x * (i + 1.5))
                     return x
 
-                jax.block_until_ready(jax.jit(unlike_others)(jnp.arange(8.0)))
+                jax.block_until_ready(jax.jit(slow_to_compile)(jnp.arange(8.0)))
             time.sleep(0.02)
             stage.set_progress("step", done, 9)
         seconds = stage.compilations.seconds
@@ -152,11 +152,11 @@ def clock(monkeypatch) -> list[float]:
     return now
 
 
-def test_the_pace(clock):
+def test_the_pace_is_the_mean_without_compiling(clock):
     stage = Stage("denoise")
     stage.set_progress("step", 0, 20)
     assert stage.unit_seconds is None
-    for done, seconds in enumerate([100, 2, 2, 4, 4], 1):  # it begins with compiling
+    for done, seconds in enumerate([100, 2, 2, 4, 4], 1):  # the first step includes compiling
         clock[0] += seconds
         stage.set_progress("step", done, 20)
     assert stage.unit_seconds == 3
@@ -164,13 +164,13 @@ def test_the_pace(clock):
     clock[0] += 2
     assert stage.remaining_seconds == 15 * 3 - 2
     clock[0] += 30
-    assert stage.remaining_seconds == 14 * 3  # the present unit takes longer than any before
-    stage.set_progress("chunk", 5, 20)  # another unit has a pace of its own
+    assert stage.remaining_seconds == 14 * 3  # the current step takes longer than all before
+    stage.set_progress("chunk", 5, 20)  # chunks have their own pace
     assert str(stage) == "chunk 5 of 20"
 
 
-def test_steps_that_are_noticed_together_have_no_pace(clock):
-    """The host saw the first steps late, because it compiled the next program."""
+def test_steps_that_end_at_the_same_time_have_no_pace(clock):
+    """The host noticed the first two steps at the same time, because it was compiling the next program."""
     stage = Stage("denoise")
     stage.set_progress("step", 0, 5)
     clock[0] += 9
@@ -185,8 +185,8 @@ def test_steps_that_are_noticed_together_have_no_pace(clock):
     assert stage.unit_seconds == 2
 
 
-def test_a_stage_that_continues(clock):
-    """The steps that an earlier run took have no pace."""
+def test_steps_before_a_resume_do_not_affect_the_pace(clock):
+    """The pace does not include steps of an earlier run."""
     stage = Stage("denoise")
     stage.set_progress("step", 10, 20)
     assert str(stage) == "step 10 of 20"
@@ -203,8 +203,8 @@ def test_a_stage_that_continues(clock):
     assert str(stage) == "step 15 of 20, 2 min 30 s left, 30 s each"  # the other network has its own pace
 
 
-def test_a_narrow_terminal(clock):
-    """The words stay complete, with a short bar."""
+def test_a_narrow_terminal_shows_all_words(clock):
+    """The words are complete, and the bar is short."""
     recorder = Recorder()
     with progress.stage_on_console("denoise", Console(file=recorder, force_terminal=True, width=60)) as stage:
         for done in (0, 1, 2):
@@ -244,15 +244,15 @@ def test_the_library_shows_its_stages_on_a_terminal_only(pipe, monkeypatch, caps
 
 
 def test_loading_is_shown_with_the_stage_that_loads(pipe, monkeypatch):
-    """So small networks are loaded between two looks of a terminal."""
-    loaded = []
-    monkeypatch.setattr(Stage, "load", lambda self, component, done, total: loaded.append((self.name, component)))
+    """The test records calls, because networks as small as these load between two updates of a terminal."""
+    loads = []
+    monkeypatch.setattr(Stage, "load", lambda self, component, done, total: loads.append((self.name, component)))
     pipe.free()
     pipe("a", steps=1, **SMALL)
-    assert set(loaded) == {("encode", "text_encoder"), ("denoise", "transformer"), ("decode", "vae")}
+    assert set(loads) == {("encode", "text_encoder"), ("denoise", "transformer"), ("decode", "vae")}
 
 
-def test_a_sample_s_steps_are_not_those_of_its_training():
+def test_steps_of_a_sample_are_distinguished_from_training_steps():
     with progress.stage_on_console("train", None) as stage:
         units = []
         for work in ("", "sample", ""):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published model of a checkpoint, by its name: tensors do not distinguish models of one shape."""
+"""The name of a checkpoint tells which published model it is: tensors do not distinguish models of one shape."""
 
 import json
 from itertools import combinations
@@ -20,29 +20,29 @@ from wanjax.schedulers import name_of
 HD, SD = (720, 1280), (480, 832)
 
 
-def shape(preset):
-    """Return what the tensors of a preset determine: its transformer, and whether there is another."""
+def tensors_of_preset(preset):
+    """Return what the tensors of a preset determine: its configuration, and the number of its transformers."""
     model = preset.model
     return type(model).__name__, model.transformer, model.spec.denoisers
 
 
-ALIKE = [
+PRESETS_OF_EQUAL_SHAPES = [
     pair
     for family in FAMILIES
     for pair in combinations([x for x in family.presets if x.model is not None and not x.loras], 2)
-    if shape(pair[0]) == shape(pair[1])
+    if tensors_of_preset(pair[0]) == tensors_of_preset(pair[1])
 ]
 
 
-def test_there_are_presets_of_equal_shapes():
-    names = [{first.name, second.name} for first, second in ALIKE]
+def test_many_presets_have_equal_shapes():
+    names = [{first.name, second.name} for first, second in PRESETS_OF_EQUAL_SHAPES]
     assert len(names) >= 30
     assert {"wan2.1-i2v-14b-480p", "wan2.1-i2v-14b-720p"} in names
 
 
-@pytest.mark.parametrize("pair", ALIKE, ids=lambda pair: f"{pair[0].name} {pair[1].name}")
+@pytest.mark.parametrize("pair", PRESETS_OF_EQUAL_SHAPES, ids=lambda pair: f"{pair[0].name} {pair[1].name}")
 def test_names_distinguish_presets_of_equal_shapes(pair):
-    """By the name of a repository, of a folder like it, or of its file, whichever of the two is looked up first."""
+    """The name of a repository, of a folder or of a file decides, in any order of the presets."""
     for preset in pair:
         family = next(family for family in FAMILIES if preset in family.presets)
         for source in preset.sources:
@@ -50,10 +50,12 @@ def test_names_distinguish_presets_of_equal_shapes(pair):
             names = [source, f"/data/{rest}", f"/data/{owner}/snapshot/{rest}", f"/data/{rest.rpartition('/')[2]}"]
             for name in names:
                 if family is HUNYUANVIDEO:
-                    result = hunyuan_layouts._parse_model_name(name.replace("/diffusion_pytorch_model.safetensors", ""))
+                    model_name = hunyuan_layouts._parse_model_name(
+                        name.replace("/diffusion_pytorch_model.safetensors", "")
+                    )
                     assert (
                         name.endswith("/diffusion_pytorch_model.safetensors")
-                        or hunyuan_layouts.MODELS[str(result)] is preset
+                        or hunyuan_layouts.MODELS[str(model_name)] is preset
                     )
                 elif model_name_in(name) not in ("", "data"):
                     assert best_match(pair, name, family.distillations) is preset, name
@@ -61,23 +63,23 @@ def test_names_distinguish_presets_of_equal_shapes(pair):
 
 
 def tensors(config):
-    """Return the names and shapes of a transformer, by its authors' names, and its autoencoder's by its key."""
+    """Return the shapes of the tensors of a transformer and its autoencoder, by the authors' names."""
     vae = VAE_2_2 if config is TI2V_5B else VAE_2_1
     return {original.TRANSFORMER.to_authors(key): x for key, x in transformer_keys(config).items()}, vae_keys(vae)
 
 
 def authors_folder(folder, config):
-    """Make a folder in the authors' layout, of files without values."""
+    """Write a folder in the authors' layout, with files without values."""
     transformer, vae = tensors(config)
     hollow_file(folder / "diffusion_pytorch_model.safetensors", transformer)
     hollow_file(folder / "Wan2.1_VAE.safetensors", vae)
-    message = {"_class_name": "WanModel", "num_heads": config.heads, "eps": 1e-6}
-    (folder / "config.json").write_text(json.dumps(message))
+    config_entries = {"_class_name": "WanModel", "num_heads": config.heads, "eps": 1e-6}
+    (folder / "config.json").write_text(json.dumps(config_entries))
     return folder
 
 
 def single_file(path, config):
-    """Make a file of a transformer and an autoencoder, as ComfyUI reads it, without values."""
+    """Write a file of a transformer and an autoencoder in ComfyUI's layout, without values."""
     transformer, vae = tensors(config)
     named = {f"model.diffusion_model.{key}": x for key, x in transformer.items()}
     return hollow_file(path, named | {f"vae.{key}": x for key, x in vae.items()})
@@ -128,7 +130,7 @@ def test_a_single_file_is_recognised_by_its_name(config, name, preset, tmp_path)
     assert checkpoint.preset is not None
     assert checkpoint.preset.name == preset
     assert checkpoint.settings.size == checkpoint.preset.defaults.size
-    if name.count("/") or "_t2v_" in name or "2V-" in name:  # one like those of published files
+    if name.count("/") or "_t2v_" in name or "2V-" in name:  # a name like those of published files
         assert describe_distillation(name, checkpoint) is None or checkpoint.distillation is not None
 
 
@@ -143,7 +145,7 @@ def test_a_single_file_is_recognised_by_its_name(config, name, preset, tmp_path)
         (TI2V_5B, "Wan2_2-TI2V-5B-Turbo_fp16.safetensors", "wan2.2-ti2v-5b", 4, 5.0, "consistency"),
     ],
 )
-def test_a_distilled_file_is_sampled_as_its_publisher_does(config, name, base, steps, shift, solver, tmp_path):
+def test_a_distilled_file_has_its_publisher_s_settings(config, name, base, steps, shift, solver, tmp_path):
     checkpoint = inspect_checkpoint(single_file(tmp_path / name, config))
     assert checkpoint.preset is not None
     assert (checkpoint.preset.name, checkpoint.settings.size) == (base, presets()[base].defaults.size)
@@ -160,7 +162,7 @@ def test_a_distilled_file_is_sampled_as_its_publisher_does(config, name, base, s
         ("Wan2.2-I2V-A14B-{}-rCM-merged.safetensors", "wan2.2-i2v-a14b-rcm", "rcm:sigma_max=200"),
     ],
 )
-def test_a_pair_of_distilled_experts(names, preset, solver, tmp_path):
+def test_a_pair_of_distilled_experts_is_recognised_by_its_names(names, preset, solver, tmp_path):
     for noise in ("low", "high"):
         single_file(tmp_path / names.format(noise), I2V_A14B)
     checkpoint = inspect_checkpoint(tmp_path / names.format("high"))
@@ -172,8 +174,8 @@ def test_a_pair_of_distilled_experts(names, preset, solver, tmp_path):
     assert [len(phase.scales) for phase in phases] == [2, 2]
 
 
-def test_the_generator_of_a_run_is_causvids(tmp_path):
-    """CausVid's `model.pt` has a generator, and no mean of it as those of Self-Forcing have."""
+def test_a_file_with_only_a_generator_is_recognised_as_causvid(tmp_path):
+    """CausVid's `model.pt` has a generator without the EMA weights that Self-Forcing's files have."""
     transformer, vae = tensors(T2V_1_3B)
     named = {f"generator.model.{key}": x for key, x in transformer.items()}
     checkpoint = inspect_checkpoint(
@@ -188,16 +190,16 @@ def test_the_generator_of_a_run_is_causvids(tmp_path):
     )
 
 
-@pytest.mark.parametrize(("name", "message"), [("cat.safetensors", True), ("cat-t2v-14b.safetensors", False)])
-def test_an_ambiguous_name_is_reported(name, message, tmp_path):
+@pytest.mark.parametrize(("name", "is_reported"), [("cat.safetensors", True), ("cat-t2v-14b.safetensors", False)])
+def test_an_ambiguous_name_is_reported(name, is_reported, tmp_path):
     checkpoint = inspect_checkpoint(single_file(tmp_path / name, T2V_14B))
     assert checkpoint.distillation is None
     sentence = describe_distillation(name, checkpoint)
-    assert has_line_with(sentence or "", f"{name} distilled 50 steps guidance 5") if message else sentence is None
+    assert has_line_with(sentence or "", f"{name} distilled 50 steps guidance 5") if is_reported else sentence is None
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "size", "shift"),
+    ("name", "flow_shift", "size", "shift"),
     [
         ("mine", 3.0, SD, 3.0),
         ("mine", 5.0, HD, 5.0),
@@ -206,11 +208,11 @@ def test_an_ambiguous_name_is_reported(name, message, tmp_path):
         ("Wan2.1-I2V-14B-480P-Diffusers", 5.0, SD, 5.0),
     ],
 )
-def test_a_folder_of_diffusers_is_recognised_by_its_name_or_shift(name, options, size, shift, tmp_path):
-    """It is a folder of the user. If its name is ambiguous, its scheduler's shift may decide."""
+def test_a_folder_of_diffusers_is_recognised_by_its_name_or_shift(name, flow_shift, size, shift, tmp_path):
+    """If the name of the folder is ambiguous, the shift of its scheduler may decide."""
     source, folder = inspect_checkpoint(single_file(tmp_path / "a.safetensors", I2V_14B)).source, tmp_path / name
     configs = {component: source[component].config() for component in ("transformer", "vae", "scheduler")}
-    configs["scheduler"] |= {"flow_shift": options}
+    configs["scheduler"] |= {"flow_shift": flow_shift}
     for component, config in configs.items():
         (folder / component).mkdir(parents=True)
         file = "scheduler_config.json" if component == "scheduler" else "config.json"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Radial attention in models and videos: the first block and the first steps are dense, and mistakes are reported."""
+"""Radial attention in models and videos: only the first block and the first steps attend to all tokens."""
 
 import json
 from dataclasses import replace
@@ -36,10 +36,10 @@ from wanjax.pipelines.phases import dense_steps
 pytestmark = pytest.mark.usefixtures("cached_programs")
 
 CONFIG = replace(TRANSFORMER, layers=3)
-GRID = (11, 4, 16)  # patches of VIDEO: 11 frames of 64 tokens, of which a block of 512 queries does not see all
+GRID = (11, 4, 16)  # VIDEO has 11 frames of 64 tokens, so that a block of 512 queries does not attend to all
 VIDEO = {"size": (64, 256), "frames": 41, "guidance_scale": 1.0}
 STEPS = 4
-DENSE = 1  # of four steps
+DENSE_STEPS = 1  # of four steps
 
 
 @pytest.fixture(scope="module")
@@ -52,79 +52,91 @@ def _in_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_mask_of_the_tests_hides_something():
+def test_the_radial_mask_of_these_tests_hides_tokens():
     assert 0.3 < Radial(11, 64, 0.2).density(11 * 64) < 0.95
 
 
 @pytest.mark.parametrize(("steps", "dense"), [(1, 0), (2, 1), (4, 1), (5, 2), (40, 10), (50, 12)])
-def test_the_share_of_dense_steps(steps, dense):
+def test_a_quarter_of_the_steps_is_dense(steps, dense):
     assert dense_steps(steps) == dense
 
 
-def test_a_model_by_hand(monkeypatch):
-    """Blocks one by one, the first with all of attention, the others by the formula under the mask."""
-    requested = AttentionConfig(radial=True), AUTO
-    radial, dense_model = (network(partial(wan.WanTransformer, CONFIG, attention=a), None) for a in requested)
+def test_only_the_first_block_attends_to_all_tokens(monkeypatch):
+    """Expect the prediction of a first block with dense attention and of other blocks by the formula under the mask."""
+    attentions = AttentionConfig(radial=True), AUTO
+    radial, dense_model = (network(partial(wan.WanTransformer, CONFIG, attention=a), None) for a in attentions)
     rng = np.random.default_rng(0)
     latents = jnp.asarray(rng.normal(size=(1, 11, 8, 32, CONFIG.channels_in)), jnp.float32)
     t, text = jnp.full(1, 500.0), jnp.asarray(rng.normal(size=(1, 7, CONFIG.text_width)), jnp.float32)
-    seen = []
+    calls = []
 
     @nnx.jit
     def run(model):
         return model(latents, t, model.context(text), model.rope(GRID), mask=model.mask(GRID))
 
     @nnx.jit
-    def by_hand(model):
+    def predict_block_by_block(model):
         context, rope = model.context(text), model.rope(GRID)
         time = model.time_embed(t).reshape(1, 1, -1)
         mod = model.time_proj(jax.nn.silu(time)).reshape(1, 1, 6, -1)
 
-        class ByHand(BlockCache):
+        class BlockByBlock(BlockCache):
             def parts(self, layers, *cuts):
                 return ()
 
             def after(self, x):
                 for index in range(CONFIG.layers):
                     if index == 1:
-                        monkeypatch.setattr(wan, "attention", masked)
+                        monkeypatch.setattr(wan, "attention", attention_by_formula)
                     x, _ = block_at(model.blocks, index)(x, block_at(context, index), mod, rope)
                 return x
 
-        return model(latents, t, context, rope, cache=ByHand())
+        return model(latents, t, context, rope, cache=BlockByBlock())
 
-    def masked(q, k, v, **options):
-        of_self = q.shape[1] == k.shape[1]
-        seen.append(of_self)
-        window = Radial(11, 64, 0.2) if of_self else None
+    def attention_by_formula(q, k, v, **options):
+        is_self_attention = q.shape[1] == k.shape[1]
+        calls.append(is_self_attention)
+        window = Radial(11, 64, 0.2) if is_self_attention else None
         return attention(q, k, v, window=window, implementation="reference")
 
     assert (radial.mask(GRID), dense_model.mask(GRID)) == (Radial(11, 64, 0.2), None)
-    ours, dense, expected = (np.float64(x) for x in (run(radial), run(dense_model), by_hand(dense_model)))
-    assert sum(seen) == CONFIG.layers - 1 > 0
-    assert error(ours, expected) <= 1e-5
-    assert error(ours, dense) > 1e-4
+    radial_prediction, dense_prediction, expected = (
+        np.float64(x) for x in (run(radial), run(dense_model), predict_block_by_block(dense_model))
+    )
+    assert sum(calls) == CONFIG.layers - 1 > 0
+    assert error(radial_prediction, expected) <= 1e-5
+    assert error(radial_prediction, dense_prediction) > 1e-4
 
 
-def trace(pipe, **settings):
-    """Return the latents after each step."""
-    result = []
+def clean_samples_by_step(pipe, **settings):
+    """Return the predicted clean sample of each step."""
+    clean_samples = []
     options = VIDEO | {"steps": STEPS} | settings
-    pipe.denoise(pipe.encode("a"), callback=lambda step: result.append(np.array(step.x0)), **options)
-    return result
+    pipe.denoise(pipe.encode("a"), callback=lambda step: clean_samples.append(np.array(step.x0)), **options)
+    return clean_samples
 
 
 @pytest.mark.parametrize("text", quick(["radial:0.2"], ["radial", "radial:0.2"]))
-def test_the_first_steps_are_those_of_dense_attention(folder, text):
-    dense_trace, radial = (trace(wanjax.load(folder, attention=a, dtype="float32")) for a in (None, text))
+def test_only_the_first_steps_have_dense_attention(folder, text):
+    dense_samples, radial_samples = (
+        clean_samples_by_step(wanjax.load(folder, attention=a, dtype="float32")) for a in (None, text)
+    )
     for step in range(STEPS):
-        assert (dense_trace[step] == radial[step]).all() == (step < DENSE)
+        assert (dense_samples[step] == radial_samples[step]).all() == (step < DENSE_STEPS)
 
 
-def test_several_devices(folder):
-    one_device, eight = (wanjax.load(folder, attention="radial", dtype="float32", mesh=m) for m in (None, "dp=2,tp=4"))
-    options = {"steps": 2, "guidance_scale": 4.0}  # both prompts are together where there is dp
-    assert error(trace(eight, **options)[-1], np.float64(trace(one_device, **options)[-1])) <= 1e-5
+def test_several_devices_give_the_latents_of_one(folder):
+    one_device, eight_devices = (
+        wanjax.load(folder, attention="radial", dtype="float32", mesh=m) for m in (None, "dp=2,tp=4")
+    )
+    options = {"steps": 2, "guidance_scale": 4.0}  # with a dp axis, both prompts share a batch
+    assert (
+        error(
+            clean_samples_by_step(eight_devices, **options)[-1],
+            np.float64(clean_samples_by_step(one_device, **options)[-1]),
+        )
+        <= 1e-5
+    )
 
 
 def test_a_step_that_reuses_needs_no_dense_program(folder):
@@ -133,21 +145,21 @@ def test_a_step_that_reuses_needs_no_dense_program(folder):
     other_counts = {"begin": 1, "context": 1, "finish": 1}
     assert run_counts(pipe, settings) == other_counts | {"step": 3, "reusing_step": 5, "dense_step": 2}
     assert run_counts(wanjax.load(folder, dtype="float32"), settings) == other_counts | {"step": 5, "reusing_step": 5}
-    assert np.isfinite(trace(pipe, cache="deepcache:0,4,2")[-1]).all()
+    assert np.isfinite(clean_samples_by_step(pipe, cache="deepcache:0,4,2")[-1]).all()
 
 
-def test_the_command_line(folder, tmp_path):
+def test_the_command_denoises_with_radial_attention(folder, tmp_path):
     succeeded(run("encode", "a", "--model", str(folder), "--dir", "one", "--dtype", "float32"))
     sizes = ("--size", "256x64", "--frames", "41", "--steps", "3", "--guidance-scale", "1", "--dtype", "float32")
     succeeded(run("denoise", *sizes, "--dir", "one", "--attention", "radial:0.3"))
-    ours = load_safetensors(tmp_path / "one" / "stage2_latents.safetensors")["latents"]
+    latents = load_safetensors(tmp_path / "one" / "stage2_latents.safetensors")["latents"]
     pipe = wanjax.load(folder, attention="radial:0.3", dtype="float32")
     expected = pipe.denoise(pipe.encode("a"), **VIDEO, steps=3)
-    assert error(ours, np.float64(expected)) <= 1e-5
+    assert error(latents, np.float64(expected)) <= 1e-5
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "words"),
     [
         ("--attention radial:0", "decay '0' number 0 16 radial:0.2"),
         ("--attention radial:99", "decay '99' number 0"),
@@ -156,18 +168,18 @@ def test_the_command_line(folder, tmp_path):
         ("--attention radial:0.2 --block-q 512", "radial attention window tiles"),
     ],
 )
-def test_mistakes(folder, options, sentence):
-    assert has_line_with(refused("a", "--model", str(folder), *options.split()), sentence)
+def test_invalid_radial_options_are_reported(folder, options, words):
+    assert has_line_with(refused("a", "--model", str(folder), *options.split()), words)
 
 
 @pytest.mark.parametrize("make", [tiny_cogvideox_checkpoint, tiny_control_checkpoint, tiny_causal_checkpoint])
-def test_models_without_it(make, tmp_path):
+def test_models_without_radial_attention_refuse_it(make, tmp_path):
     assert has_line_with(
         refused("a", "--model", str(make(tmp_path)), "--attention", "radial"), "radial attention --attention auto"
     )
 
 
-def test_plans():
+def test_a_plan_prices_dense_and_radial_steps():
     assert has_line_with(refused("plan", "cogvideox-2b", "--attention", "radial"), "cogvideox-2b radial attention")
     arguments = ("plan", "wan2.1-t2v-1.3b", "--chip", "cpu", "--steps", "50", "--attention", "radial", "--json")
     radial, dense = (json.loads(succeeded(run(*options)).stdout) for options in (arguments, (*arguments[:6], "--json")))

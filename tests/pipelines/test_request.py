@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request means the same by whichever interface it comes: Python, TOML, a row of either kind, a form and JSON."""
+"""A request means the same from every interface: Python, TOML, rows of CSV and JSON Lines, forms and JSON."""
 
 import csv
 import json
@@ -47,8 +47,8 @@ def nano():
 
 
 @pytest.fixture(scope="module")
-def served(nano):
-    """Read the fields of a request to a server of nano; the model that it names is that."""
+def read_by_server(nano):
+    """Return a function that reads a request to a server of nano."""
 
     def read(fields):
         request, files = uploads.read_request(fields, {}, ServedModels({"nano": nano}, {}), Limits.of(nano.defaults))
@@ -71,7 +71,7 @@ def from_rows(folder, fields, suffix):
 
 
 def from_toml(folder, fields):
-    """Return the request of `wanjax batch`, whose prompt is a line of a file, and whose options those of another."""
+    """Return the request of `wanjax batch` with a file of prompts and a file of options."""
     options = {name.replace("_", "-"): value for name, value in fields.items() if name != "prompt"}
     (folder / "my.toml").write_text("".join(f"{k} = {_toml(x)}\n" for k, x in options.items()), encoding="utf-8")
     (folder / "prompts.txt").write_text(fields["prompt"], encoding="utf-8")
@@ -89,44 +89,44 @@ def _toml(value):
 
 @given(FIELDS, SHAPES)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_request_is_the_same_by_every_interface(tmp_path, served, fields, shape):
+def test_a_request_is_the_same_from_every_interface(tmp_path, read_by_server, fields, shape):
     fields |= shape
     request = VideoRequest.parse(fields)
     assert request == from_rows(tmp_path, fields, "jsonl") == from_rows(tmp_path, fields, "csv")
     assert request == from_toml(tmp_path, fields)
-    assert request == served(fields) == served({name: str(value) for name, value in fields.items()})
+    assert request == read_by_server(fields) == read_by_server({name: str(value) for name, value in fields.items()})
     assert request == VideoRequest.parse(request.fields) == VideoRequest(**json.loads(json.dumps(asdict(request))))
 
 
-def test_files_are_the_same_by_the_interfaces_that_name_them(tmp_path):
+def test_input_files_are_the_same_from_every_interface(tmp_path):
     files = {name: str(tmp_path / name) for name in ("image", "video")}
     request = VideoRequest.parse({"prompt": "a", **files})
     assert request.inputs == files
     assert request == from_rows(tmp_path, {"prompt": "a", **files}, "jsonl") == from_toml(tmp_path, request.fields)
     assert request == VideoRequest.parse({"prompt": "a", "input_reference": files["image"], "video": files["video"]})
-    one, two = ({"prompt": "a", "references": each} for each in ("b.png", ["b.png"]))
-    assert VideoRequest.parse(one) == VideoRequest.parse(two) != VideoRequest.parse({"prompt": "a"})
+    from_text, from_list = ({"prompt": "a", "references": references} for references in ("b.png", ["b.png"]))
+    assert VideoRequest.parse(from_text) == VideoRequest.parse(from_list) != VideoRequest.parse({"prompt": "a"})
 
 
-def test_texts_are_bounded_only_for_clients():
+def test_only_clients_have_a_limit_on_the_length_of_texts():
     for fields in ({"prompt": "x" * 4001}, {"then": "x" * 4001}, {"scheduler": "y" * 201}):
         assert VideoRequest.parse({"prompt": "a"} | fields)
 
 
-def test_strengths_of_loras_are_a_text():
+def test_a_text_gives_the_strengths_of_loras():
     assert VideoRequest.parse({"prompt": "a", "lora": "cat:0.5, b:1"}).lora == {"cat": 0.5, "b": 1.0}
 
 
-def test_seconds_are_the_nearest_frames_for_rows_and_for_a_server(nano, served, tmp_path):
+def test_seconds_become_the_nearest_number_of_frames(nano, read_by_server, tmp_path):
     fields = {"prompt": "a", "seconds": 1.2, "size": "32x32"}
-    result = Limits.of(nano.defaults)
+    limits = Limits.of(nano.defaults)
     [job] = VideoMaker(lambda: nano, tmp_path).tasks_for([from_rows(tmp_path, fields, "csv")])
-    frames = uploads.complete_settings(served(fields), nano, {}, result).frames
+    frames = uploads.complete_settings(read_by_server(fields), nano, {}, limits).frames
     assert job.request.settings["frames"] == frames == round((1.2 * nano.defaults.fps - 1) / 4) * 4 + 1
     assert "seconds" not in job.request.settings
 
 
-def test_a_request_of_seconds_or_sides_is_not_mixed_with_the_options():
+def test_the_length_and_size_of_a_request_replace_those_of_the_options():
     options = VideoRequest.parse({"size": "480p", "frames": 9, "scheduler": "euler", "image": "a.png"}, complete=False)
-    asked_for = VideoRequest.parse({"prompt": "a", "seconds": 2, "width": 64, "image": "b.png"})
-    assert asked_for.with_defaults(options) == replace(asked_for, scheduler="euler")
+    request = VideoRequest.parse({"prompt": "a", "seconds": 2, "width": 64, "image": "b.png"})
+    assert request.with_defaults(options) == replace(request, scheduler="euler")

@@ -32,7 +32,7 @@ from wanjax.sharding import one_device_partitioner
 SETTINGS = {"size": (12, 12), "frames": 5, "steps": 6, "seed": 3}
 
 
-def encoded(value: float = 0.5) -> WanConditioning:
+def make_conditioning(value: float = 0.5) -> WanConditioning:
     return WanConditioning(jnp.full((1, 3, 8), value), jnp.zeros((1, 3, 8)))
 
 
@@ -46,38 +46,38 @@ def pipeline(experts: bool):
     return pipe
 
 
-def run(pipe, keep=None, stop_at=None, prompt=0.5, **more):
-    """Return the latents, None if the run was stopped; the steps taken; and those that were taken before."""
-    taken, before = [], []
+def run(pipe, keep=None, stop_at=None, prompt=0.5, **changes):
+    """Return the latents (None if the run was stopped), the indices of steps, and the reports of resumed steps."""
+    step_indices, resumed_from = [], []
 
     def callback(step):
-        taken.append(step.index)
+        step_indices.append(step.index)
         return False if step.index == stop_at else None
 
     try:
         latents = pipe.denoise(
-            encoded(prompt),
+            make_conditioning(prompt),
             callback=callback,
             keep=keep,
-            continued=lambda *message: before.append(message),
-            **SETTINGS | more,
+            continued=lambda *message: resumed_from.append(message),
+            **SETTINGS | changes,
         )
     except Cancelled:
-        return None, taken, before
-    return np.asarray(latents), taken, before
+        return None, step_indices, resumed_from
+    return np.asarray(latents), step_indices, resumed_from
 
 
 @pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("stop_at", [0, 1, 2, 3, 4, 5])
-def test_a_stopped_run_continues(tmp_path, experts, stop_at):
+def test_a_stopped_run_continues_to_the_same_latents(tmp_path, experts, stop_at):
     file = tmp_path / "state"
     pipe = pipeline(experts)
     uninterrupted, _, _ = run(pipe)
     assert run(pipe, file, stop_at)[0] is None
-    latents, taken, before = run(pipe, file)
+    latents, step_indices, resumed_from = run(pipe, file)
     np.testing.assert_array_equal(latents, uninterrupted)
-    assert taken == list(range(stop_at + 1, 6))
-    assert before == [(stop_at + 1, 6)]
+    assert step_indices == list(range(stop_at + 1, 6))
+    assert resumed_from == [(stop_at + 1, 6)]
 
 
 def test_other_weights_under_the_same_name_restart(tmp_path):
@@ -97,12 +97,12 @@ def test_the_state_of_a_step_cache_is_restored(tmp_path, cache, stop_at):
     pipe = pipeline(False)
     uninterrupted, _, _ = run(pipe, cache=cache)
     assert run(pipe, file, stop_at, cache=cache)[0] is None
-    latents, taken, _ = run(pipe, file, cache=cache)
+    latents, step_indices, _ = run(pipe, file, cache=cache)
     np.testing.assert_array_equal(latents, uninterrupted)
-    assert taken == list(range(stop_at + 1, 6))
+    assert step_indices == list(range(stop_at + 1, 6))
 
 
-def test_the_boundary_lies_between_steps_that_were_tried():
+def test_the_tests_stop_before_and_after_the_boundary():
     pipe = pipeline(True)
     settings = pipe.settings(**SETTINGS)
     schedule = pipe.scheduler.schedule(settings.steps, shift=settings.flow_shift)
@@ -116,12 +116,12 @@ def test_an_exception_saves_the_state_too(tmp_path):
 
     pipe, file = pipeline(False), tmp_path / "state"
     with pytest.raises(KeyboardInterrupt):
-        pipe.denoise(encoded(), callback=interrupt, keep=file, **SETTINGS)
+        pipe.denoise(make_conditioning(), callback=interrupt, keep=file, **SETTINGS)
     assert run(pipe, file)[1] == [3, 4, 5]
 
 
-class Interrupting(Observer):
-    """Ends a run once the device has done so many steps, or while another network is loaded."""
+class InterruptingObserver(Observer):
+    """An observer that interrupts the run after a number of steps."""
 
     def __init__(self, after: int):
         self.after, self.taken = after, []
@@ -136,50 +136,50 @@ class Interrupting(Observer):
 
 @pytest.mark.parametrize("after", [2, 6, None])
 def test_ctrl_c_between_two_saves_saves_the_last_step(tmp_path, monkeypatch, after):
-    """It may come while the host waits for the device, or, where `after` is None, while another network is loaded."""
+    """Ctrl-C comes while the host waits for the device, or, if `after` is None, while another network is loaded."""
     pipe, file = pipeline(experts=True), tmp_path / "state"
     uninterrupted, _, _ = run(pipe)
-    keeping, observer = ResumeObserver(file, pipe.partitioner), Interrupting(after)
-    keeping._save_seconds = 1e9  # no step is saved for its own sake
+    resume_observer, observer = ResumeObserver(file, pipe.partitioner), InterruptingObserver(after)
+    resume_observer._save_seconds = 1e9  # so that no single step is saved
     swap_in = pipe.components.swap_in
 
-    def loading(name, other_networks):
+    def swap_in_or_interrupt(name, other_networks):
         if after is None and name == "transformer_2":
             raise KeyboardInterrupt
         return swap_in(name, other_networks)
 
-    monkeypatch.setattr(pipe.components, "swap_in", loading)
+    monkeypatch.setattr(pipe.components, "swap_in", swap_in_or_interrupt)
     settings = pipe.settings(**SETTINGS)
     with pytest.raises(KeyboardInterrupt):
         list(
-            Run(pipe, [PreparedRequest(settings)], observers=[keeping, observer]).latents(
-                encoded(), settings, [settings.seed]
+            Run(pipe, [PreparedRequest(settings)], observers=[resume_observer, observer]).latents(
+                make_conditioning(), settings, [settings.seed]
             )
         )
     monkeypatch.undo()
-    latents, taken, before = run(pipe, file)
+    latents, step_indices, resumed_from = run(pipe, file)
     np.testing.assert_array_equal(latents, uninterrupted)
-    assert before == [(6 - len(taken), 6)]
+    assert resumed_from == [(6 - len(step_indices), 6)]
     assert observer.taken == list(range(len(observer.taken)))
-    assert 0 <= 6 - len(taken) - len(observer.taken) <= 1  # observers may not have seen the last
+    assert 0 <= 6 - len(step_indices) - len(observer.taken) <= 1  # observers may have missed the last step
 
 
 @pytest.mark.parametrize("change", [{"seed": 4}, {"steps": 7}, {"prompt": 0.6}, {"flow_shift": 2.0}])
-def test_another_video_begins_anew(tmp_path, change):
+def test_another_video_does_not_resume(tmp_path, change):
     pipe, file = pipeline(False), tmp_path / "state"
     run(pipe, file, stop_at=2)
-    _, taken, before = run(pipe, file, **change)
-    assert taken[0] == 0
-    assert before == []
+    _, step_indices, resumed_from = run(pipe, file, **change)
+    assert step_indices[0] == 0
+    assert resumed_from == []
 
 
-def test_another_noise_begins_anew(tmp_path):
+def test_another_noise_does_not_resume(tmp_path):
     pipe, file = pipeline(False), tmp_path / "state"
     run(pipe, file, stop_at=2)
     assert run(pipe, file, noise=np.zeros((1, 4, 3, 6, 6), np.float32))[1][0] == 0
 
 
-def test_a_broken_file_begins_anew(tmp_path):
+def test_a_broken_state_file_is_ignored(tmp_path):
     file = tmp_path / "state"
     file.write_bytes(b"no state")
     assert run(pipeline(False), file)[1] == list(range(6))
@@ -189,85 +189,91 @@ def test_states_that_are_not_finite_are_not_saved(tmp_path):
     pipe, file = pipeline(False), tmp_path / "state"
     noise = np.full((1, 4, 3, 6, 6), np.nan, np.float32)
     with pytest.raises(Exception, match=line_with_words("finite step 1 6")):
-        pipe.denoise(encoded(), noise=noise, keep=file, **SETTINGS)
+        pipe.denoise(make_conditioning(), noise=noise, keep=file, **SETTINGS)
     assert not file.exists()
 
 
 @pytest.fixture
-def now(monkeypatch) -> list[float]:
-    """The clock, which the test moves on."""
-    now = [0.0]
-    monkeypatch.setattr("wanjax.pipelines.resume.perf_counter", lambda: now[0])
-    return now
+def clock(monkeypatch) -> list[float]:
+    """The time in seconds, which the test advances."""
+    clock = [0.0]
+    monkeypatch.setattr("wanjax.pipelines.resume.perf_counter", lambda: clock[0])
+    return clock
 
 
-def test_writing_takes_a_small_share_of_the_time(tmp_path, monkeypatch, now):
+def test_saving_takes_little_of_the_run_s_time(tmp_path, monkeypatch, clock):
     """A state that takes a second to write is written once in fifty seconds."""
     writes = []
-    keeping = ResumeObserver(tmp_path / "state", one_device_partitioner())
+    resume_observer = ResumeObserver(tmp_path / "state", one_device_partitioner())
 
     def save(step):
-        writes.append(now[0])
-        now[0] += 1
-        keeping._last_saved, keeping._save_seconds = now[0], 1.0
+        writes.append(clock[0])
+        clock[0] += 1
+        resume_observer._last_saved, resume_observer._save_seconds = clock[0], 1.0
 
-    monkeypatch.setattr(keeping, "save_state", save)
+    monkeypatch.setattr(resume_observer, "save_state", save)
     x = jnp.zeros((1, 1, 1, 1, 1))
-    while now[0] < 200:
-        keeping.stepped(Step(0, 1, 0.0, State(x, None), x, False, pipeline(False).latent_preview))
-        now[0] += 1
+    while clock[0] < 200:
+        resume_observer.stepped(Step(0, 1, 0.0, State(x, None), x, False, pipeline(False).latent_preview))
+        clock[0] += 1
     assert len(writes) == 4
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(60, [1, 2, 3, 4, 5, 6]), (20, [1, 5])])
-def test_each_long_step_is_saved_at_once(tmp_path, monkeypatch, now, seconds, expected):
-    """Of those that take less than fifty times the writing, some are queued on the device, and one in so long is."""
-    held = []
+def test_each_long_step_is_saved_at_once(tmp_path, monkeypatch, clock, seconds, expected):
+    """A step that takes at least fifty times as long as a save is saved at once; shorter steps are saved less often."""
+    saves = []
     monkeypatch.setattr("jax.block_until_ready", lambda state: wait(state.x.item()))
 
     def wait(step):
-        now[0] = max(now[0], seconds * step)
+        clock[0] = max(clock[0], seconds * step)
 
     def save(file, tensors, metadata):
-        now[0] += 1
+        clock[0] += 1
 
     monkeypatch.setattr("wanjax.pipelines.resume.save_safetensors", save)
-    keeping = ResumeObserver(tmp_path / "state", one_device_partitioner(), on_save=held.append)
+    resume_observer = ResumeObserver(tmp_path / "state", one_device_partitioner(), on_save=saves.append)
     for index in range(6):
-        wait(index - 1)  # while more than two are queued
+        wait(index - 1)  # the host waits if more than two steps are queued
         x = jnp.full((1, 1, 1, 1, 1), index + 1.0)
-        keeping.stepped(Step(index, 9, 0.0, State(x, None, cached=()), x))
-    assert [steps for steps in held if steps is not None] == expected
-    assert held[::2] == [None] * len(expected)  # while each is written
+        resume_observer.stepped(Step(index, 9, 0.0, State(x, None, cached=()), x))
+    assert [steps for steps in saves if steps is not None] == expected
+    assert saves[::2] == [None] * len(expected)  # None while a state is written
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends signals of POSIX")
 @pytest.mark.usefixtures("cached_programs")
 @pytest.mark.parametrize("sent_signal", quick([signal.SIGKILL], [signal.SIGKILL, signal.SIGINT]))
-def test_the_command_continues(tmp_path, sent_signal):
+def test_a_killed_command_resumes(tmp_path, sent_signal):
     steps = "200"
     model = str(tiny_checkpoint(tmp_path / "tiny"))
     command = [sys.executable, "-m", "wanjax", "a", "--model", model, "--size", "32x32", "--frames", "5"]
     command += ["--guidance-scale", "1"]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    left, uninterrupted = tmp_path / "left", tmp_path / "whole"
+    stopped_folder, uninterrupted_folder = tmp_path / "stopped", tmp_path / "uninterrupted"
 
     def start(folder: Path) -> subprocess.Popen:
         return subprocess.Popen(
             [*command, "--steps", steps, "--dir", str(folder)], env=environment, stderr=subprocess.PIPE, text=True
         )
 
-    stopped = start(left)
+    stopped = start(stopped_folder)
     deadline = time.monotonic() + 300
-    while not (left / stage_files.STATE_FILE).exists() and stopped.poll() is None and time.monotonic() < deadline:
+    while (
+        not (stopped_folder / stage_files.STATE_FILE).exists()
+        and stopped.poll() is None
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     stopped.send_signal(sent_signal)
     _, output = stopped.communicate(timeout=300)
     assert stopped.returncode == (130 if sent_signal == signal.SIGINT else -signal.SIGKILL), output
-    assert (left / stage_files.STATE_FILE).exists()
-    continued = succeeded(wanjax("denoise", "--dir", left))
+    assert (stopped_folder / stage_files.STATE_FILE).exists()
+    continued = succeeded(wanjax("denoise", "--dir", stopped_folder))
     assert f" of {steps} steps" in continued.stderr
-    assert not (left / stage_files.STATE_FILE).exists()
-    succeeded(wanjax(*command[3:], "--steps", steps, "--dir", str(uninterrupted)))
-    result = [stage_files.load_latents(folder, load_settings(folder)) for folder in (left, uninterrupted)]
-    np.testing.assert_array_equal(*map(np.asarray, result))
+    assert not (stopped_folder / stage_files.STATE_FILE).exists()
+    succeeded(wanjax(*command[3:], "--steps", steps, "--dir", str(uninterrupted_folder)))
+    latents = [
+        stage_files.load_latents(folder, load_settings(folder)) for folder in (stopped_folder, uninterrupted_folder)
+    ]
+    np.testing.assert_array_equal(*map(np.asarray, latents))

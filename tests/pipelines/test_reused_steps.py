@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that reuse results of another step: for every family, to the bit; and programs without a cache."""
+"""Steps that reuse results of other steps are exact for every family, and runs without a cache do not change."""
 
 import functools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from flax import nnx
 
 import wanjax
 from tests.support.compare import error
-from tests.support.programs import begun, prepared
+from tests.support.programs import initial_state, prepared
 from tests.support.quick import quick
 from tests.support.tabled import STEPS, TABLES, tabled
 from tests.support.tiny import (
@@ -62,13 +62,13 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Callable[[str], Path]:
-    """The folder of a model's checkpoint."""
+    """Return a function that makes the checkpoint of a model and returns its folder."""
     root = tmp_path_factory.mktemp("models")
     return functools.cache(lambda model: MODELS[model](root / model))
 
 
 @pytest.fixture(params=quick(["wan", "vace", "cogvideox"], MODELS))
-def each(request, folder) -> Any:
+def quick_pipe(request, folder) -> Any:
     return tabled(folder(request.param))
 
 
@@ -77,8 +77,8 @@ def pipe(request, folder) -> Any:
     return tabled(folder(request.param))
 
 
-class Taken:
-    """The steps of a run: their kinds, and copies of the states after them."""
+class StepRecorder:
+    """A callback that records which steps reuse results, and copies of the states after them."""
 
     def __init__(self):
         self.reused: list[bool] = []
@@ -89,21 +89,21 @@ class Taken:
         self.states.append(jax.tree.map(np.array, step.state))
 
 
-def run(pipe: Any, cache: str, encoded: Any = None, **settings: Any) -> tuple[Taken, np.ndarray]:
-    taken = Taken()
+def run(pipe: Any, cache: str, conditioning: Any = None, **settings: Any) -> tuple[StepRecorder, np.ndarray]:
+    recorder = StepRecorder()
     options = {"steps": STEPS, "seed": 3, "guidance_scale": 3.0} | SMALL | settings
-    encoded = pipe.encode("a red circle", "a dog") if encoded is None else encoded
-    return taken, np.asarray(pipe.denoise(encoded, cache=cache, callback=taken, **options))
+    conditioning = pipe.encode("a red circle", "a dog") if conditioning is None else conditioning
+    return recorder, np.asarray(pipe.denoise(conditioning, cache=cache, callback=recorder, **options))
 
 
-def forwards(pipe: Any, cache: Any = BlockCache, **settings: Any) -> Any:
-    """Return a function of a step's index and its latents: the prediction under each prompt, by the network itself."""
-    encoded = pipe.encode("a red circle", "a dog")
-    chosen = pipe.settings(**{"steps": STEPS, "seed": 3, "guidance_scale": 3.0} | SMALL | settings)
-    schedule, state = begun(pipe, encoded, chosen)
+def prepare_predictions(pipe: Any, cache: Any = BlockCache, **settings: Any) -> Any:
+    """Return a function from a step's index and latents to the predictions of all prompts, and the prepared inputs."""
+    conditioning = pipe.encode("a red circle", "a dog")
+    settings_of_run = pipe.settings(**{"steps": STEPS, "seed": 3, "guidance_scale": 3.0} | SMALL | settings)
+    schedule, state = initial_state(pipe, conditioning, settings_of_run)
     x = state.x
-    phase = pipe.model.spec.phases(schedule, chosen)[0]
-    step, inputs = prepared(pipe, pipe.transformer, phase, encoded, x)
+    phase = pipe.model.spec.phases(schedule, settings_of_run)[0]
+    step, inputs = prepared(pipe, pipe.transformer, phase, conditioning, x)
 
     @jax.jit
     def predict(x: Any, times: Any, inputs: Any, cached: Any = None) -> Any:
@@ -116,25 +116,25 @@ def forwards(pipe: Any, cache: Any = BlockCache, **settings: Any) -> Any:
             for i, prompt in enumerate(inputs.prompts)
         ]
 
-    def at(index: int, x: Any, cached: Any = None) -> Any:
+    def predict_at(index: int, x: Any, cached: Any = None) -> Any:
         return predict(x, step.denoiser.timesteps(one_step(schedule, index)), inputs, cached)
 
-    return at, step, inputs, schedule, x, phase
+    return predict_at, step, inputs, schedule, x, phase
 
 
 def test_a_step_of_magcache_adds_the_cached_residual(pipe):
-    """Skipped steps are the embedding, the cached residual and the head, bit for bit; it is the residual of all blocks.
+    """A skipped step adds the cached residual of all blocks to the embedding, and applies the head.
 
-    A step's prediction is compared through the latents that it leads to, by the scheduler alone.
+    The test compares the latents after the step, which the scheduler computes from the prediction.
     """
-    taken, _ = run(pipe, "magcache")
+    recorder, _ = run(pipe, "magcache")
     spec, settings = pipe.model.spec, pipe.settings(steps=STEPS, cache="magcache")
     [phase] = spec.phases(spec.schedule(settings), settings)
-    assert taken.reused == list(spec.cache_rule(settings).reused(phase, TABLES))
-    assert 2 <= sum(taken.reused) <= 5
-    first = taken.reused.index(True)
+    assert recorder.reused == list(spec.cache_rule(settings).reused(phase, TABLES))
+    assert 2 <= sum(recorder.reused) <= 5
+    first = recorder.reused.index(True)
 
-    class Added(BlockCache):
+    class AddResidual(BlockCache):
         def parts(self, layers: int, *cuts: int) -> Any:
             return ()
 
@@ -143,57 +143,61 @@ def test_a_step_of_magcache_adds_the_cached_residual(pipe):
             (video, *rest), tree = jax.tree.flatten(x)
             return jax.tree.unflatten(tree, [video + self.previous[0], *rest])
 
-    at, step, _, schedule, _, _ = forwards(pipe, Added)
-    before, after = taken.states[first - 1], taken.states[first]
+    predict_at, step, _, schedule, _, _ = prepare_predictions(pipe, AddResidual)
+    before, after = recorder.states[first - 1], recorder.states[first]
     cached = jax.tree.map(jnp.asarray, before.cached)
-    prediction = jnp.concatenate(at(first, jnp.asarray(before.x), cached)).astype(jnp.float32)
-    scheduled = jax.jit(lambda schedule, p, x, solver: step.scheduler.step(schedule, 0, p, x, solver)[0])
-    guided = jax.jit(lambda pair, scale: pair[1:] + scale * (pair[:1] - pair[1:]))(prediction, jnp.float32(3))
-    x = scheduled(one_step(schedule, first), guided, jnp.asarray(before.x), jax.tree.map(jnp.asarray, before.solver))
+    prediction = jnp.concatenate(predict_at(first, jnp.asarray(before.x), cached)).astype(jnp.float32)
+    take_one_step = jax.jit(lambda schedule, p, x, solver: step.scheduler.step(schedule, 0, p, x, solver)[0])
+    guided_prediction = jax.jit(lambda pair, scale: pair[1:] + scale * (pair[:1] - pair[1:]))(
+        prediction, jnp.float32(3)
+    )
+    x = take_one_step(
+        one_step(schedule, first), guided_prediction, jnp.asarray(before.x), jax.tree.map(jnp.asarray, before.solver)
+    )
     assert error(after.x, np.asarray(x, np.float64)) <= 1e-6
     for before_leaf, after_leaf in zip(jax.tree.leaves(before.cached), jax.tree.leaves(after.cached), strict=True):
         np.testing.assert_array_equal(before_leaf, after_leaf)
 
 
-def test_a_reused_step_equals_input_and_residual_to_the_bit(each):
-    """What reaches the head in a skipped step is x + r in x's dtype; r is what all blocks added, rounded once."""
-    _, step, inputs, schedule, x, _ = forwards(each)
+def test_a_reused_step_equals_input_and_residual_to_the_bit(quick_pipe):
+    """In a skipped step, the head reads x + r in x's dtype. The residual r is what all blocks added, rounded once."""
+    _, step, inputs, schedule, x, _ = prepare_predictions(quick_pipe)
     t = jax.tree.map(lambda time: jnp.full((len(x),), time), step.denoiser.timesteps(one_step(schedule, 2)))
 
     @jax.jit
-    def spied(inputs: Any, cached: Any) -> Any:
+    def predict_and_record(inputs: Any, cached: Any) -> Any:
         """Return the prediction and the cached values, and the video's tokens before and after the blocks."""
-        network, seen = nnx.merge(step.graphdef, inputs.weights), []
+        network, recorded = nnx.merge(step.graphdef, inputs.weights), []
 
-        class Spying(ResidualCache):
+        class RecordingCache(ResidualCache):
             def before(self, part: range, x: Any) -> Any:
-                seen.append(jax.tree.leaves(x)[0])
+                recorded.append(jax.tree.leaves(x)[0])
                 return super().before(part, x)
 
             def after(self, x: Any) -> Any:
-                if self.previous is not None:  # no part is run
-                    seen.append(jax.tree.leaves(x)[0])
+                if self.previous is not None:  # no block runs
+                    recorded.append(jax.tree.leaves(x)[0])
                 result = super().after(x)
-                seen.append(jax.tree.leaves(result)[0])
+                recorded.append(jax.tree.leaves(result)[0])
                 return result
 
         def predict(cache: Any) -> Any:
             return step.denoiser.predict(network, x, t, inputs.prompts[0], inputs.shared, cache)
 
-        output = ForwardCache(Spying).run(predict, cached)
-        return output, [seen[0], seen[-1]]
+        output = ForwardCache(RecordingCache).run(predict, cached)
+        return output, [recorded[0], recorded[-1]]
 
-    (full_output, cached), before = spied(inputs, None)
-    (again, _), after = spied(inputs, cached)
+    (full_output, cached), before = predict_and_record(inputs, None)
+    (reused_output, _), after = predict_and_record(inputs, cached)
     (residual,), before, after = jax.tree.map(np.asarray, (cached, before, after))
     np.testing.assert_array_equal(residual, before[1] - before[0])
     np.testing.assert_array_equal(after[1], after[0] + residual)
     np.testing.assert_array_equal(after[0], before[0])
     assert np.abs(residual).max() > 1e-2
-    assert error(np.asarray(again), np.asarray(full_output, np.float64)) <= 1e-5
+    assert error(np.asarray(reused_output), np.asarray(full_output, np.float64)) <= 1e-5
 
 
-@pytest.mark.slow  # quick ones of tests/pipelines/test_recorded.py run caches of two families
+@pytest.mark.slow  # quick tests of tests/pipelines/test_recorded.py run the caches of two families
 def test_every_family_takes_every_cache(pipe):
     uncached = run(pipe, "none", steps=10)
     for cache in ("easycache:9,2", "guidance:2"):
@@ -209,44 +213,44 @@ def test_every_family_takes_every_cache(pipe):
 
 @pytest.mark.parametrize("pipe", quick(["cogvideox", "hunyuanvideo"], MODELS), indirect=True)
 def test_teacache_reads_the_change_of_the_timesteps_embedding(pipe):
-    _, step, inputs, schedule, _, phase = forwards(pipe)
+    _, step, inputs, schedule, _, phase = prepare_predictions(pipe)
     network = nnx.merge(step.graphdef, inputs.weights)
     times = [
         jax.tree.map(lambda t: jnp.asarray(t)[None], step.denoiser.timesteps(one_step(schedule, i)))
         for i in range(STEPS)
     ]
     for unprojected in (False, True):
-        result = embedding_changes(
+        changes = embedding_changes(
             pipe.runtime, step.denoiser, SplitNetwork(step.graphdef, inputs.weights), schedule, phase, unprojected
         )
         embed = partial(step.denoiser.embed_timesteps, unprojected=unprojected)
-        embedded = [np.asarray(jax.jit(embed)(network, t), np.float64) for t in times]
-        expected = [abs(b - a).mean() / abs(a).mean() for a, b in pairwise(embedded)]
-        assert result[0] == 0
-        assert error(np.array(result[1:]), np.array(expected)) <= 1e-5
+        embeddings = [np.asarray(jax.jit(embed)(network, t), np.float64) for t in times]
+        expected = [abs(b - a).mean() / abs(a).mean() for a, b in pairwise(embeddings)]
+        assert changes[0] == 0
+        assert error(np.array(changes[1:]), np.array(expected)) <= 1e-5
 
 
-def test_teacache_reuses_while_less_than_the_threshold_has_added_up(pipe):
-    """The polynomial here is the change itself."""
-    _, step, inputs, schedule, _, phase = forwards(pipe)
+def test_teacache_reuses_while_the_sum_of_changes_is_small(pipe):
+    """The polynomial of this model is the identity."""
+    _, step, inputs, schedule, _, phase = prepare_predictions(pipe)
     changes = embedding_changes(
         pipe.runtime, step.denoiser, SplitNetwork(step.graphdef, inputs.weights), schedule, phase
     )[1:]
-    taken, _ = run(pipe, f"teacache:{2.5 * np.mean(changes)}")
+    recorder, _ = run(pipe, f"teacache:{2.5 * np.mean(changes)}")
     total, reused = 0.0, [False]
     for change in changes[:-1]:
         total += change
         reused.append(total < 2.5 * np.mean(changes))
         total = total if reused[-1] else 0.0
-    assert taken.reused == [*reused, False]
+    assert recorder.reused == [*reused, False]
     assert any(reused)
 
 
-def test_a_first_picture_has_another_table(tmp_path):
-    """Given to a model that needs none: its steps and its record's digest are those of the other table."""
+def test_a_first_picture_uses_another_table(tmp_path):
+    """With an optional first picture, the steps and the digest in the metadata are those of the other table."""
     pipe = wanjax.load(tiny_residual_checkpoint(tmp_path), dtype="float32")
-    even, leaping = (Magnitudes((1.0,) + (x,) * 5, (1.0,) + (x,) * 5, 0.1, 1, 0.2) for x in (0.99, 0.5))
-    pipe.model = replace(pipe.model, tables=Tables(even, image_magnitudes=leaping))
+    small_changes, large_changes = (Magnitudes((1.0,) + (x,) * 5, (1.0,) + (x,) * 5, 0.1, 1, 0.2) for x in (0.99, 0.5))
+    pipe.model = replace(pipe.model, tables=Tables(small_changes, image_magnitudes=large_changes))
     digests, picture = set(), np.zeros((32, 32, 3), np.uint8)
     for image, reused in ((None, [False, True] * 3), (picture, [False] * 6)):
         steps: list[bool] = []
@@ -257,29 +261,31 @@ def test_a_first_picture_has_another_table(tmp_path):
     assert len(digests) == 2
 
 
-def easycache_by_hand(prepared: Any, step_of: Any, threshold: float, first: int) -> tuple[list[bool], np.ndarray]:
-    """Return the computed steps and the last latents of a loop on the host by the authors' rule.
+def easycache_of_the_authors(
+    prediction: Any, take_one_step: Any, threshold: float, first: int
+) -> tuple[list[bool], np.ndarray]:
+    """Return which steps are computed, and the last latents, by a loop on the host with the authors' rule.
 
-    Errors are in float32, because a threshold decides. `prepared` is what `forwards` returns.
+    Errors are in float32, because a threshold decides. `prediction` is the result of `prepare_predictions`.
     """
-    at, denoising, _, schedule, x, _ = prepared
+    predict_at, denoising, _, schedule, x, _ = prediction
     state = denoising.scheduler.init(schedule, x, solver_keys(seed_to_key_data([3])))
-    x, total, rate, before, past, computed = np.asarray(x), np.float32(0), None, None, None, []
+    x, error_sum, rate, previous_x, last_computed, computed = np.asarray(x), np.float32(0), None, None, None, []
     for step in range(STEPS):
         compute = True
         if first <= step < STEPS - 1 and rate is not None:
-            total = total + rate * np.abs(x - before).mean() / np.abs(past[1][0]).mean()
-            compute = not total < threshold
-        before = x
+            error_sum = error_sum + rate * np.abs(x - previous_x).mean() / np.abs(last_computed[1][0]).mean()
+            compute = not error_sum < threshold
+        previous_x = x
         if compute:
-            outputs, total = [np.asarray(p, np.float32) for p in at(step, jnp.asarray(x))], np.float32(0)
-            if past is not None:
-                rate = np.abs(outputs[0] - past[1][0]).mean() / np.abs(x - past[0]).mean()
-            past = x, outputs
-        predictions = [x + (output - past[0]) for output in past[1]]
-        predictions = past[1] if compute else predictions
+            outputs, error_sum = [np.asarray(p, np.float32) for p in predict_at(step, jnp.asarray(x))], np.float32(0)
+            if last_computed is not None:
+                rate = np.abs(outputs[0] - last_computed[1][0]).mean() / np.abs(x - last_computed[0]).mean()
+            last_computed = x, outputs
+        predictions = [x + (output - last_computed[0]) for output in last_computed[1]]
+        predictions = last_computed[1] if compute else predictions
         guided = predictions[1] + np.float32(3) * (predictions[0] - predictions[1])
-        x, state = step_of(one_step(schedule, step), prediction=guided, x=x, state=state)
+        x, state = take_one_step(one_step(schedule, step), prediction=guided, x=x, state=state)
         x = np.asarray(x)
         computed.append(compute)
     return computed, x
@@ -287,22 +293,22 @@ def easycache_by_hand(prepared: Any, step_of: Any, threshold: float, first: int)
 
 @pytest.mark.parametrize("pipe", quick(["wan"], ["wan", "hunyuanvideo"]), indirect=True)
 def test_easycache_decides_as_its_authors_do(pipe):
-    prepared = forwards(pipe)
-    step_of = jax.jit(partial(prepared[1].scheduler.step, index=0))
+    prediction = prepare_predictions(pipe)
+    take_one_step = jax.jit(partial(prediction[1].scheduler.step, index=0))
     for threshold in (0.2, 0.4, 0.8, 1.6, 3.2):  # until some steps are reused
-        computed, expected = easycache_by_hand(prepared, step_of, threshold, 2)
+        computed, expected = easycache_of_the_authors(prediction, take_one_step, threshold, 2)
         if not all(computed):
             break
-    taken, latents = run(pipe, f"easycache:{threshold},2")
-    histories = [History(*state.cached[-1]) for state in taken.states]
-    result = [True, *(a.count == b.count for a, b in pairwise(histories))]
-    assert [bool(step) for step in result] == computed
+    recorder, latents = run(pipe, f"easycache:{threshold},2")
+    histories = [History(*state.cached[-1]) for state in recorder.states]
+    computed_steps = [True, *(a.count == b.count for a, b in pairwise(histories))]
+    assert [bool(step) for step in computed_steps] == computed
     assert 0 < sum(computed[2:-1]) < STEPS - 3, computed
     assert error(np.moveaxis(latents, 1, -1), np.asarray(expected, np.float64)) <= 1e-4
 
 
 def test_a_guidance_cache_estimates_the_negative_prompt():
-    """By the reference's Fourier transform: low and high frequencies of the last difference have different weights.
+    """Low and high frequencies of the last difference have different weights, by the reference's Fourier transform.
 
     Follows maxdiffusion's transformer_forward_pass_cfg_cache.
     """
@@ -310,65 +316,69 @@ def test_a_guidance_cache_estimates_the_negative_prompt():
     prompt, negative, later = (rng.standard_normal((1, 2, 9, 14, 3), np.float32) for _ in range(3))
     cache = GuidanceCache(reused=(False, True, True), half_step=2)
     options = [lambda x=x: jnp.asarray(x) for x in (prompt, negative)]
-    both, cached = cache.predictions(options, jnp.asarray(prompt), None)
-    np.testing.assert_array_equal(both[1], negative)
+    predictions_of_both, cached = cache.predictions(options, jnp.asarray(prompt), None)
+    np.testing.assert_array_equal(predictions_of_both[1], negative)
     assert cache.cached_for(0, cached) is None
     for step, (low, high) in ((1, (1.2, 1.0)), (2, (1.0, 1.2))):
-        again = [lambda: jnp.asarray(later), options[1]]
-        result = cache.predictions(again, jnp.asarray(prompt), cache.cached_for(step, cached))[0]
+        functions = [lambda: jnp.asarray(later), options[1]]
+        predictions = cache.predictions(functions, jnp.asarray(prompt), cache.cached_for(step, cached))[0]
         bias = np.fft.rfft2(np.float64(negative) - prompt, axes=(2, 3))
         rows, columns = np.arange(bias.shape[2]), np.arange(bias.shape[3])
-        tall, wide = max(1, bias.shape[2] // 4), max(1, bias.shape[3] // 4)
-        mask = ((rows < tall) | (rows > bias.shape[2] - tall))[:, None] & (columns < wide)
+        num_rows, num_columns = max(1, bias.shape[2] // 4), max(1, bias.shape[3] // 4)
+        mask = ((rows < num_rows) | (rows > bias.shape[2] - num_rows))[:, None] & (columns < num_columns)
         weights = np.where(mask, low, high)[None, None, :, :, None]
         expected = later + np.fft.irfft2(bias * weights, s=(9, 14), axes=(2, 3))
-        assert error(np.asarray(result[1]), expected) <= 1e-6
+        assert error(np.asarray(predictions[1]), expected) <= 1e-6
     with pytest.raises(WanjaxError, match="both prompts"):
         cache.predictions(options[:1], jnp.asarray(prompt), None)
     even = low_frequencies(jnp.asarray(prompt[:, :, :8]))
-    assert error(np.asarray(low_frequencies(even)), np.asarray(even, np.float64)) <= 1e-6  # a projection
+    # a second application changes nothing
+    assert error(np.asarray(low_frequencies(even)), np.asarray(even, np.float64)) <= 1e-6
 
 
-def settled(folder, mesh=None, **keywords):
+def settings_of_run(folder, mesh=None, **keywords):
     return wanjax.load(folder, mesh=mesh).settings(**{"steps": STEPS} | keywords)
 
 
-def denoised(folder, **keywords):
+def denoise(folder, **keywords):
     pipe = wanjax.load(folder)
     return pipe.denoise(pipe.encode("a red circle"), steps=STEPS, **keywords)
 
 
-NOT_WORTH_IT = {  # by what the sentence names
-    "cache dp": partial(settled, mesh="dp=2,sp=2,tp=2", cache="guidance:2"),
-    "cache batched guidance": partial(denoised, cache="guidance:2", batch_guidance=True),
-    "guidance:2 without guidance": partial(settled, cache="guidance:2", guidance_scale=1.0),
-    "step cache deepcache:11,45,4 8 steps": partial(settled, cache="deepcache", steps=8),
+REFUSED_CACHES = {  # by words of the message
+    "cache dp": partial(settings_of_run, mesh="dp=2,sp=2,tp=2", cache="guidance:2"),
+    "cache batched guidance": partial(denoise, cache="guidance:2", batch_guidance=True),
+    "guidance:2 without guidance": partial(settings_of_run, cache="guidance:2", guidance_scale=1.0),
+    "step cache deepcache:11,45,4 8 steps": partial(settings_of_run, cache="deepcache", steps=8),
 }
 
 
-@pytest.mark.parametrize("words", NOT_WORTH_IT)
-def test_a_cache_of_no_use_is_refused(folder, words):
+@pytest.mark.parametrize("words", REFUSED_CACHES)
+def test_a_cache_that_cannot_help_is_refused(folder, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
-        NOT_WORTH_IT[words](folder("wan"))
+        REFUSED_CACHES[words](folder("wan"))
 
 
 @pytest.mark.parametrize("cache", quick(["easycache:.5,1"], ["magcache:.2,1,.1", "teacache:.5", "easycache:.5,1"]))
-def test_a_cache_begins_anew_with_the_second_expert(tmp_path, cache):
-    """Its first step is the one of a run without a cache from the same latents, and it caches that expert's result."""
+def test_a_cache_starts_again_with_the_second_expert(tmp_path, cache):
+    """The first step of the second expert is computed in full, and the cache then has this expert's results."""
     pipe = tabled(tiny_experts_checkpoint(tmp_path))
-    taken, _ = run(pipe, cache, guidance_scale_2=2.0)
+    recorder, _ = run(pipe, cache, guidance_scale_2=2.0)
     settings = pipe.settings(steps=STEPS, guidance_scale_2=2.0)
     start = pipe.model.spec.phases(pipe.model.spec.schedule(settings), settings)[1].start
-    assert not taken.reused[0]
-    assert not taken.reused[start]
-    assert any(taken.reused[:start])
-    state = taken.states[start - 1]
-    encoded, schedule = pipe.encode("a red circle", "a dog"), pipe.scheduler.schedule(STEPS, shift=settings.flow_shift)
+    assert not recorder.reused[0]
+    assert not recorder.reused[start]
+    assert any(recorder.reused[:start])
+    state = recorder.states[start - 1]
+    conditioning, schedule = (
+        pipe.encode("a red circle", "a dog"),
+        pipe.scheduler.schedule(STEPS, shift=settings.flow_shift),
+    )
     phase = pipe.model.spec.phases(schedule, settings)[1]
-    step, inputs = prepared(pipe, pipe.transformer_2, phase, encoded, jnp.asarray(state.x))
-    begun = State(jnp.asarray(state.x), jax.tree.map(jnp.asarray, state.solver))
-    after, _, _ = pipe.call(take_step, step, begun, inputs, np.float32(2), one_step(schedule, start))
-    assert error(taken.states[start].x, np.asarray(after.x, np.float64)) <= 1e-6
+    step, inputs = prepared(pipe, pipe.transformer_2, phase, conditioning, jnp.asarray(state.x))
+    initial_state = State(jnp.asarray(state.x), jax.tree.map(jnp.asarray, state.solver))
+    after, _, _ = pipe.call(take_step, step, initial_state, inputs, np.float32(2), one_step(schedule, start))
+    assert error(recorder.states[start].x, np.asarray(after.x, np.float64)) <= 1e-6
 
 
 @pytest.mark.parametrize(
@@ -376,28 +386,30 @@ def test_a_cache_begins_anew_with_the_second_expert(tmp_path, cache):
     [
         ("wan", "easycache:9,2", "dp=2,sp=2,tp=2"),
         pytest.param("hunyuanvideo", "easycache:9,2", "dp=2,sp=2,tp=2", marks=pytest.mark.slow),
-        # tokens, as those that deepcache keeps
+        # magcache and deepcache store tokens
         pytest.param("hunyuanvideo", "magcache", "dp=2,sp=2,tp=2", marks=pytest.mark.slow),
-        # outputs, as those of easycache
+        # guidance and easycache store outputs
         pytest.param("hunyuanvideo", "guidance:2", "dp=1,sp=4,tp=2", marks=pytest.mark.slow),
     ],
 )
 def test_eight_devices_agree_with_one(folder, model, cache, mesh):
-    one_device, eight = (run(tabled(folder(model), mesh=name), cache)[1] for name in (None, mesh))
-    assert error(eight, one_device.astype(np.float64)) <= 1e-5
+    one_device, eight_devices = (run(tabled(folder(model), mesh=name), cache)[1] for name in (None, mesh))
+    assert error(eight_devices, one_device.astype(np.float64)) <= 1e-5
 
 
-def test_without_a_cache_the_program_is_that_of_before(pipe):
-    """A step as it was written before there were caches: for each prompt a forward, then guidance and the scheduler."""
-    _, step, inputs, schedule, x, _ = forwards(pipe)
+def test_a_step_without_a_cache_contains_nothing_of_caches(pipe):
+    """Without a cache, a step is one forward pass for each prompt, then guidance and the scheduler."""
+    _, step, inputs, schedule, x, _ = prepare_predictions(pipe)
 
     def take_step(step: Any, state: Any, inputs: Any, scale: Any, schedule: Any) -> Any:
         network = nnx.merge(step.graphdef, inputs.weights)
         videos, *shape = state.x.shape
         x = jnp.broadcast_to(state.x, (inputs.batch // videos, videos, *shape)).reshape(-1, *shape)
         t = jax.tree.map(lambda time: jnp.full((inputs.batch,), time), step.denoiser.timesteps(schedule))
-        result = [step.denoiser.predict(network, x, t, prompt, inputs.shared) for prompt in inputs.prompts]
-        predictions = jnp.concatenate([prediction.astype(jnp.float32) for prediction in result])
+        predictions_of_prompts = [
+            step.denoiser.predict(network, x, t, prompt, inputs.shared) for prompt in inputs.prompts
+        ]
+        predictions = jnp.concatenate([prediction.astype(jnp.float32) for prediction in predictions_of_prompts])
         clean = partial(step.scheduler.x0, schedule, 0)
         guided, _ = GuidanceRule.combine(predictions, videos, scale, state.x, clean, None)
         prediction = replicate(guided)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a family of models has to write: few members, none of them data that computes."""
+"""A family of models has to define only a few members, and its data contains no functions."""
 
 import inspect
 from collections.abc import Callable
@@ -15,15 +15,15 @@ from wanjax import registry
 from wanjax.pipelines.denoiser import Denoiser
 from wanjax.pipelines.model import ModelSpec, VideoModel
 
-MOST = {"Wan": 14, "CogVideoX": 10, "HunyuanVideo": 12, "Toy": 9, "Toy with sound": 12}
-PACKAGES = {name: f"wanjax.pipelines.{name.lower()}." for name in MOST} | {
+MAX_MEMBERS = {"Wan": 14, "CogVideoX": 10, "HunyuanVideo": 12, "Toy": 9, "Toy with sound": 12}
+PACKAGES = {name: f"wanjax.pipelines.{name.lower()}." for name in MAX_MEMBERS} | {
     "Toy": f"{toy.__name__}.",
     "Toy with sound": f"{toy_sound.__name__}.",
 }
 
 
 def members(kind: type) -> set[str]:
-    """Return the public members that a class of the seam offers to its subclasses, but for its data."""
+    """Return the public members that a base class of families offers to subclasses, without its data."""
     data = {"conditioning_type", "vae", "scheduler", "tables"}
     return {name for name in [*vars(kind), *get_type_hints(kind)] if not name.startswith("_")} - data
 
@@ -32,15 +32,15 @@ SEAM = members(VideoModel) | members(Denoiser)
 
 
 def subclasses(kind: type) -> list[type]:
-    return [kind, *(subclass for each in kind.__subclasses__() for subclass in subclasses(each))]
+    return [kind, *(subclass for child in kind.__subclasses__() for subclass in subclasses(child))]
 
 
-def test_the_seam_is_small():
+def test_the_base_classes_have_few_members():
     assert len(SEAM) <= 18
 
 
 @pytest.mark.parametrize("family", [*registry.FAMILIES, TOY, TOY_SOUND], ids=lambda family: family.name)
-def test_a_family_writes_few_members(family):
+def test_a_family_defines_few_members(family):
     package = PACKAGES[family.name]
     classes = [
         subclass
@@ -48,11 +48,11 @@ def test_a_family_writes_few_members(family):
         for subclass in subclasses(base)
         if f"{subclass.__module__}.".startswith(package)
     ]
-    written = {name for each in classes for name in vars(each)} & SEAM
-    assert len(written) <= MOST[family.name], sorted(written)
+    defined = {name for subclass in classes for name in vars(subclass)} & SEAM
+    assert len(defined) <= MAX_MEMBERS[family.name], sorted(defined)
 
 
-def test_data_holds_no_function():
+def test_the_data_of_a_family_contains_no_function():
     hints = get_type_hints(ModelSpec)
     for field in fields(ModelSpec):
         kind = hints[field.name]

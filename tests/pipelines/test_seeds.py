@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A seed's noise under every flag of JAX that concerns random numbers, and the seeds that are refused or drawn."""
+"""A seed gives the same noise under every flag of JAX; invalid seeds are refused, and random ones are stored."""
 
 import json
 import os
@@ -65,8 +65,8 @@ def _in_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def under(flags: dict, draw):
-    """Return what `draw` returns under flags of JAX, which are then restored."""
+def with_flags(flags: dict, draw):
+    """Call `draw` with these flags of JAX, and restore the flags."""
     with ExitStack() as stack:
         for name, value in flags.items():
             stack.callback(jax.config.update, name, getattr(jax.config, name))
@@ -92,7 +92,7 @@ def test_the_noise_is_the_same_under_every_flag(flags, seed):
         lambda: jax.random.key_data(drawn_keys(seed)),
     ):
         expected = draw()
-        noise = under(flags, draw)
+        noise = with_flags(flags, draw)
         assert noise.dtype == expected.dtype
         np.testing.assert_array_equal(noise, expected)
 
@@ -102,38 +102,38 @@ def test_seeds_below_32_bits_give_the_noise_of_jax(seed):
     np.testing.assert_array_equal(initial_noise(seed), jax.random.normal(jax.random.key(seed), SHAPE))
 
 
-def test_noise_of_one_seed_in_numbers():
-    """Guards the noise against changes of JAX's defaults in later versions."""
+def test_the_noise_of_a_seed_never_changes():
+    """Later versions of JAX may change defaults, but not this noise."""
     exact = [-1.0978881, -0.64294845, 0.18318748, -0.11200721]
     np.testing.assert_allclose(initial_noise(2**33 + 5, (1, 4))[0], exact, rtol=1e-6)
 
 
 def test_the_noise_of_steps_has_a_separate_key():
-    """A seed makes the same video next year, and what steps add is independent of what they began from."""
+    """The key of step noise does not change between versions, and step noise is independent of initial noise."""
     key = jax.random.fold_in(jax.random.key(42), 1)
     assert np.array_equal(jax.random.key_data(drawn_keys(42))[0], jax.random.key_data(key))
     first = np.asarray(jax.random.normal(key, SHAPE))
     assert abs(np.corrcoef(first.ravel(), np.asarray(initial_noise(42)).ravel())[0, 1]) < 0.2
 
 
-def test_all_bits_of_a_seed_count():
+def test_all_bits_of_a_seed_affect_the_noise():
     noises = [np.asarray(initial_noise(seed)) for seed in (0, *(2**bit for bit in range(64)), 2**64 - 1)]
     assert len({noise.tobytes() for noise in noises}) == len(noises)
 
 
 @pytest.mark.slow
 def test_a_video_is_the_same_under_all_flags_together(model, xla):
-    """In a new process, so that nothing is compiled before the flags are set."""
+    """The video is made in a new process, so that nothing is compiled before the flags are set."""
     frames = wanjax.load(model)("a", seed=5, **SMALL).frames
     command = [sys.executable, "-c", VIDEO, json.dumps(FLAGS[-1]), model, "frames.npy"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(xla)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
     np.testing.assert_array_equal(np.load("frames.npy"), frames)
 
 
 @pytest.mark.parametrize("seed", [2**64, 10**20, -2, 1.5, 3.0, True, "3", "many", [3], np.float32(3), np.True_])
-def test_seeds_that_are_refused(model, seed):
+def test_invalid_seeds_are_refused(model, seed):
     pipe = wanjax.load(model)
     with pytest.raises(WanjaxError, match=line_with_words("seed whole number 0 2^64 - 1 -1 random")):
         pipe("a", seed=seed, **SMALL)
@@ -141,7 +141,7 @@ def test_seeds_that_are_refused(model, seed):
 
 
 @pytest.mark.parametrize("seed", ["100000000000000000000", "-2", "many", "1.5"])
-def test_seeds_that_are_refused_on_the_command_line(model, seed):
+def test_invalid_seeds_are_refused_by_the_command(model, seed):
     assert has_line_with(refused("a", "--model", model, *OPTIONS, "--seed", seed), f"seed {seed} whole number")
 
 
@@ -155,25 +155,25 @@ def test_a_drawn_seed_is_stored_and_reproduces_the_video(model):
     first, second = (pipe("a", seed=seed, **SMALL) for seed in (-1, "random"))
     assert 0 <= first.settings["seed"] < 2**32
     assert first.settings["seed"] != second.settings["seed"]
-    again = pipe("a", seed=first.settings["seed"], **SMALL)
-    np.testing.assert_array_equal(again.frames, first.frames)
+    reproduced = pipe("a", seed=first.settings["seed"], **SMALL)
+    np.testing.assert_array_equal(reproduced.frames, first.frames)
 
 
 def test_denoise_reports_the_drawn_seed(model):
     pipe = wanjax.load(model)
-    encoded = pipe.encode("a")
-    with pytest.warns(UserWarning, match=r"the seed \d+ was drawn at random") as warned:
-        latents = pipe.denoise(encoded, seed=-1, **SMALL)
-    seed = int(str(warned[0].message).split()[2])
-    np.testing.assert_array_equal(pipe.denoise(encoded, seed=seed, **SMALL), latents)
-    with pytest.warns(UserWarning, match=r"the seed \d+ was drawn at random") as warned:
-        latents = pipe.denoise(encoded, seeds=[-1], **SMALL)
-    seed = int(str(warned[0].message).split()[2])
-    np.testing.assert_array_equal(pipe.denoise(encoded, seeds=[seed], **SMALL), latents)
+    conditioning = pipe.encode("a")
+    with pytest.warns(UserWarning, match=r"the seed \d+ was drawn at random") as caught:
+        latents = pipe.denoise(conditioning, seed=-1, **SMALL)
+    seed = int(str(caught[0].message).split()[2])
+    np.testing.assert_array_equal(pipe.denoise(conditioning, seed=seed, **SMALL), latents)
+    with pytest.warns(UserWarning, match=r"the seed \d+ was drawn at random") as caught:
+        latents = pipe.denoise(conditioning, seeds=[-1], **SMALL)
+    seed = int(str(caught[0].message).split()[2])
+    np.testing.assert_array_equal(pipe.denoise(conditioning, seeds=[seed], **SMALL), latents)
 
 
 def test_the_warning_names_the_caller_s_line(tmp_path):
-    """In a new process, as checked types are functions around each function."""
+    """The script runs in a new process, because the tests wrap each function to check its types."""
     script = tmp_path / "mine.py"
     script.write_text("import wanjax\npipe = wanjax.load('nano')\npipe.denoise(pipe.encode('a'), seed=-1, noise=0)\n")
     output = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300).stderr
@@ -199,7 +199,7 @@ def test_a_single_process_draws_a_seed_without_communication(monkeypatch):
 
 
 def test_every_stream_of_latents_has_different_noise():
-    """Two keys each, none of which is another's or a picture's; the video's are those of a model without others."""
+    """Each stream has two keys of its own. A model's video keys are the same with and without other streams."""
     numbers = [number for modality in range(9) for number in key_numbers(modality)]
     assert numbers[:2] == [0, 1]
     assert len({*numbers, *(posterior.key_number for posterior in POSTERIORS)}) == 18 + len(POSTERIORS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that the library takes or refuses: dtypes, what only loading can change, texts, a strength."""
+"""The library accepts or refuses settings: dtypes, settings of loading, texts and a strength."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("cached_programs")
 SMALL = {"size": (16, 32), "frames": 5, "steps": 2}
 BFLOAT16 = ["bfloat16", jnp.bfloat16, ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16)]
 FLOAT32 = ["float32", jnp.float32, np.float32, np.dtype("float32"), "f4"]
-OTHERS = [
+UNSUPPORTED_DTYPES = [
     "float16",
     jnp.float16,
     np.float16,
@@ -61,7 +61,7 @@ def test_metadata_stores_the_name_of_a_dtype(model, tmp_path, dtype):
     assert read_metadata(video.save(tmp_path / "a.mp4"))["dtype"] == np.dtype(dtype).name
 
 
-@pytest.mark.parametrize("dtype", OTHERS, ids=str)
+@pytest.mark.parametrize("dtype", UNSUPPORTED_DTYPES, ids=str)
 def test_other_dtypes_are_refused(model, pipe, dtype):
     for option in ("dtype", "vae_dtype", "param_dtype"):
         with pytest.raises(WanjaxError, match=line_with_words(f"{option} bfloat16 float32")):
@@ -87,37 +87,40 @@ def test_a_call_cannot_change_loaded_settings(model, pipe, name, change, words):
 
 
 @pytest.mark.parametrize(
-    "of", quick([tiny_checkpoint], [tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint])
+    "make_checkpoint", quick([tiny_checkpoint], [tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint])
 )
-def test_frames_of_an_autoencoder_in_bfloat16(of, tmp_path):
-    """It keeps its weights in float32, latents stay the same, and frames differ by a rounding of few bits."""
-    folder = str(of(tmp_path))
+def test_an_autoencoder_in_bfloat16_gives_nearly_the_same_frames(make_checkpoint, tmp_path):
+    """The weights stay in float32, and frames differ only by rounding."""
+    folder = str(make_checkpoint(tmp_path))
     full_precision, rounded = (wanjax.load(folder, dtype="float32", vae_dtype=dtype) for dtype in (None, "bfloat16"))
     assert (full_precision.defaults.vae_dtype, rounded.defaults.vae_dtype) == ("float32", "bfloat16")
     assert {x.dtype for x in jax.tree.leaves(nnx.state(rounded.vae))} == {jnp.dtype("float32")}
     latents = full_precision.noise(full_precision.settings(seed=3, **SMALL))
     full_frames, rounded_frames = (np.asarray(pipe.decode(latents, "float32")) for pipe in (full_precision, rounded))
     assert 1e-5 < np.abs(full_frames - rounded_frames).max() < 0.05
-    assert len(np.unique(rounded_frames)) > 0.9 * len(np.unique(full_frames))  # not of 8 bits before they are made so
+    # the frames are not rounded to 8 bits too early
+    assert len(np.unique(rounded_frames)) > 0.9 * len(np.unique(full_frames))
     with pytest.raises(WanjaxError, match=line_with_words("bfloat16 float32 vae_dtype")):
         rounded.settings(vae_dtype="float32")
 
 
-def test_the_autoencoder_of_a_published_model_is_in_its_authors_dtype():
-    result = {name: preset.defaults.vae_dtype for name, preset in registry.presets().items()}
-    assert {name for name, dtype in result.items() if dtype == "bfloat16"} == {x for x in result if "turbowan" in x}
+def test_autoencoders_of_published_models_have_their_authors_dtype():
+    dtypes = {name: preset.defaults.vae_dtype for name, preset in registry.presets().items()}
+    assert {name for name, dtype in dtypes.items() if dtype == "bfloat16"} == {
+        name for name in dtypes if "turbowan" in name
+    }
 
 
 def test_a_call_may_repeat_loaded_settings(model, pipe):
     assert pipe.settings(model=model, dtype=jnp.float32) == pipe.settings()
 
 
-def test_a_strength_is_for_a_video(pipe):
+def test_a_strength_applies_to_an_input_video(pipe):
     clip = np.zeros((5, 16, 32, 3), np.uint8)
     assert pipe.prepare(prompt="a", video=clip, strength=0.5, **SMALL)[1].strength == 0.5
 
 
-def test_every_model_makes_its_sizes():
+def test_every_model_supports_its_named_sizes():
     for name, preset in registry.presets().items():
         description = registry.model_description(name)
         model, defaults = description.model, description.settings

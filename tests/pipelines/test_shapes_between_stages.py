@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was encoded for a video of one shape is denoised and decoded for no other, by the library and the commands."""
+"""The library and the commands refuse to denoise or decode a video of another shape than the encoded one."""
 
 import json
 import shutil
@@ -60,24 +60,24 @@ def test_every_family_refuses_another_shape(tmp_path, name):
     case = CASES[name]
     pipe = wanjax.load(str(case.make(tmp_path, **case.options)))
     pipe.progress = False
-    encoded = pipe.encode("a", size=(32, 32), frames=5, steps=2, **case.inputs)
-    result = encoded_shape(encoded)
-    assert result == VideoShape(5, 32, 32, len(case.inputs.get("references", ())))
+    conditioning = pipe.encode("a", size=(32, 32), frames=5, steps=2, **case.inputs)
+    video_shape = encoded_shape(conditioning)
+    assert video_shape == VideoShape(5, 32, 32, len(case.inputs.get("references", ())))
     for changes in ({"frames": 9}, {"size": (32, 64)}, {"width": 64}, {"frames": 1}):
         with pytest.raises(WanjaxError, match=line_with_words("32x32 5 frames encode")):
-            pipe.denoise(encoded, steps=2, **changes)
+            pipe.denoise(conditioning, steps=2, **changes)
     shape = pipe.model.spec.latent_shape(pipe.settings(size=(32, 32), frames=5))
-    latents = pipe.denoise(encoded, steps=2, seed=0, size=(32, 32), frames=5)
-    latents_by_encoded_size = pipe.denoise(encoded, steps=2, seed=0)
+    latents = pipe.denoise(conditioning, steps=2, seed=0, size=(32, 32), frames=5)
+    latents_by_encoded_size = pipe.denoise(conditioning, steps=2, seed=0)
     assert latents.shape == shape
     np.testing.assert_array_equal(latents, latents_by_encoded_size)
 
 
 def test_conditioning_of_only_a_prompt_fits_any_shape(tmp_path):
     pipe = wanjax.load(str(tiny_checkpoint(tmp_path)))
-    encoded = pipe.encode("a", size=(32, 32), frames=5)
-    assert encoded_shape(encoded) is None
-    assert pipe.denoise(encoded, steps=1, size=(16, 32), frames=9).shape == (1, 4, 3, 2, 4)
+    conditioning = pipe.encode("a", size=(32, 32), frames=5)
+    assert encoded_shape(conditioning) is None
+    assert pipe.denoise(conditioning, steps=1, size=(16, 32), frames=9).shape == (1, 4, 3, 2, 4)
 
 
 @pytest.fixture(scope="module")
@@ -85,15 +85,15 @@ def control(tmp_path_factory) -> str:
     return str(tiny_control_checkpoint(tmp_path_factory.mktemp("control")))
 
 
-WRONG = [np.int32([[5, 32, 32, 1]]), np.int32([5, 32]), np.float32([[5, 32, 32, 2]])]
+INVALID_SHAPES = [np.int32([[5, 32, 32, 1]]), np.int32([5, 32]), np.float32([[5, 32, 32, 2]])]
 
 
-@pytest.mark.parametrize("shape", WRONG, ids=str)
+@pytest.mark.parametrize("shape", INVALID_SHAPES, ids=str)
 def test_an_invalid_or_different_shape_is_refused(control, shape):
     pipe = wanjax.load(control)
-    encoded = pipe.encode("a", size=(32, 32), frames=5, references=[PICTURE, PICTURE])
+    conditioning = pipe.encode("a", size=(32, 32), frames=5, references=[PICTURE, PICTURE])
     with pytest.raises(WanjaxError, match="encode the pictures again"):
-        pipe.denoise(encoded._replace(video_shape=shape), steps=1)
+        pipe.denoise(conditioning._replace(video_shape=shape), steps=1)
 
 
 def test_the_commands_refuse_another_shape(control, tmp_path, monkeypatch):
@@ -105,7 +105,7 @@ def test_the_commands_refuse_another_shape(control, tmp_path, monkeypatch):
     options = ("encode", "a", "--model", control, "--size", "32x32", "--frames", "5", "--dir", "made")
     succeeded(run(*options, *references))
     file = Path("made") / stage_files.EMBEDDINGS_FILE
-    assert "video_shape" not in load_safetensors(file)  # the file's settings hold it
+    assert "video_shape" not in load_safetensors(file)  # the settings in the file have the shape
     for arguments in (("--frames", "9"), ("--frames", "13"), ("--size", "48x32"), ("--height", "48")):
         assert has_line_with(refused("denoise", "--dir", "made", *arguments), "32x32 5 frames 2 references encode")
     folder = Path(shutil.copytree("made", "without"))
@@ -132,7 +132,7 @@ def test_latents_that_are_not_finite_are_not_decoded(control, bad):
 
 
 def test_a_picture_with_a_clip_is_reported(tmp_path, control):
-    """The model of text and image to video takes both, and so does VACE."""
+    """TI2V models and VACE accept a picture together with a clip."""
     pipe = wanjax.load(str(tiny_residual_checkpoint(tmp_path)))
     with pytest.warns(WanjaxWarning, match="first frame.*clip"):
         pictures, _ = pipe.prepare(image=PICTURE, video=CLIP, size=(32, 32), frames=5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Skip-layer guidance: away from a prediction without some of the network's blocks."""
+"""Skip-layer guidance pushes away from a prediction without some blocks of the network."""
 
 import json
 import shutil
@@ -25,9 +25,9 @@ SCALE = 2.5
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> tuple[Path, Path]:
-    """Return a checkpoint of two blocks, and one of its first block alone."""
+    """Return a checkpoint of two blocks, and one with only its first block."""
     root = tmp_path_factory.mktemp("models")
-    checkpoint = tiny_checkpoint(root / "whole")
+    checkpoint = tiny_checkpoint(root / "both")
     first = Path(shutil.copytree(checkpoint, root / "first"))
     config, weights = first / "transformer/config.json", first / "transformer/diffusion_pytorch_model.safetensors"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_layers": 1}))
@@ -48,23 +48,23 @@ def latents(pipe: Any, **options: Any) -> np.ndarray:
 
 
 def velocity(pipe: Any, **options: Any) -> np.ndarray:
-    """Return the guided prediction of the only step, which goes from noise to the latents in a line."""
+    """Return the guided velocity of the only step: the difference between the noise and the latents."""
     return NOISE - latents(pipe, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_guidance": True}])
 @pytest.mark.parametrize(("rule", "skip"), [("none", "none:"), ("cfg-zero:zero_steps=0", "cfg-zero:zero_steps=0,")])
-def test_the_difference_of_the_predictions_is_added(folders, pipe, rule, skip, options):
-    """The prediction without a block is that of a checkpoint that lacks it."""
+def test_the_difference_to_a_prediction_without_a_block_is_added(folders, pipe, rule, skip, options):
+    """The prediction without a block equals the prediction of a checkpoint without this block."""
     guided, prompt = velocity(pipe, guidance_scale=5, guidance_rule=rule), velocity(pipe, guidance_scale=1)
-    without = velocity(wanjax.load(folders[1], scheduler="euler"), guidance_scale=1)
-    expected = guided + SCALE * (prompt - without)
+    without_block = velocity(wanjax.load(folders[1], scheduler="euler"), guidance_scale=1)
+    expected = guided + SCALE * (prompt - without_block)
     actual = velocity(pipe, guidance_scale=5, guidance_rule=f"{skip}skip=1,skip_scale={SCALE}", **options)
     np.testing.assert_allclose(actual, expected, atol=2e-5 * np.abs(expected).max())
     assert np.abs(expected - guided).max() > 0.01 * np.abs(guided).max()
 
 
-def test_only_steps_between_the_noise_levels_are_guided_so(pipe):
+def test_only_steps_between_the_noise_levels_skip_blocks(pipe):
     options = {"guidance_scale": 5, "steps": 4, "flow_shift": 1.0, "sigmas": "comfy"}  # levels 1, .75, .5 and .25
     unguided, always = latents(pipe, **options), latents(pipe, guidance_rule="none:skip=1", **options)
     between = latents(pipe, guidance_rule="none:skip=1,skip_start=0.8,skip_end=0.4", **options)
@@ -76,7 +76,7 @@ def test_only_steps_between_the_noise_levels_are_guided_so(pipe):
     assert [rule.blocks_to_skip(level) for level in (1, 0.75, 0.5, 0.25)] == [(), (0, 1), (0, 1), ()]
 
 
-def test_a_rule_without_skipped_blocks_has_its_text():
+def test_the_text_of_a_rule_includes_its_skipped_blocks():
     assert str(guidance_rule("none")) == "none"
     assert str(guidance_rule("cfg-zero")) == "cfg-zero:zero_steps=1"
     text = "cfg-zero:skip=9+10,skip_scale=3.0,skip_start=0.9,skip_end=0.2,zero_steps=0"
@@ -99,7 +99,7 @@ def test_invalid_blocks_are_refused(pipe, rule, words):
         pipe.settings(guidance_rule=rule)
 
 
-def test_a_cache_and_a_model_of_other_blocks_refuse_them(pipe, tmp_path):
+def test_caches_and_models_that_cannot_skip_blocks_refuse_it(pipe, tmp_path):
     with pytest.raises(WanjaxError, match=line_with_words("step cache easycache leave one of them out")):
         pipe.settings(guidance_rule="none:skip=1", cache="easycache", steps=20)
     with pytest.raises(WanjaxError, match=line_with_words("cannot skip blocks leave skip out")):

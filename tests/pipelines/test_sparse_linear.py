@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint that was trained with sparse-linear attention: its attention, its conversions, and what it refuses."""
+"""Checkpoints with sparse-linear attention: their attention, conversions, training and LoRAs."""
 
 import json
 from dataclasses import replace
@@ -36,28 +36,28 @@ def checkpoint(tmp_path_factory):
     return tiny.tiny_sparse_linear_checkpoint(tmp_path_factory.mktemp("sparse"))
 
 
-def test_it_attends_as_it_was_trained(checkpoint):
-    """The share of keys can be another, and shows; the metadata names a requested one."""
+def test_a_checkpoint_attends_as_it_was_trained(checkpoint):
+    """Another share of keys changes the video, and the metadata has the requested attention."""
     videos, requested = [], "sla:top=0.5,block_q=8,block_kv=4"
     pipes = [wanjax.load(checkpoint, attention=attention) for attention in (None, requested)]
-    encoded = pipes[0].encode("a cat", "")
+    conditioning = pipes[0].encode("a cat", "")
     for pipe in pipes:
-        videos.append(np.asarray(pipe.denoise(encoded, **SMALL)))
+        videos.append(np.asarray(pipe.denoise(conditioning, **SMALL)))
     assert pipes[0].transformer.attention == AttentionConfig(sparse=SparseLinear(0.1))
     assert [pipe.components.metadata.get("attention") for pipe in pipes] == [None, requested]
     assert np.abs(videos[1] - videos[0]).max() > 1e-3
 
 
-def test_it_is_converted_and_back(checkpoint, tmp_path):
-    succeeded(command("convert", checkpoint, tmp_path / "ours"))
-    succeeded(command("convert", tmp_path / "ours", tmp_path / "theirs", "--to", "diffusers"))
-    before, after = (load_safetensors(folder / WEIGHTS) for folder in (checkpoint, tmp_path / "theirs"))
+def test_a_checkpoint_is_converted_and_back_unchanged(checkpoint, tmp_path):
+    succeeded(command("convert", checkpoint, tmp_path / "converted"))
+    succeeded(command("convert", tmp_path / "converted", tmp_path / "diffusers", "--to", "diffusers"))
+    before, after = (load_safetensors(folder / WEIGHTS) for folder in (checkpoint, tmp_path / "diffusers"))
     assert before.keys() == after.keys()
     assert before["blocks.1.attn1.proj_l.weight"].shape == (12, 12)
     for key, x in before.items():
         np.testing.assert_array_equal(after[key], x)
-    result = [parameters(wanjax.load(folder).transformer) for folder in (checkpoint, tmp_path / "ours")]
-    jax.tree.map(np.testing.assert_array_equal, *result)
+    weights = [parameters(wanjax.load(folder).transformer) for folder in (checkpoint, tmp_path / "converted")]
+    jax.tree.map(np.testing.assert_array_equal, *weights)
 
 
 @pytest.mark.parametrize("requested", ["reference", "chunked", "radial", "auto:window=9"])
@@ -72,18 +72,18 @@ def test_other_attention_is_refused(requested, checkpoint, tmp_path, monkeypatch
 def test_eight_devices_agree_with_one():
     config = replace(small_wan.transformer_config(4), sparse_linear=SparseLinear())
     random = np.random.default_rng(0)
-    encoded = WanConditioning(*(jnp.asarray(random.normal(size=(1, 3, 8)), jnp.float32) for _ in range(2)))
+    conditioning = WanConditioning(*(jnp.asarray(random.normal(size=(1, 3, 8)), jnp.float32) for _ in range(2)))
     requested, latents = AttentionConfig.parse("sla:top=0.5,block_q=8,block_kv=4"), []
     for axes in (None, (2, 2, 2)):
         pipe = small_wan.pipeline(4, small_wan.partitioner(axes))
         transformer = small_wan.network(partial(WanTransformer, config, attention=requested), pipe.partitioner)
         pipe.components.override("transformer", transformer)
         pipe.model = replace(pipe.model, transformer=config)
-        latents.append(np.asarray(pipe.denoise(encoded, size=(24, 24), frames=5, steps=1, guidance_scale=1.0)))
+        latents.append(np.asarray(pipe.denoise(conditioning, size=(24, 24), frames=5, steps=1, guidance_scale=1.0)))
     assert error(latents[1], latents[0]) <= 1e-5
 
 
-LEARNED = "sla:top=0.3,block_q=8,block_kv=4"
+TRAINED_ATTENTION = "sla:top=0.3,block_q=8,block_kv=4"
 TRAINING = TrainConfig(
     steps=2,
     batch_size=2,
@@ -104,8 +104,8 @@ def clips(tmp_path_factory):
     return write_clips(tmp_path_factory.mktemp("clips"), 3)
 
 
-def trained(dense, clips, out, attention=LEARNED, **changes):
-    """Train a dense checkpoint with sparse-linear attention; return what was written and the trained network."""
+def train(dense, clips, out, attention=TRAINED_ATTENTION, **changes):
+    """Train a dense checkpoint with sparse-linear attention, and return the path of the result."""
     with pytest.warns(WanjaxWarning, match="zeros"):
         pipe = wanjax.load(dense, attention=attention, param_dtype="float32", note=print)
     return Training(pipe, clips, out, replace(TRAINING, **changes)).run()
@@ -113,10 +113,10 @@ def trained(dense, clips, out, attention=LEARNED, **changes):
 
 @pytest.fixture(scope="module")
 def lora(dense, clips, tmp_path_factory):
-    return trained(dense, clips, tmp_path_factory.mktemp("lora"), lora=LoraConfig(rank=2))
+    return train(dense, clips, tmp_path_factory.mktemp("lora"), lora=LoraConfig(rank=2))
 
 
-def loaded(*arguments, **options):
+def load_transformer(*arguments, **options):
     return wanjax.load(*arguments, note=lambda message: None, **options).transformer
 
 
@@ -127,59 +127,61 @@ def loaded(*arguments, **options):
         ("comfy", "diffusion_model.blocks.0.self_attn.attn_op.local_attn.proj_l.diff"),
     ],
 )
-def test_a_dense_model_learns_it_by_a_lora(lora_format, key, dense, clips, lora, tmp_path):
-    """The file names the attention, and has all of the projection's weights; a requested attention is kept."""
+def test_a_lora_trains_a_dense_model_to_attend_sparsely(lora_format, key, dense, clips, lora, tmp_path):
+    """The file names the attention and has the projection's weights. A requested attention replaces the file's."""
     if lora_format == "comfy":
-        lora = trained(dense, clips, tmp_path / "out", lora=LoraConfig(rank=2), lora_format=lora_format)
-    result = {requested: loaded(dense, lora=lora, attention=requested) for requested in (None, "sla:top=1", "auto")}
+        lora = train(dense, clips, tmp_path / "out", lora=LoraConfig(rank=2), lora_format=lora_format)
+    transformers = {
+        requested: load_transformer(dense, lora=lora, attention=requested) for requested in (None, "sla:top=1", "auto")
+    }
     expected = {
-        None: AttentionConfig.parse(LEARNED),
+        None: AttentionConfig.parse(TRAINED_ATTENTION),
         "sla:top=1": AttentionConfig.parse("sla:top=1"),
         "auto": AttentionConfig(),
     }
-    assert {requested: transformer.attention for requested, transformer in result.items()} == expected
+    assert {requested: transformer.attention for requested, transformer in transformers.items()} == expected
     change = load_safetensors(lora)[key]
     assert np.abs(change).max() > 0
-    np.testing.assert_array_equal(result[None].blocks.self_attn.proj_l.kernel[0], change.T)
-    assert result["auto"].blocks.self_attn.proj_l is None
+    np.testing.assert_array_equal(transformers[None].blocks.self_attn.proj_l.kernel[0], change.T)
+    assert transformers["auto"].blocks.self_attn.proj_l is None
 
 
-@pytest.mark.parametrize(("attention", "least", "most"), [("sla:top=1", 0, 1e-10), (LEARNED, 1e-5, 1)])
-def test_a_preserved_clip_trains_towards_the_dense_model(attention, least, most, dense, tmp_path):
-    """The network before its training sees all keys. At the first step the parts that differ are the keys left out."""
+@pytest.mark.parametrize(("attention", "min_loss", "max_loss"), [("sla:top=1", 0, 1e-10), (TRAINED_ATTENTION, 1e-5, 1)])
+def test_a_preserved_clip_trains_towards_the_dense_model(attention, min_loss, max_loss, dense, tmp_path):
+    """The untrained network attends to all keys: the first loss comes only from keys that are left out."""
     folder = write_clips(tmp_path / "clips", 2)
     rows = [{"file": f"{i}.gif", "text": "a cat", "preserve": True} for i in range(2)]
     (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    trained(dense, folder, tmp_path / "out", attention, steps=1, lora=LoraConfig(rank=2))
+    train(dense, folder, tmp_path / "out", attention, steps=1, lora=LoraConfig(rank=2))
     (line,) = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    assert least <= json.loads(line)["loss"] <= most
+    assert min_loss <= json.loads(line)["loss"] <= max_loss
 
 
-def test_a_dense_model_learns_it_with_all_weights(dense, clips, tmp_path):
-    transformer = loaded(trained(dense, clips, tmp_path / "out", lora=None))
-    assert transformer.attention == AttentionConfig.parse(LEARNED)
+def test_training_all_weights_makes_a_dense_model_attend_sparsely(dense, clips, tmp_path):
+    transformer = load_transformer(train(dense, clips, tmp_path / "out", lora=None))
+    assert transformer.attention == AttentionConfig.parse(TRAINED_ATTENTION)
     assert np.abs(transformer.blocks.self_attn.proj_l.kernel[...]).max() > 0
 
 
-def test_a_lora_of_it_is_merged_by_convert(dense, lora, tmp_path):
+def test_convert_merges_a_lora_with_its_attention(dense, lora, tmp_path):
     succeeded(command("convert", dense, tmp_path / "merged", "--lora", lora))
-    there, merged = loaded(dense, lora=lora), loaded(tmp_path / "merged")
-    assert merged.attention == there.attention == AttentionConfig.parse(LEARNED)
-    jax.tree.map(np.testing.assert_array_equal, parameters(there), parameters(merged))
+    with_lora, merged = load_transformer(dense, lora=lora), load_transformer(tmp_path / "merged")
+    assert merged.attention == with_lora.attention == AttentionConfig.parse(TRAINED_ATTENTION)
+    jax.tree.map(np.testing.assert_array_equal, parameters(with_lora), parameters(merged))
 
 
 @pytest.mark.parametrize(
-    ("message", "words"), [("sla:top=9", "other.safetensors 9"), ("nothing", "other.safetensors nothing")]
+    ("attention_text", "words"), [("sla:top=9", "other.safetensors 9"), ("nothing", "other.safetensors nothing")]
 )
-def test_a_file_with_an_invalid_attention(dense, lora, tmp_path, message, words):
+def test_a_lora_with_an_invalid_attention_is_refused(dense, lora, tmp_path, attention_text, words):
     lora_file = tmp_path / "other.safetensors"
-    save_safetensors(lora_file, load_safetensors(lora), {"wanjax": json.dumps({"attention": message})})
+    save_safetensors(lora_file, load_safetensors(lora), {"wanjax": json.dumps({"attention": attention_text})})
     with pytest.raises(WanjaxError, match=line_with_words(words)):
-        loaded(dense, lora=lora_file)
+        load_transformer(dense, lora=lora_file)
 
 
-@pytest.mark.parametrize("message", ["{", "[]", "null", "{}"])
-def test_a_file_without_an_attention(dense, lora, tmp_path, message):
+@pytest.mark.parametrize("metadata", ["{", "[]", "null", "{}"])
+def test_a_lora_without_an_attention_changes_no_attention(dense, lora, tmp_path, metadata):
     lora_file = tmp_path / "other.safetensors"
-    save_safetensors(lora_file, load_safetensors(lora), {"wanjax": message})
-    assert loaded(dense, lora=lora_file).attention == AttentionConfig()
+    save_safetensors(lora_file, load_safetensors(lora), {"wanjax": metadata})
+    assert load_transformer(dense, lora=lora_file).attention == AttentionConfig()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step caches: which steps reuse, what these compute, and the texts that name a cache."""
+"""Step caches in runs: full and reused steps, several devices, and commands."""
 
 import json
 from functools import partial
@@ -31,14 +31,14 @@ from wanjax.pipelines.observers import Step
 
 pytestmark = pytest.mark.usefixtures("cached_programs")
 
-CACHE = "deepcache:1,6,3"  # steps 0, 1, 4 and 6 of seven are whole
-WHOLE = {0, 1, 4, 6}
+CACHE = "deepcache:1,6,3"  # steps 0, 1, 4 and 6 of seven are full
+FULL_STEPS = {0, 1, 4, 6}
 SMALL = {"size": (32, 48), "frames": 5}
 PROMPTS = 'a cat says "hello"', "a dog"
 
 
-def hunyuan_by_hand(pipe: Any, encoded: Any, settings: Any) -> np.ndarray:
-    """Return HunyuanVideo's latents after a plain loop in float64, which calls its blocks one by one."""
+def hunyuan_latents_by_loop(pipe: Any, conditioning: Any, settings: Any) -> np.ndarray:
+    """Return HunyuanVideo's latents, computed by a plain loop in float64 that calls the blocks one by one."""
     model, sigmas = pipe.transformer, np.float64(pipe.scheduler.schedule(STEPS, shift=settings.flow_shift).sigmas)
     x, cached = np.moveaxis(np.float64(pipe.noise(settings)), 1, -1), {}
     grid = model.grid(jnp.float32(x))
@@ -61,27 +61,27 @@ def hunyuan_by_hand(pipe: Any, encoded: Any, settings: Any) -> np.ndarray:
 
     def velocity(step: int, text: Any) -> np.ndarray:
         streams, shared = begin(weights, jnp.float32(x), jnp.float32(1000 * sigmas[step])[None], text)
-        if step in WHOLE:
+        if step in FULL_STEPS:
             for index in range(model.config.layers - 1):
                 streams = block(weights, index, streams, shared)
             cached[id(text)] = streams
         return np.float64(finish(weights, cached[id(text)], shared))
 
-    prompt, negative = encoded.texts
+    prompt, negative = conditioning.texts
     for step in range(STEPS):
-        for_prompt, without = velocity(step, prompt), velocity(step, negative)
-        guided = without + settings.guidance_scale * (for_prompt - without)
+        prompt_velocity, negative_velocity = velocity(step, prompt), velocity(step, negative)
+        guided = negative_velocity + settings.guidance_scale * (prompt_velocity - negative_velocity)
         x = x + (sigmas[step + 1] - sigmas[step]) * guided
     return np.moveaxis(x, -1, 1)
 
 
 def test_deepcache_computes_only_the_last_block(tmp_path):
     pipe = wanjax.load(tiny_hunyuan_checkpoint(tmp_path))
-    encoded = pipe.encode(*PROMPTS)
+    conditioning = pipe.encode(*PROMPTS)
     settings = pipe.settings(steps=STEPS, seed=3, cache=CACHE)
-    exact = hunyuan_by_hand(pipe, encoded, settings)
-    assert error(np.asarray(pipe.denoise(encoded, steps=STEPS, seed=3, cache=CACHE)), exact) <= 1e-5
-    assert error(np.asarray(pipe.denoise(encoded, steps=STEPS, seed=3)), exact) > 1e-3
+    exact = hunyuan_latents_by_loop(pipe, conditioning, settings)
+    assert error(np.asarray(pipe.denoise(conditioning, steps=STEPS, seed=3, cache=CACHE)), exact) <= 1e-5
+    assert error(np.asarray(pipe.denoise(conditioning, steps=STEPS, seed=3)), exact) > 1e-3
 
 
 MODELS = {
@@ -92,23 +92,23 @@ MODELS = {
 }
 
 
-def latents_of(pipe: Any, encoded: Any, cache: str, **settings: Any) -> list[np.ndarray]:
+def latents_by_step(pipe: Any, conditioning: Any, cache: str, **settings: Any) -> list[np.ndarray]:
     """Return the latents after each step."""
-    result: list[np.ndarray] = []
+    latents: list[np.ndarray] = []
 
     def callback(step: Step) -> None:
-        result.append(np.asarray(step.latents))
+        latents.append(np.asarray(step.latents))
 
-    pipe.denoise(encoded, **SMALL, steps=STEPS, seed=3, cache=cache, callback=callback, **settings)
-    return result
+    pipe.denoise(conditioning, **SMALL, steps=STEPS, seed=3, cache=cache, callback=callback, **settings)
+    return latents
 
 
 @pytest.mark.parametrize("model", quick(["wan"], MODELS))
 def test_full_steps_equal_those_without_a_cache(model, tmp_path):
-    """The step after the first two reuses the result of the second, and leaves the path of a run without a cache."""
+    """The third step reuses the result of the second, so that its latents differ from a run without a cache."""
     pipe = wanjax.load(MODELS[model](tmp_path))
-    encoded = pipe.encode(*PROMPTS, **SMALL)
-    uncached, cached = (latents_of(pipe, encoded, cache) for cache in ("none", CACHE))
+    conditioning = pipe.encode(*PROMPTS, **SMALL)
+    uncached, cached = (latents_by_step(pipe, conditioning, cache) for cache in ("none", CACHE))
     differences = [
         error(latents, expected.astype(np.float64)) for latents, expected in zip(cached, uncached, strict=True)
     ]
@@ -117,30 +117,32 @@ def test_full_steps_equal_those_without_a_cache(model, tmp_path):
 
 
 def test_a_second_expert_begins_with_a_full_step(tmp_path):
-    """A cache by whose rule the second expert's first step would reuse computes it as one that leaves it alone does."""
+    """The second expert's first step is full, also where the rule of the cache would reuse that step."""
     pipe = wanjax.load(tiny_experts_checkpoint(tmp_path))
-    encoded = pipe.encode("a red circle")
+    conditioning = pipe.encode("a red circle")
     settings = pipe.settings(steps=STEPS, guidance_scale_2=2.0)
     schedule = pipe.scheduler.schedule(STEPS, shift=settings.flow_shift, sigma_schedule=settings.sigmas)
     start = pipe.model.spec.phases(schedule, settings)[1].start
     first, second, uncached = (
-        latents_of(pipe, encoded, cache, guidance_scale_2=2.0)
+        latents_by_step(pipe, conditioning, cache, guidance_scale_2=2.0)
         for cache in (f"deepcache:{start - 1},{start + 3},2", f"deepcache:{start + 1},{start + 3},2", "none")
     )
     np.testing.assert_array_equal(first, second)
     assert error(first[start + 2], uncached[start + 2].astype(np.float64)) > 1e-5
 
 
-@pytest.mark.slow  # tests/pipelines/test_reused_steps.py has a quick one
+@pytest.mark.slow  # tests/pipelines/test_reused_steps.py has a quick test
 def test_eight_devices_agree_with_one(tmp_path):
     folder = tiny_hunyuan_checkpoint(tmp_path)
-    one_device, together = (wanjax.load(folder, mesh=mesh) for mesh in (None, "dp=2,sp=2,tp=2"))
-    encoded = one_device.encode(*PROMPTS)
-    single, eight = (np.asarray(x.denoise(encoded, steps=STEPS, seed=3, cache=CACHE)) for x in (one_device, together))
-    assert error(eight, single.astype(np.float64)) <= 1e-5
+    one_device, eight_devices = (wanjax.load(folder, mesh=mesh) for mesh in (None, "dp=2,sp=2,tp=2"))
+    conditioning = one_device.encode(*PROMPTS)
+    expected, latents = (
+        np.asarray(x.denoise(conditioning, steps=STEPS, seed=3, cache=CACHE)) for x in (one_device, eight_devices)
+    )
+    assert error(latents, expected.astype(np.float64)) <= 1e-5
 
 
-def test_the_command_prints_a_cache(tmp_path, monkeypatch):
+def test_the_metadata_contains_the_cache(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = str(tiny_checkpoint(tmp_path / "model"))
     small = ("--size", "48x32", "--frames", "5", "--steps", "4")
@@ -148,10 +150,10 @@ def test_the_command_prints_a_cache(tmp_path, monkeypatch):
     assert json.loads(succeeded(run("info", "video.webp", "--json")).stdout)["cache"] == "deepcache:0,4,2"
 
 
-@pytest.mark.slow  # tests/plan/test_estimate.py has quick ones
+@pytest.mark.slow  # tests/plan/test_estimate.py has quick tests
 def test_a_plan_prices_steps_that_reuse():
-    message = succeeded(run("plan", "nano", "--chip", "cpu", "--steps", "20", "--cache", "deepcache:2,18,4")).stdout
-    assert has_line_with(message, "12 20 steps kept (deepcache:2,18,4)")
+    output = succeeded(run("plan", "nano", "--chip", "cpu", "--steps", "20", "--cache", "deepcache:2,18,4")).stdout
+    assert has_line_with(output, "12 20 steps kept (deepcache:2,18,4)")
     options = ("plan", "nano", "--chip", "cpu", "--steps", "20", "--json")
     uncached = json.loads(succeeded(run(*options)).stdout)
     cached = json.loads(succeeded(run(*options, "--cache", "deepcache:2,18,4")).stdout)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cleaning, tokenizing and encoding of prompts, and messages for unusable folders."""
+"""Prompts are cleaned, tokenized and encoded; unusable tokenizers are refused."""
 
 import json
 
@@ -42,16 +42,16 @@ def tokenizer(folder):
         ("", ""),
     ],
 )
-def test_cleaning(prompt, clean):
+def test_prompts_are_cleaned(prompt, clean):
     assert clean_prompt(prompt) == clean
 
 
-def test_tokens_are_padded_and_the_end_token_is_real(tokenizer):
+def test_tokens_are_padded_after_the_end_token(tokenizer):
     batch = tokenizer.tokenize(["the cat", ""])
     assert batch.ids.shape == batch.mask.shape == (2, 512)
     assert (batch.ids.dtype, batch.mask.dtype) == (np.int32, np.bool_)
     assert [tokenizer.backend.id_to_token(i) for i in batch.ids[0, :4]] == ["▁the", "▁cat", "</s>", "<pad>"]
-    assert batch.mask.sum(axis=1).tolist() == [3, 1]  # an empty prompt has only the end token
+    assert batch.mask.sum(axis=1).tolist() == [3, 1]  # an empty prompt consists of the end token
     assert batch.truncated == (None, None)
 
 
@@ -96,7 +96,7 @@ def test_the_padding_token_is_read_from_either_file(tmp_path):
     assert Tokenizer.load(tmp_path, length=TEXT_LENGTH).pad_id == 1
 
 
-def test_the_vocabulary_s_size(tokenizer):
+def test_the_vocabulary_has_the_size_of_the_file(tokenizer):
     assert tokenizer.vocab_size == max(tokenizer.backend.get_vocab().values()) + 1
 
 
@@ -108,13 +108,13 @@ def test_padding_is_encoded_as_exact_zeros():
     np.testing.assert_array_equal(jnp.any(features != 0, axis=-1), tokens > 0)
 
 
-def of_bytes(data):
-    """Return what writes a SentencePiece model of these bytes."""
+def write_sentencepiece(data):
+    """Return a function that writes a SentencePiece model of these bytes."""
     return lambda folder: (folder / "spiece.model").write_bytes(data)
 
 
-def with_text(name, change):
-    """Return what writes a tokenizer, with a change of the text of one file."""
+def write_changed_file(name, change):
+    """Return a function that writes a tokenizer with a change in the text of one file."""
 
     def write(folder):
         file = save_tokenizer(folder) / name
@@ -123,17 +123,17 @@ def with_text(name, change):
     return write
 
 
-def with_part(where, **part):
-    """Return what writes a tokenizer with a stranger's pattern, which would take exponential time for a prompt."""
+def write_slow_pattern(key, **part):
+    """Return a function that writes a tokenizer with a regular expression of exponential time."""
     pattern = {"pattern": {"Regex": "(a+)+$"}}
-    return with_text("tokenizer.json", lambda text: json.dumps(json.loads(text) | {where: part | pattern}))
+    return write_changed_file("tokenizer.json", lambda text: json.dumps(json.loads(text) | {key: part | pattern}))
 
 
-FOLDERS = [  # what writes a tokenizer that is wrong, and what the sentence names
+UNUSABLE_TOKENIZERS = [  # a function that writes the tokenizer, and words of the message
     (lambda folder: save_tokenizer(folder, pad_token="<nothing>"), "token '<nothing>'"),
     (lambda folder: None, "tokenizer.json spiece.model"),
     *(
-        (of_bytes(data), words)
+        (write_sentencepiece(data), words)
         for data, words in [
             (b"", "model T5"),
             (b"\x0a\x05\x0a\x03", "SentencePiece model"),  # a piece that ends too early
@@ -146,17 +146,17 @@ FOLDERS = [  # what writes a tokenizer that is wrong, and what the sentence name
         ]
     ),
     *(
-        (with_text(name, change), name)
+        (write_changed_file(name, change), name)
         for name in ("tokenizer.json", "tokenizer_config.json")
         for change in (lambda text: text[:-20], lambda text: "[]")
     ),
-    (with_part("pre_tokenizer", type="Split", behavior="Isolated", invert=False), "tokenizer.json '(a+)+$'"),
-    (with_part("normalizer", type="Replace", content=" "), "tokenizer.json '(a+)+$'"),
+    (write_slow_pattern("pre_tokenizer", type="Split", behavior="Isolated", invert=False), "tokenizer.json '(a+)+$'"),
+    (write_slow_pattern("normalizer", type="Replace", content=" "), "tokenizer.json '(a+)+$'"),
 ]
 
 
-@pytest.mark.parametrize(("write", "words"), FOLDERS)
-def test_a_tokenizer_that_cannot_be_used(tmp_path, write, words):
+@pytest.mark.parametrize(("write", "words"), UNUSABLE_TOKENIZERS)
+def test_an_unusable_tokenizer_is_refused(tmp_path, write, words):
     write(tmp_path)
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         Tokenizer.load(tmp_path, length=TEXT_LENGTH)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long video of windows, each of which continues from the last frames of the previous one."""
+"""Each window of a long video continues from the last frames of the window before."""
 
 import sys
 from pathlib import Path
@@ -37,23 +37,23 @@ SMALL = {"frames": 5, "height": 32, "width": 32, "steps": 2}
 
 
 @pytest.fixture(scope="module")
-def pictured(tmp_path_factory):
+def image_checkpoint(tmp_path_factory):
     return tiny_image_checkpoint(tmp_path_factory.mktemp("image"))
 
 
 @pytest.fixture(scope="module")
-def pipe(pictured):
-    return wanjax.load(pictured)
+def pipe(image_checkpoint):
+    return wanjax.load(image_checkpoint)
 
 
 @pytest.fixture(scope="module")
-def controlled(tmp_path_factory):
+def control_pipe(tmp_path_factory):
     return wanjax.load(tiny_control_checkpoint(tmp_path_factory.mktemp("control")))
 
 
 @pytest.mark.parametrize("rule", ["none", "apg"])
 def test_each_window_equals_a_video_from_the_last_frame_of_the_previous_window(pipe, rule):
-    """And an average that guidance keeps over the steps begins anew in each."""
+    """The average of a guidance rule starts again in each window."""
     options = {"image": PICTURE, "last_image": None, "guidance_scale": 5, "guidance_rule": rule, **SMALL}
     video = pipe("a cat", seed=2**64 - 2, then=["a dog", "a hen"], **options)
     expected = [pipe("a cat", seed=2**64 - 2, **options).frames]
@@ -66,58 +66,58 @@ def test_each_window_equals_a_video_from_the_last_frame_of_the_previous_window(p
     assert {name: video.settings[name] for name in expected_settings} == expected_settings
 
 
-def test_the_last_prompt_holds_on():
+def test_the_last_prompt_applies_to_all_later_windows():
     settings = wanjax.load("nano").settings(prompt="a cat", windows=4, then="a dog\n\n a hen ")
     assert settings.prompts == ["a cat", "a dog", "a hen", "a hen"]
 
 
 @pytest.mark.parametrize("control", quick([True], [False, True]))
-def test_a_controlled_window_keeps_its_fixed_frames(controlled, control):
-    """Its part of a control clip follows them."""
+def test_a_window_with_a_control_clip_keeps_its_fixed_frames(control_pipe, control):
+    """The window's part of a control clip follows the fixed frames."""
     clip = RANDOM.integers(0, 256, (total_frames(9, 2, 5), 32, 32, 3), dtype=np.uint8)
     shape = SMALL | {"frames": 9}
     options = {"video": clip} if control else {}
-    video = controlled("a cat", windows=2, overlap=5, seed=3, **options, **shape)
-    first = controlled("a cat", seed=3, **({"video": clip[:9]} if control else {}), **shape).frames
+    video = control_pipe("a cat", windows=2, overlap=5, seed=3, **options, **shape)
+    first = control_pipe("a cat", seed=3, **({"video": clip[:9]} if control else {}), **shape).frames
     rest = clip[9:] if control else np.full((4, 32, 32, 3), 127, np.uint8)
     mask_values = np.repeat(np.array([0, 255], np.uint8), [5, 4])
     mask = np.broadcast_to(mask_values[:, None, None, None], (9, 32, 32, 3)).copy()
-    second = controlled("a cat", seed=4, video=np.concatenate([first[4:], rest]), mask=mask, **shape).frames
+    second = control_pipe("a cat", seed=4, video=np.concatenate([first[4:], rest]), mask=mask, **shape).frames
     np.testing.assert_array_equal(video.frames, np.concatenate([first, fade_seam(first, second[5:])]))
 
 
-def test_a_small_jump_fades_and_motion_stays():
-    before = np.full((1, 8, 8, 3), 100, np.uint8)
+def test_a_small_jump_is_faded_and_motion_is_not():
+    last_frame = np.full((1, 8, 8, 3), 100, np.uint8)
     frames = np.full((6, 8, 8, 3), 105, np.uint8)
     frames[:, 4:] = 200
-    result = fade_seam(before, frames).astype(int)
-    steps = np.diff(np.concatenate([before[..., 0, 0, 0], result[:, 0, 0, 0]]))
+    faded = fade_seam(last_frame, frames).astype(int)
+    steps = np.diff(np.concatenate([last_frame[..., 0, 0, 0], faded[:, 0, 0, 0]]))
     assert (steps >= 0).all()
     assert steps.max() <= 2
     assert steps.sum() == 5
-    np.testing.assert_array_equal(result[:, 4:], frames[:, 4:])
-    np.testing.assert_array_equal(result[FADE_FRAMES:], frames[FADE_FRAMES:])
+    np.testing.assert_array_equal(faded[:, 4:], frames[:, 4:])
+    np.testing.assert_array_equal(faded[FADE_FRAMES:], frames[FADE_FRAMES:])
 
 
 def test_a_plan_counts_every_window(pipe):
-    one_window, three = (pipe.settings(**SMALL, windows=windows) for windows in (1, 3))
-    assert run_counts(pipe, three) == {name: 3 * count for name, count in run_counts(pipe, one_window).items()}
+    one_window, three_windows = (pipe.settings(**SMALL, windows=windows) for windows in (1, 3))
+    assert run_counts(pipe, three_windows) == {name: 3 * count for name, count in run_counts(pipe, one_window).items()}
 
 
-MAKERS = {
+UNSUPPORTED_CHECKPOINTS = {
     "text": tiny_checkpoint,
     "blocks": tiny_causal_checkpoint,
     "both ends": lambda folder: tiny_image_checkpoint(folder, last=True),
 }
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", UNSUPPORTED_CHECKPOINTS)
 def test_models_that_cannot_continue_a_video_refuse_windows(kind, tmp_path):
     with pytest.raises(WanjaxError, match=line_with_words("windows first picture")):
-        wanjax.load(MAKERS[kind](tmp_path)).settings(windows=2)
+        wanjax.load(UNSUPPORTED_CHECKPOINTS[kind](tmp_path)).settings(windows=2)
 
 
-def test_hunyuanvideo_continues_from_its_picture(tmp_path):
+def test_windows_of_hunyuanvideo_continue_from_a_picture(tmp_path):
     settings = wanjax.load(tiny_hunyuan_checkpoint(tmp_path, pictured=True)).settings(windows=2)
     assert settings.length == 2 * settings.frames - 1
 
@@ -142,7 +142,7 @@ def test_invalid_windows_are_refused(pipe, options, message):
 
 
 NOISE = np.zeros((1, 4, 2, 4, 4), np.float32)
-ALONE = [
+CALLS_OF_ONE_WINDOW = [
     lambda pipe: pipe.encode("a", image=PICTURE, windows=2, **SMALL),
     lambda pipe: pipe.denoise(pipe.encode("a", image=PICTURE, **SMALL), windows=2, **SMALL),
     lambda pipe: pipe("a", image=PICTURE, windows=2, noise=NOISE, **SMALL),
@@ -151,19 +151,19 @@ SHORT_CLIP = {"video": np.zeros((12, 32, 32, 3), np.uint8), "windows": 2, "overl
 
 
 @pytest.mark.parametrize(
-    ("of", "call", "words"),
+    ("fixture", "call", "words"),
     [
-        *(("pipe", call, "window 2") for call in ALONE),
-        ("controlled", lambda pipe: pipe("a", **SHORT_CLIP, **(SMALL | {"frames": 9})), "12 frames 13"),
+        *(("pipe", call, "window 2") for call in CALLS_OF_ONE_WINDOW),
+        ("control_pipe", lambda pipe: pipe("a", **SHORT_CLIP, **(SMALL | {"frames": 9})), "12 frames 13"),
     ],
     ids=["encode", "denoise", "noise", "a control clip of fewer frames"],
 )
-def test_inputs_that_windows_cannot_use_are_refused(request, of, call, words):
+def test_inputs_that_windows_cannot_use_are_refused(request, fixture, call, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
-        call(request.getfixturevalue(of))
+        call(request.getfixturevalue(fixture))
 
 
-def test_presets_have_an_overlap_that_their_models_take():
+def test_presets_have_an_overlap_that_their_models_accept():
     for preset in filter(lambda preset: preset.model, presets().values()):
         if preset.model.spec.continuation_input:
             preset.model.spec.check_settings(preset.defaults.updated({"windows": 2}))
@@ -173,23 +173,23 @@ def frames_of(folder: Path) -> np.ndarray:
     return np.stack([np.asarray(Image.open(file)) for file in sorted(folder.iterdir())])
 
 
-def test_a_command_resumes_from_the_saved_windows(pictured, tmp_path, monkeypatch):
-    """A video of two windows becomes one of three; the first two are not denoised again."""
+def test_a_command_resumes_from_the_saved_windows(image_checkpoint, tmp_path, monkeypatch):
+    """A video of two windows gets a third window; the first two windows are not denoised again."""
     monkeypatch.chdir(tmp_path)
     Image.fromarray(PICTURE).save("in.png")
-    shape = ("--frames", "5", "--size", "32x32", "--steps", "2", "--model", str(pictured), "--image", "in.png")
+    shape = ("--frames", "5", "--size", "32x32", "--steps", "2", "--model", str(image_checkpoint), "--image", "in.png")
     messages = succeeded(run("a cat", "--windows", "2", *shape, "--dir", "stages", "--out", "two")).stderr
     assert "window 2 of 2: a cat" in messages
-    assert "wanjax generate" not in messages  # it is done
-    more = ("--from", "stages", "--windows", "3", "--then", "a cat", "--then", "a dog", "--dir", "stages")
-    messages = succeeded(run("generate", *more, "--out", "three")).stderr
+    assert "wanjax generate" not in messages  # the video is complete
+    resume_options = ("--from", "stages", "--windows", "3", "--then", "a cat", "--then", "a dog", "--dir", "stages")
+    messages = succeeded(run("generate", *resume_options, "--out", "three")).stderr
     assert messages.count("resumed after 2 of 2 steps") == 2
-    two, three = frames_of(Path("two")), frames_of(Path("three"))
-    np.testing.assert_array_equal(two, three[: len(two)])
-    assert len(three) == 13
-    again = succeeded(run("generate", "--from", "three/frame_00000.png", "--out", "again")).stderr
-    assert "window 3 of 3: a dog" in again
-    np.testing.assert_array_equal(frames_of(Path("again")), three)
+    two_windows, three_windows = frames_of(Path("two")), frames_of(Path("three"))
+    np.testing.assert_array_equal(two_windows, three_windows[: len(two_windows)])
+    assert len(three_windows) == 13
+    reproduced = succeeded(run("generate", "--from", "three/frame_00000.png", "--out", "reproduced")).stderr
+    assert "window 3 of 3: a dog" in reproduced
+    np.testing.assert_array_equal(frames_of(Path("reproduced")), three_windows)
     for stage in ("denoise", "decode"):
         refused = run(stage, "--dir", "stages")
         assert refused.exit_code == 2
@@ -201,22 +201,22 @@ SCENES = {
     "blue square": ("moving left", "moving right", "moving left", "moving right"),
     "green triangle": ("growing", "shrinking", "growing", "staying still"),
 }
-READ = {"moving right": "right", "moving left": "left", "growing": "grows", "shrinking": "shrinks"} | {
+READ_MOTIONS = {"moving right": "right", "moving left": "left", "growing": "grows", "shrinking": "shrinks"} | {
     "staying still": "stays"
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("thing", SCENES)
-def test_four_windows_of_nano_follow_their_prompts_without_a_seam(thing):
-    first, *later = (f"a {thing} {motion}" for motion in SCENES[thing])
+@pytest.mark.parametrize("subject", SCENES)
+def test_four_windows_of_nano_follow_their_prompts_without_a_seam(subject):
+    first, *later = (f"a {subject} {motion}" for motion in SCENES[subject])
     frames = wanjax.load("nano")(first, then=later, seed=3).frames
     assert len(frames) == 65
     changes = np.abs(np.diff(frames.astype(float), axis=0)).mean(axis=(1, 2, 3))
     seams = [16, 32, 48]
-    for number, motion in enumerate(SCENES[thing]):
+    for number, motion in enumerate(SCENES[subject]):
         window = read(frames[16 * number : 16 * number + 17])
-        assert (f"{window.colour} {window.shape}", window.motion) == (thing, READ[motion])
+        assert (f"{window.colour} {window.shape}", window.motion) == (subject, READ_MOTIONS[motion])
     assert changes[seams].mean() <= 1.5 * np.delete(changes, seams).mean()
     for seam in seams:
         assert changes[seam] <= 1.5 * np.delete(changes[seam - 15 : seam + 16], 15).mean()
