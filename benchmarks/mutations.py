@@ -110,7 +110,7 @@ MUTATIONS = (
         "-np.arange(0, channels, 2, dtype=np.float64) / channels",
         "-np.arange(0, channels, 2, dtype=np.float64) / (channels + 2)",
         "every published model rotates positions by other angles than it was trained with",
-        ("parity/test_wan_transformer.py::test_whole",),
+        ("parity/test_wan_transformer.py::test_the_velocity_equals_that_of_diffusers",),
     ),
     Mutation(
         "first-chunk",
@@ -118,7 +118,10 @@ MUTATIONS = (
         "            cache = self.time_conv.initial_frames(x)\n",
         "            cache = to_operand_dtype(jnp.concatenate([x, x], axis=1), self.time_conv.dtype)\n",
         "the second to fifth frames of every Wan video flicker, since the first frame replaces zeros in the cache",
-        ("parity/test_wan_vae.py::test_decode", "parity/test_wan_vae.py::test_modules_at_the_first_frame_and_later"),
+        (
+            "parity/test_wan_vae.py::test_decoded_videos_equal_those_of_diffusers",
+            "parity/test_wan_vae.py::test_modules_run_chunk_by_chunk_equal_those_of_diffusers",
+        ),
     ),
     Mutation(
         "kept-frames",
@@ -127,7 +130,7 @@ MUTATIONS = (
         "x[:, : self.kernel.shape[0] - self.time_stride]",
         "each chunk of a decoded video continues from the wrong frames",
         (
-            "parity/test_wan_vae.py::test_decode",
+            "parity/test_wan_vae.py::test_decoded_videos_equal_those_of_diffusers",
             "models/test_cogvideox_vae.py::test_any_number_of_frames_is_decoded_in_chunks",
         ),
     ),
@@ -137,7 +140,7 @@ MUTATIONS = (
         "jnp.arange(overlap, dtype=tile.dtype) / overlap",
         "jnp.arange(overlap, dtype=tile.dtype) * 0 + 1",
         "seams between tiles are visible",
-        ("parity/test_wan_vae.py::test_decode_tiled",),
+        ("parity/test_wan_vae.py::test_videos_decoded_in_tiles_equal_those_of_diffusers",),
     ),
     Mutation(
         "weight-rule",
@@ -157,7 +160,7 @@ MUTATIONS = (
         "previous = (c1 - c2) / (1 - r)",
         "previous = (c1 + c2) / (1 - r)",
         "every Wan video differs from the video of the authors' code",
-        ("parity/test_schedulers.py::test_unipc_with_the_official_noise_levels",),
+        ("parity/test_schedulers.py::test_unipc_with_official_noise_levels_equals_diffusers",),
     ),
     Mutation(
         "last-sigma",
@@ -293,7 +296,7 @@ MUTATIONS = (
         "image = image.resize((width, height), Image.Resampling.BICUBIC)",
         "image = image.resize((width, height), Image.Resampling.BILINEAR)",
         "the image encoder gets pictures that are resized differently than in its training",
-        ("parity/test_vision.py::test_preprocessing",),
+        ("parity/test_vision.py::test_preprocessed_pictures_equal_those_of_transformers",),
     ),
     Mutation(
         "frame-times",
@@ -334,7 +337,7 @@ MUTATIONS = (
         '*linear(f"{source}.to_k", f"{target}.k", rows=rows)',
         '*linear(f"{source}.to_k", f"{target}.k")',
         "RoPE rotates other channel pairs of keys than of queries, and every video is noise",
-        ("parity/test_wan_transformer.py::test_block_and_attention",),
+        ("parity/test_wan_transformer.py::test_a_block_and_its_attention_equal_those_of_diffusers",),
     ),
     Mutation(
         "lora-alpha",
@@ -350,7 +353,7 @@ MUTATIONS = (
         "        return PickledName(module, name)\n",
         "        return super().find_class(module, name)\n",
         "a file of weights can run any code",
-        ("parity/test_torch_file.py::test_a_pickle_that_would_run_code_does_not",),
+        ("parity/test_torch_file.py::test_a_pickle_never_runs_code",),
     ),
     Mutation(
         "path-escape",
@@ -383,7 +386,7 @@ MUTATIONS = (
         "return jnp.mean(jnp.square(predict(network) - target))",
         "return jnp.mean(jnp.abs(predict(network) - target))",
         "training minimises a different error than the reference",
-        ("parity/test_training.py::test_a_lora_step_is_torch_s",),
+        ("parity/test_training.py::test_training_a_lora_equals_torch",),
     ),
     Mutation(
         "resumed-rate",

@@ -28,14 +28,14 @@ SIZES: dict[str, Any] = {"dim": 96, "num_heads": 3, "ffn_dim": 250, "freq_dim": 
 
 
 @contextmanager
-def on_a_cpu() -> Iterator[None]:
-    """Make diffusers' mask without a compiler, which needs no GPU."""
+def uncompiled_mask() -> Iterator[None]:
+    """Create diffusers' mask without compiling it, so that no GPU is needed."""
     create = transformer_wan_animate_2.create_block_mask
 
-    def uncompiled(*arguments, **options):
+    def create_uncompiled(*arguments, **options):
         return create(*arguments, **options | {"_compile": False})
 
-    with mock.patch.object(transformer_wan_animate_2, "create_block_mask", uncompiled):
+    with mock.patch.object(transformer_wan_animate_2, "create_block_mask", create_uncompiled):
         yield
 
 
@@ -44,7 +44,7 @@ def animate_transformer(layers: int, seed: int = 0) -> WanAnimate2Transformer3DM
     torch.manual_seed(seed)
     network: Any = WanAnimate2Transformer3DModel(num_layers=layers, **SIZES).eval()
     randomise(network, seed)
-    for block in network.blocks:  # random queries and keys are small, so that attention would be even
+    for block in network.blocks:  # small random queries and keys would give even attention
         block.self_attn.norm_q.weight.mul_(2)
         block.self_attn.norm_k.weight.mul_(2)
         block.ffn[0].weight.mul_(3)
@@ -53,7 +53,7 @@ def animate_transformer(layers: int, seed: int = 0) -> WanAnimate2Transformer3DM
 
 
 def save_checkpoint(folder: Path, networks: dict[str, Any], scheduler: Any) -> None:
-    """Write a checkpoint as it is published: model_index.json names a class that no library has."""
+    """Write a checkpoint as it is published; no library has the class that model_index.json names."""
     classes = {
         "image_encoder": ("transformers", "CLIPVisionModel"),
         "image_processor": ("transformers", "CLIPImageProcessor"),
@@ -75,7 +75,7 @@ def save_checkpoint(folder: Path, networks: dict[str, Any], scheduler: Any) -> N
 
 
 def animate_networks(folder: Path, layers: int) -> dict[str, Any]:
-    """Return small random networks and a tokenizer, whose files are in the folder."""
+    """Return small random networks, and a tokenizer with files in the folder."""
     torch.manual_seed(0)
     text = UMT5Config(
         vocab_size=512, d_model=SIZES["text_dim"], d_kv=16, d_ff=96, num_layers=1, num_heads=2,

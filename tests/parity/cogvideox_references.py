@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small random pipelines of diffusers for CogVideoX, whose checkpoints they write."""
+"""Small random pipelines of diffusers for CogVideoX, saved as checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,15 @@ SHARED = {
     "num_attention_heads": 2, "attention_head_dim": 16, "time_embed_dim": 24, "text_embed_dim": 48, "num_layers": 3,
     "max_text_seq_length": 12, "out_channels": CHANNELS, "temporal_compression_ratio": 4,
 }  # fmt: skip
-NEW = {"patch_size_t": 2, "patch_bias": False, "use_rotary_positional_embeddings": True, "sample_height": 20,
+VERSION_1_5 = {"patch_size_t": 2, "patch_bias": False, "use_rotary_positional_embeddings": True, "sample_height": 20,
        "sample_width": 20, "sample_frames": 17}  # fmt: skip
-OLD = {"sample_height": LATENTS[0], "sample_width": LATENTS[1], "sample_frames": 9}
+VERSION_1_0 = {"sample_height": LATENTS[0], "sample_width": LATENTS[1], "sample_frames": 9}
 TRANSFORMERS: dict[str, dict[str, Any]] = {
-    "cogvideox1.5-5b": NEW | {"in_channels": CHANNELS},
-    "cogvideox1.5-5b-i2v": NEW | {"in_channels": 2 * CHANNELS, "ofs_embed_dim": 24},
-    "cogvideox-2b": OLD | {"in_channels": CHANNELS},
-    "cogvideox-5b": OLD | {"in_channels": CHANNELS, "use_rotary_positional_embeddings": True},
-    "cogvideox-5b-i2v": OLD | {"in_channels": 2 * CHANNELS, "use_rotary_positional_embeddings": True,
+    "cogvideox1.5-5b": VERSION_1_5 | {"in_channels": CHANNELS},
+    "cogvideox1.5-5b-i2v": VERSION_1_5 | {"in_channels": 2 * CHANNELS, "ofs_embed_dim": 24},
+    "cogvideox-2b": VERSION_1_0 | {"in_channels": CHANNELS},
+    "cogvideox-5b": VERSION_1_0 | {"in_channels": CHANNELS, "use_rotary_positional_embeddings": True},
+    "cogvideox-5b-i2v": VERSION_1_0 | {"in_channels": 2 * CHANNELS, "use_rotary_positional_embeddings": True,
                                "use_learned_positional_embeddings": True},
 }  # fmt: skip
 SCHEDULE = {
@@ -44,7 +44,7 @@ SOLVERS = {"ddim": CogVideoXDDIMScheduler, "dpm": CogVideoXDPMScheduler}
 
 def networks(name: str) -> dict[str, torch.nn.Module]:
     torch.manual_seed(0)
-    result = {
+    models = {
         "text_encoder": T5EncoderModel(
             T5Config(
                 vocab_size=512, d_model=48, d_kv=16, d_ff=96, num_layers=2, num_heads=4,
@@ -59,13 +59,13 @@ def networks(name: str) -> dict[str, torch.nn.Module]:
             invert_scale_latents="1.5" in name,
         ),
     }  # fmt: skip
-    for seed, network in enumerate(result.values()):
+    for seed, network in enumerate(models.values()):
         randomise(network.eval(), seed)
-    return result
+    return models
 
 
 def reference(name: str, solver: str, folder: Path) -> Any:
-    """Return diffusers' pipeline, whose checkpoint it writes to the folder."""
+    """Return diffusers' pipeline, and write its checkpoint to the folder."""
     shift = 3.0 if name == "cogvideox-2b" else 1.0
     tokenizer = PreTrainedTokenizerFast.from_pretrained(save_tokenizer(folder / "toy"))
     tokenizer.model_max_length = 12

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small random text and image encoders of transformers, and the same weights in ours."""
+"""Small random text and image encoders of transformers, and encoders of wanjax with the same weights."""
 
 import json
 from pathlib import Path
@@ -28,14 +28,14 @@ SIGLIP_SIZES = {
     "hidden_size": 216,
     "intermediate_size": 280,
     "num_hidden_layers": 4,
-    "num_attention_heads": 3,  # of 72 channels
-    "image_size": 45,  # not whole patches
+    "num_attention_heads": 3,  # each of 72 channels
+    "image_size": 45,  # not a multiple of the patch size
     "patch_size": 7,
 }
 
 
 def qwen_reference(**sizes: Any) -> Qwen2_5_VLTextModel:
-    """Return a model whose norms and biases all matter, and whose softmax is peaked."""
+    """Return a model in which all norms and biases affect the result, with a peaked softmax."""
     torch.manual_seed(0)
     reference = Qwen2_5_VLTextModel(Qwen2_5_VLTextConfig(**QWEN_SIZES | sizes)).eval()
     generator = torch.Generator().manual_seed(1)
@@ -54,7 +54,7 @@ def qwen_reference(**sizes: Any) -> Qwen2_5_VLTextModel:
 
 
 def siglip_reference(**sizes: Any) -> SiglipVisionModel:
-    """Return a model whose norms and biases all matter, with a peaked softmax and MLPs that are far from linear."""
+    """Return a model in which all norms and biases affect the result, with a peaked softmax and nonlinear MLPs."""
     torch.manual_seed(0)
     reference = SiglipVisionModel(SiglipVisionConfig(**SIGLIP_SIZES | sizes)).eval()
     randomise(reference, seed=1)
@@ -65,7 +65,7 @@ def siglip_reference(**sizes: Any) -> SiglipVisionModel:
     return reference
 
 
-def converted(reference: torch.nn.Module, kind: NetworkKind, folder: Path, dtype=jnp.float32) -> Any:
+def convert_reference(reference: torch.nn.Module, kind: NetworkKind, folder: Path, dtype=jnp.float32) -> Any:
     """Convert a model through the files that transformers writes."""
     reference.save_pretrained(folder)
     json_config = json.loads((folder / "config.json").read_text())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small random pipelines of diffusers for HunyuanVideo, whose checkpoints they write."""
+"""Small random pipelines of diffusers for HunyuanVideo, saved as checkpoints."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.parity.references import randomise, t5_reference
 from tests.support.toy_chat_tokenizer import save_chat_tokenizer
 
 GUIDANCE, SHIFT, CHANNELS = 6.0, 5.0, 4
-SIDE = 64  # of a square, whose pixels a video from a picture has about
+SIDE = 64  # of a square; a video from a picture has about as many pixels
 TRANSFORMER = {
     "in_channels": 2 * CHANNELS + 1, "out_channels": CHANNELS, "num_attention_heads": 2, "attention_head_dim": 32,
     "num_layers": 3, "num_refiner_layers": 2, "mlp_ratio": 2.0, "text_embed_dim": 96, "text_embed_2_dim": 64,
@@ -32,7 +32,7 @@ TRANSFORMER = {
 
 @torch.no_grad()
 def transformer(**sizes: Any) -> HunyuanVideo15Transformer3DModel:
-    """Return a transformer whose timestep, gates and types of tokens matter as much as its tokens."""
+    """Return a transformer in which the timestep, gates and token types affect the result as much as the tokens."""
     torch.manual_seed(0)
     network = HunyuanVideo15Transformer3DModel(**TRANSFORMER | sizes).eval()
     randomise(network, 1)
@@ -67,10 +67,10 @@ def components(folder: Path, guidance: float, **sizes: Any) -> dict[str, Any]:
     }
 
 
-def saved(pipe: Any, folder: Path) -> Any:
-    """Return the pipeline, whose checkpoint it writes to the folder with the tokenizer as it was published.
+def save_pipeline(pipe: Any, folder: Path) -> Any:
+    """Write the checkpoint of a pipeline to the folder, with the tokenizer as published, and return the pipeline.
 
-    It computes fewer masked tokens than it is used to, which changes nothing.
+    The pipeline has fewer masked tokens than usual, which does not change its results.
     """
     pipe.set_progress_bar_config(disable=True)
     pipe.tokenizer_max_length, pipe.vision_num_semantic_tokens = 300, 7
@@ -81,7 +81,7 @@ def saved(pipe: Any, folder: Path) -> Any:
 
 
 def text_to_video(folder: Path, guidance: float = GUIDANCE) -> Any:
-    return saved(HunyuanVideo15Pipeline(**components(folder / "toy", guidance)), folder)
+    return save_pipeline(HunyuanVideo15Pipeline(**components(folder / "toy", guidance)), folder)
 
 
 def image_to_video(folder: Path, guidance: float = GUIDANCE, **sizes: Any) -> Any:
@@ -89,4 +89,6 @@ def image_to_video(folder: Path, guidance: float = GUIDANCE, **sizes: Any) -> An
         "image_encoder": siglip_reference(),
         "feature_extractor": SiglipImageProcessor(size={"height": 45, "width": 45}),
     }
-    return saved(HunyuanVideo15ImageToVideoPipeline(**components(folder / "toy", guidance, **sizes), **images), folder)
+    return save_pipeline(
+        HunyuanVideo15ImageToVideoPipeline(**components(folder / "toy", guidance, **sizes), **images), folder
+    )

@@ -19,11 +19,11 @@ SIZES: dict[str, Any] = {
 
 @torch.no_grad()
 def pose_transformer(seed: int = 0, **sizes: Any) -> Any:
-    """Return a small random transformer in which the mask, the pose and the face all matter."""
+    """Return a small random transformer in which the mask, the pose and the face affect the result."""
     torch.manual_seed(seed)
     network: Any = WanAnimateTransformer3DModel(**SIZES | sizes).eval()
     randomise(network, seed)
-    for layer in network.motion_encoder.modules():  # each use divides by the root of the fan-in
+    for layer in network.motion_encoder.modules():  # the layer divides by the root of the fan-in
         if hasattr(layer, "scale") and hasattr(layer, "weight"):
             layer.weight.copy_(torch.randn(layer.weight.shape))
     for block in network.blocks:  # random MLPs would stay in the linear range of their GELU

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The repositories of the published models, in the cache of the hub's client: real configs, names, shapes and dtypes.
+"""Copies of the published repositories in the hub's cache: real configs, names, shapes and dtypes, but no weights.
 
-The weights are holes: a file of safetensors is its header, made as long as the published one, and torch writes the
-others without their data. Names and shapes are those of tests/support/published.py for Wan, and for others those of the
-class in diffusers or transformers that writes the file.
+A safetensors file has a header and a hole as long as the published data; torch writes other files without data. Names
+and shapes of Wan come from tests/support/published.py, and those of other models from the class in diffusers or
+transformers that writes the file.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ Config = configs.Config
 WEIGHTS = "diffusion_pytorch_model"
 WAN, COGVIDEOX, HUNYUAN = "Wan-AI", "zai-org", "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers"
 _SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
-TOKENIZERS = {  # the files of a tokenizer; CogVideoX's is a SentencePiece model alone
+TOKENIZERS = {  # the files of a tokenizer; CogVideoX's has only a SentencePiece model
     "T5TokenizerFast": (*_SETTINGS, "spiece.model", "tokenizer.json"),
     "T5Tokenizer": (*_SETTINGS, "added_tokens.json", "spiece.model"),
     "Qwen2TokenizerFast": (*_SETTINGS, "added_tokens.json", "merges.txt", "tokenizer.json", "vocab.json"),
@@ -56,26 +56,26 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def hollow_files(folder: Path, keys: TensorShapes, dtype: str = "BF16", *, shards: int, stem: str = WEIGHTS) -> None:
-    """Write a component in shards, with their index."""
-    names, of = list(keys), {}
+    """Write a component in shards, with the index of the shards."""
+    names, file_of_tensor = list(keys), {}
     for i in range(shards):
         file = f"{stem}-{i + 1:05}-of-{shards:05}.safetensors"
         part = names[i * len(names) // shards : (i + 1) * len(names) // shards]
         hollow_file(folder / file, {name: keys[name] for name in part}, dtype)
-        of |= dict.fromkeys(part, file)
-    write_json(folder / f"{stem}.safetensors.index.json", {"metadata": {"total_size": 1}, "weight_map": of})
+        file_of_tensor |= dict.fromkeys(part, file)
+    write_json(folder / f"{stem}.safetensors.index.json", {"metadata": {"total_size": 1}, "weight_map": file_of_tensor})
 
 
-def write_torch(path: Path, keys: TensorShapes, dtype: torch.dtype, under: str | None = None) -> None:
-    """Write a file of torch without its data; `under` is a table that holds the tensors."""
+def write_torch(path: Path, keys: TensorShapes, dtype: torch.dtype, table: str | None = None) -> None:
+    """Write a torch file without data; with `table`, the tensors are in a dictionary of this name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with torch.serialization.skip_data():
         tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in keys.items()}
-        torch.save({under: tensors} if under else tensors, path)
+        torch.save({table: tensors} if table else tensors, path)
 
 
 @cache
-def _written_by(kind: str, entries: str) -> TensorShapes:
+def _tensors_of_class(kind: str, entries: str) -> TensorShapes:
     options = {key: value for key, value in json.loads(entries).items() if key[0] != "_"}
     module: Any
     with torch.device("meta"):
@@ -87,13 +87,13 @@ def _written_by(kind: str, entries: str) -> TensorShapes:
     return {name: tuple(x.shape) for name, x in module.state_dict().items()}
 
 
-def written_by(kind: str, config: Config) -> TensorShapes:
-    """Return the names and shapes that a class of diffusers or transformers writes."""
-    return dict(_written_by(kind, json.dumps(config)))
+def tensors_of_class(kind: str, config: Config) -> TensorShapes:
+    """Return the names and shapes of the tensors that a class of diffusers or transformers writes."""
+    return dict(_tensors_of_class(kind, json.dumps(config)))
 
 
-def authors(keys: TensorShapes, prefix: str = "", *, flat: bool = False) -> TensorShapes:
-    """Return a transformer of Wan by its authors' names; with `flat`, patches are projected by a linear layer."""
+def authors_names(keys: TensorShapes, prefix: str = "", *, flat: bool = False) -> TensorShapes:
+    """Return the shapes of Wan's transformer by the authors' names; with `flat`, a linear layer makes the patches."""
     renamed = {prefix + str(original.TRANSFORMER.to_authors(name)): shape for name, shape in keys.items()}
     if flat:
         width, channels, *_ = renamed[f"{prefix}patch_embedding.weight"]
@@ -101,8 +101,8 @@ def authors(keys: TensorShapes, prefix: str = "", *, flat: bool = False) -> Tens
     return renamed
 
 
-def repository(hub: Path, name: str) -> Path:
-    """Make an empty repository in the client's cache; return the folder of its files."""
+def make_repository(hub: Path, name: str) -> Path:
+    """Make an empty repository in the hub's cache, and return the folder of its files."""
     commit = hashlib.sha1(name.encode()).hexdigest()
     folder = hub / f"models--{name.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True)
@@ -132,9 +132,10 @@ def _wan(
     dtype: str = "F32",
     **entries: Any,
 ) -> None:
-    """Write a repository of Wan in the layout of diffusers; `entries` are those of its index besides the components.
+    """Write a repository of Wan in the layout of diffusers.
 
-    `embedded` files hold the text encoder's tied embedding twice.
+    `entries` are entries of its index besides the components. With `embedded`, the file of the text encoder has the
+    tied embedding twice.
     """
     index = {"_class_name": pipeline, "_diffusers_version": "0.35.0.dev0"} | configs.WAN_CLASSES
     index |= {
@@ -152,9 +153,9 @@ def _wan(
     write_json(files / "vae/config.json", vae[0])
     hollow_file(files / f"vae/{WEIGHTS}.safetensors", vae_keys(vae[1]), "F32")
     text = text_encoder_keys(t5.UMT5_XXL)
-    twice = {"encoder.embed_tokens.weight": text["shared.weight"]} if embedded else {}
+    duplicate = {"encoder.embed_tokens.weight": text["shared.weight"]} if embedded else {}
     write_json(files / "text_encoder/config.json", configs.UMT5_XXL)
-    hollow_files(files / "text_encoder", text | twice, "F32", shards=5, stem="model")
+    hollow_files(files / "text_encoder", text | duplicate, "F32", shards=5, stem="model")
     _tokenizer(files / "tokenizer", "T5TokenizerFast")
     for name in ("transformer", "transformer_2")[: 1 + experts]:
         write_json(files / name / "config.json", config)
@@ -162,7 +163,7 @@ def _wan(
 
 
 def _gates(config: wan.TransformerConfig) -> TensorShapes:
-    """Return the gates of video sparse attention that FastWan's files hold."""
+    """Return the gates of video sparse attention in FastWan's files."""
     keys: TensorShapes = {}
     for name in (f"blocks.{i}.to_gate_compress" for i in range(config.layers)):
         keys |= {f"{name}.weight": (config.width, config.width), f"{name}.bias": (config.width,)}
@@ -174,10 +175,10 @@ def _cogvideox(files: Path, pipeline: str, config: Config, vae: Config, schedule
     write_json(files / "model_index.json", index)
     write_json(files / "scheduler/scheduler_config.json", scheduler)
     write_json(files / "transformer/config.json", config)
-    hollow_files(files / "transformer", written_by("CogVideoXTransformer3DModel", config), shards=2)
+    hollow_files(files / "transformer", tensors_of_class("CogVideoXTransformer3DModel", config), shards=2)
     write_json(files / "vae/config.json", vae)
-    hollow_file(files / f"vae/{WEIGHTS}.safetensors", written_by("AutoencoderKLCogVideoX", vae))
-    text = written_by("T5EncoderModel", configs.T5_XXL)
+    hollow_file(files / f"vae/{WEIGHTS}.safetensors", tensors_of_class("AutoencoderKLCogVideoX", vae))
+    text = tensors_of_class("T5EncoderModel", configs.T5_XXL)
     del text["encoder.embed_tokens.weight"]
     write_json(files / "text_encoder/config.json", configs.T5_XXL)
     hollow_files(files / "text_encoder", text, shards=2, stem="model")
@@ -204,15 +205,15 @@ def _hunyuan(files: Path, name: str) -> None:
     write_json(files / "scheduler/scheduler_config.json", configs.HUNYUAN_EULER | {"shift": HUNYUAN_SHIFTS[name]})
     write_json(files / "guider/guider_config.json", configs.HUNYUAN_GUIDER | {"guidance_scale": guidance})
     write_json(files / "transformer/config.json", hunyuan_config(name))
-    transformer = written_by("HunyuanVideo15Transformer3DModel", hunyuan_config(name))
+    transformer = tensors_of_class("HunyuanVideo15Transformer3DModel", hunyuan_config(name))
     hollow_files(files / "transformer", transformer, shards=4)
     write_json(files / "vae/config.json", configs.HUNYUAN_VAE)
-    vae = written_by("AutoencoderKLHunyuanVideo15", configs.HUNYUAN_VAE)
+    vae = tensors_of_class("AutoencoderKLHunyuanVideo15", configs.HUNYUAN_VAE)
     hollow_file(files / f"vae/{WEIGHTS}.safetensors", vae, "F32")
     write_json(files / "text_encoder/config.json", configs.QWEN2_5_VL_TEXT)
-    text = written_by("Qwen2_5_VLTextModel", configs.QWEN2_5_VL_TEXT)
+    text = tensors_of_class("Qwen2_5_VLTextModel", configs.QWEN2_5_VL_TEXT)
     hollow_files(files / "text_encoder", text, shards=4, stem="model")
-    glyphs = written_by("T5EncoderModel", configs.GLYPH_BYT5)
+    glyphs = tensors_of_class("T5EncoderModel", configs.GLYPH_BYT5)
     del glyphs["encoder.embed_tokens.weight"]
     write_json(files / "text_encoder_2/config.json", configs.GLYPH_BYT5)
     hollow_file(files / "text_encoder_2/model.safetensors", glyphs, "F32")
@@ -225,25 +226,25 @@ def _hunyuan(files: Path, name: str) -> None:
 
 
 def siglip_file() -> TensorShapes:
-    """Return the names of SigLIP's published file: newer releases of transformers leave the prefix out."""
-    written = written_by("SiglipVisionModel", configs.SIGLIP_SO400M)
-    return {f"vision_model.{name.removeprefix('vision_model.')}": shape for name, shape in written.items()}
+    """Return the names in SigLIP's published file; newer releases of transformers write no prefix."""
+    tensors = tensors_of_class("SiglipVisionModel", configs.SIGLIP_SO400M)
+    return {f"vision_model.{name.removeprefix('vision_model.')}": shape for name, shape in tensors.items()}
 
 
 def hunyuan_authors_transformer(name: str) -> TensorShapes:
-    """Return the names of a transformer of HunyuanVideo in its authors' files."""
-    written = written_by("HunyuanVideo15Transformer3DModel", hunyuan_config(name))
-    tensors = {key: np.broadcast_to(np.int8(0), shape) for key, shape in written.items()}
+    """Return the shapes of a transformer of HunyuanVideo by the names in its authors' files."""
+    shapes = tensors_of_class("HunyuanVideo15Transformer3DModel", hunyuan_config(name))
+    tensors = {key: np.broadcast_to(np.int8(0), shape) for key, shape in shapes.items()}
     return {key: x.shape for key, x in hunyuan_authors.authors_transformer(tensors).items()}
 
 
 def _lora(config: wan.TransformerConfig, *, complete: bool, rank: int = 64) -> tuple[TensorShapes, dict[str, str]]:
     """Return the tensors of LightX2V's LoRA, and their dtypes.
 
-    A `whole` one changes every tensor: by its difference where it is no matrix. Others hold alphas.
+    A `complete` LoRA changes every tensor; vectors have differences instead of factors. Other LoRAs have alphas.
     """
     keys, dtypes = TensorShapes(), dict[str, str]()
-    for name, shape in authors(transformer_keys(config)).items():
+    for name, shape in authors_names(transformer_keys(config)).items():
         module, _, leaf = name.rpartition(".")
         module = f"diffusion_model.{module}"
         if LORA_PAIRS.fullmatch(name) or (complete and leaf == "weight" and len(shape) == 2):
@@ -263,40 +264,42 @@ def _lightning(file: Path, config: wan.TransformerConfig) -> None:
 
 
 def _turbo(files: Path, config: wan.TransformerConfig) -> None:
-    """Write a repository of TurboWan: one file, or those of two experts."""
+    """Write a repository of TurboWan: one file, or a file for each of two experts."""
     keys = transformer_keys(config)
     for block in range(config.layers):  # trained with sparse-linear attention
         keys |= {f"blocks.{block}.attn1.proj_l.weight": (128, 128), f"blocks.{block}.attn1.proj_l.bias": (128,)}
     name = files.parents[1].name.removeprefix("models--TurboDiffusion--")
     for expert in ("high-", "low-") if "A14B" in name else ("",):
-        write_torch(files / f"{name.replace('720P', expert + '720P')}.pth", authors(keys, flat=True), torch.bfloat16)
+        write_torch(
+            files / f"{name.replace('720P', expert + '720P')}.pth", authors_names(keys, flat=True), torch.bfloat16
+        )
 
 
 def _rcm(files: Path) -> None:
     for size, config in (("1.3B_480p", wan.T2V_1_3B), ("14B_480p", wan.T2V_14B), ("14B_720p", wan.T2V_14B)):
-        keys = authors(transformer_keys(config), "net.", flat=True)
+        keys = authors_names(transformer_keys(config), "net.", flat=True)
         write_torch(files / f"rCM_Wan2.1_T2V_{size}.pt", keys, torch.bfloat16)
-    keys = authors(transformer_keys(wan.I2V_A14B), "net.", flat=True)
+    keys = authors_names(transformer_keys(wan.I2V_A14B), "net.", flat=True)
     for expert in ("high-rCM4.0", "low-rCM1.0"):
         write_torch(files / f"Wan2.2-I2V-A14B-{expert}-merged.pt", keys, torch.bfloat16)
 
 
 def _causvid(files: Path) -> None:
-    keys = authors(transformer_keys(wan.T2V_1_3B), "model.")
-    write_torch(files / "bidirectional_checkpoint2/model.pt", keys, torch.float32, under="generator")
+    keys = authors_names(transformer_keys(wan.T2V_1_3B), "model.")
+    write_torch(files / "bidirectional_checkpoint2/model.pt", keys, torch.float32, table="generator")
 
 
-HUNYUAN_ALONE = ("720p_t2v_distilled", "720p_t2v_distilled_sparse", "720p_i2v_distilled_sparse")
-"""The transformers of HunyuanVideo's authors that nobody has in the layout of diffusers."""
+HUNYUAN_ONLY_AUTHORS = ("720p_t2v_distilled", "720p_t2v_distilled_sparse", "720p_i2v_distilled_sparse")
+"""The transformers of HunyuanVideo that are published only in the authors' layout."""
 
 
 def _tencent(files: Path) -> None:
-    for name in HUNYUAN_ALONE:
+    for name in HUNYUAN_ONLY_AUTHORS:
         hunyuan_transformer(files, name)
 
 
 def hunyuan_transformer(root: Path, name: str) -> Path:
-    """Write a transformer of HunyuanVideo as its authors have it; return its folder."""
+    """Write a transformer of HunyuanVideo in its authors' layout, and return its folder."""
     resolution, task = name.split("_")[:2]
     config = configs.AUTHORS_HUNYUAN | {"ideal_resolution": resolution, "ideal_task": task}
     if "sparse" in name:
@@ -310,21 +313,23 @@ def hunyuan_transformer(root: Path, name: str) -> Path:
 
 
 def hunyuan_authors_folder(root: Path, name: str) -> Path:
-    """Write the folder of HunyuanVideo's authors with one of its transformers, as checkpoints-download.md has it."""
+    """Write the folder of HunyuanVideo's authors, with one transformer, as in their checkpoints-download.md."""
     hunyuan_transformer(root, name)
     write_json(root / "config.json", {"_class_name": "HunyuanVideo_1_5_Pipeline", "vision_states_dim": 1152})
-    vae = written_by("AutoencoderKLHunyuanVideo15", configs.HUNYUAN_VAE)
-    renamed = {hunyuan_authors.renamed(key, hunyuan_authors.VAE_RENAMES): shape for key, shape in vae.items()}
+    vae = tensors_of_class("AutoencoderKLHunyuanVideo15", configs.HUNYUAN_VAE)
+    vae_tensors = {hunyuan_authors.rename_key(key, hunyuan_authors.VAE_RENAMES): shape for key, shape in vae.items()}
     write_json(root / "vae/config.json", configs.AUTHORS_HUNYUAN_VAE)
-    hollow_file(root / f"vae/{WEIGHTS}.safetensors", renamed, "F32")
+    hollow_file(root / f"vae/{WEIGHTS}.safetensors", vae_tensors, "F32")
     encoders, vision = root / "text_encoder", root / "vision_encoder/siglip"
     write_json(encoders / "llm/config.json", configs.QWEN2_5_VL)
     hollow_files(encoders / "llm", qwen_file(), shards=5, stem="model")
     _tokenizer(encoders / "llm", "Qwen2TokenizerFast")
-    glyphs = written_by("T5EncoderModel", configs.GLYPH_BYT5)
+    glyphs = tensors_of_class("T5EncoderModel", configs.GLYPH_BYT5)
     del glyphs["shared.weight"]
-    inside = {f"module.text_tower.{key}": shape for key, shape in glyphs.items()} | {"module.logit_scale": ()}
-    write_torch(encoders / "Glyph-SDXL-v2/checkpoints/byt5_model.pt", inside, torch.float32, under="state_dict")
+    encoder_tensors = {f"module.text_tower.{key}": shape for key, shape in glyphs.items()} | {"module.logit_scale": ()}
+    write_torch(
+        encoders / "Glyph-SDXL-v2/checkpoints/byt5_model.pt", encoder_tensors, torch.float32, table="state_dict"
+    )
     write_json(encoders / "Glyph-SDXL-v2/assets/color_idx.json", {"white": 0, "black": 1})
     write_json(encoders / "Glyph-SDXL-v2/assets/multilingual_10-lang_idx.json", {"en-A": 0, "cn-B": 0})
     _tokenizer(encoders / "byt5-small", "ByT5Tokenizer")
@@ -335,14 +340,16 @@ def hunyuan_authors_folder(root: Path, name: str) -> Path:
 
 
 def qwen_file() -> TensorShapes:
-    """Return the names of Qwen2.5-VL's published file, which newer releases of transformers have changed."""
-    text = {key: shape for key, shape in written_by("Qwen2_5_VLTextModel", configs.QWEN2_5_VL_TEXT).items()}
+    """Return the names in Qwen2.5-VL's published file; newer releases of transformers write other names."""
+    text = {key: shape for key, shape in tensors_of_class("Qwen2_5_VLTextModel", configs.QWEN2_5_VL_TEXT).items()}
     tensors = {f"model.{key}": shape for key, shape in text.items()} | {"lm_head.weight": (152064, 3584)}
     vision = configs.QWEN2_5_VL["vision_config"]
-    written = written_by(
+    tensors_of_model = tensors_of_class(
         "Qwen2_5_VLForConditionalGeneration", {"vision_config": vision, "text_config": {"num_hidden_layers": 1}}
     )
-    visual = {key.removeprefix("model."): shape for key, shape in written.items() if key.startswith("model.visual.")}
+    visual = {
+        key.removeprefix("model."): shape for key, shape in tensors_of_model.items() if key.startswith("model.visual.")
+    }
     return tensors | visual
 
 
@@ -365,7 +372,7 @@ def _lightx2v_experts(files: Path) -> None:
 def _lightx2v_models(files: Path) -> None:
     for noise in ("high", "low"):
         name = f"wan2.2_i2v_A14b_{noise}_noise_lightx2v_4step_720p_260412"
-        hollow_file(files / f"{name}.safetensors", authors(transformer_keys(wan.I2V_A14B)))
+        hollow_file(files / f"{name}.safetensors", authors_names(transformer_keys(wan.I2V_A14B)))
 
 
 def _kijai(files: Path) -> None:
@@ -382,10 +389,10 @@ PLUGS = {  # repository: the file, its network, prefix, rank and dtype
 
 
 def _plug(files: Path, name: str) -> None:
-    """Write a LoRA of LongLive-Plug: the authors' names, bare or with PEFT's prefix; alpha is the rank."""
+    """Write a LoRA of LongLive-Plug: the authors' names, with or without PEFT's prefix; alpha equals the rank."""
     stem, config, prefix, rank, dtype = PLUGS[name]
     keys = TensorShapes()
-    for key, shape in authors(transformer_keys(config)).items():
+    for key, shape in authors_names(transformer_keys(config)).items():
         if LORA_PAIRS.fullmatch(key):
             module = prefix + key.removesuffix(".weight")
             keys |= {f"{module}.lora_A.weight": (rank, shape[1]), f"{module}.lora_B.weight": (shape[0], rank)}
@@ -495,10 +502,10 @@ REPOSITORIES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def fill(hub: Path, name: str) -> None:
-    """Put a repository into the client's cache, once."""
+def add_to_cache(hub: Path, name: str) -> None:
+    """Put a repository into the hub's cache, once."""
     if not (hub / f"models--{name.replace('/', '--')}").exists():
-        REPOSITORIES[name](repository(hub, name))
+        REPOSITORIES[name](make_repository(hub, name))
 
 
 def repositories_of(model: str) -> list[str]:
@@ -533,7 +540,7 @@ AUTHORS_FOLDERS: dict[str, tuple[Config, wan.TransformerConfig, int]] = {  # con
 }
 
 
-FUN_FOLDERS: dict[str, tuple[Config, wan.TransformerConfig, int]] = {  # the same of Alibaba PAI's, in that layout
+FUN_FOLDERS: dict[str, tuple[Config, wan.TransformerConfig, int]] = {  # the models of Alibaba PAI, in the same layout
     name: (configs.AUTHORS_WAN | {"model_type": "i2v", "in_dim": config.channels_in}, config, 1)
     for name, config in (
         ("Wan2.1-Fun-1.3B-InP", wan.INP_1_3B),
@@ -545,7 +552,7 @@ FUN_FOLDERS: dict[str, tuple[Config, wan.TransformerConfig, int]] = {  # the sam
 
 
 def authors_folder(folder: Path) -> Path:
-    """Write the folder of Wan's authors that has this name."""
+    """Write the folder of Wan's authors with this name."""
     _authors_files(folder, folder.name, *AUTHORS_FOLDERS[folder.name])
     return folder
 
@@ -555,9 +562,9 @@ def _authors_files(folder: Path, model: str, entries: Config, config: wan.Transf
     for name in ("high_noise_model", "low_noise_model") if "A14B" in model else (".",):
         write_json(folder / name / "config.json", entries | sizes)
         if shards == 1:
-            hollow_file(folder / name / f"{WEIGHTS}.safetensors", authors(transformer_keys(config)), "F32")
+            hollow_file(folder / name / f"{WEIGHTS}.safetensors", authors_names(transformer_keys(config)), "F32")
         else:
-            hollow_files(folder / name, authors(transformer_keys(config)), "F32", shards=shards)
+            hollow_files(folder / name, authors_names(transformer_keys(config)), "F32", shards=shards)
     residual = "5B" in model
     names = original.vae_names({"dim_mult": range(4), "num_res_blocks": 2, "is_residual": residual})
     vae = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small random reference models, their weights loaded into ours, and errors between two outputs."""
+"""Small random reference models, networks of wanjax with their weights, and errors between two outputs."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.wan.networks import NETWORKS
 
 PROMPT, NEGATIVE_PROMPT = "a red circle moving right &amp;  up", "色调艳丽, a blue cat"
-BAR = 2e-5  # the largest allowed relative L2 error of latents
+MAX_LATENT_ERROR = 2e-5  # the largest allowed relative L2 error of latents
 T5_SIZES = {
     "vocab_size": 99,
     "d_model": 64,
@@ -43,7 +43,7 @@ T5_FAMILIES = {
 
 
 class StateDict(Tensors):
-    """A torch module's weights as a reader of a checkpoint."""
+    """A checkpoint reader for the weights of a torch module."""
 
     def __init__(self, module: torch.nn.Module):
         super().__init__({key: value.detach().float().numpy() for key, value in module.state_dict().items()})
@@ -56,7 +56,7 @@ def relative_l2(result: Any, reference: Any) -> float:
 
 
 def randomise(module: torch.nn.Module, seed: int) -> None:
-    """Randomises also the weights that start as zeros or ones, so that each weight matters."""
+    """Randomise also the weights that start as zeros or ones, so that each weight affects the result."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -64,10 +64,10 @@ def randomise(module: torch.nn.Module, seed: int) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1 + (parameter == 1).float())
 
 
-def small_parts(folder: Path) -> dict[str, Any]:
-    """Return the components of Wan's pipelines without a transformer: text features are 48 wide, latents 4 channels.
+def small_components(folder: Path) -> dict[str, Any]:
+    """Return the components of Wan's pipelines except the transformer, and write the tokenizer to the folder.
 
-    Writes the tokenizer to the folder.
+    Text features have 48 channels, and latents 4.
     """
     parts = {
         "text_encoder": UMT5EncoderModel(
@@ -117,7 +117,7 @@ def wan_vae(reference, dtype=jnp.float32, param_dtype=jnp.float32) -> WanVAE:
 
 @torch.no_grad()
 def emphasise_mlps(network: WanTransformer3DModel) -> None:
-    """Enlarges the MLPs' inputs and outputs: random MLPs would stay in the linear range of their GELU."""
+    """Enlarge the inputs and outputs of the MLPs, so that they leave the linear range of their GELU."""
     for block in network.blocks:
         block.ffn.net[0].proj.weight.mul_(3)
         block.scale_shift_table[:, 5].add_(1)  # the MLP's gate
@@ -125,14 +125,14 @@ def emphasise_mlps(network: WanTransformer3DModel) -> None:
 
 
 def largest_error(latents: list[np.ndarray], exact: list[np.ndarray]) -> float:
-    """Return the largest relative error of the latents of any step; `pytest -rP` shows it."""
+    """Return the largest relative error of the latents of any step, and print it for `pytest -rP`."""
     error = max(relative_l2(*pair) for pair in zip(latents, exact, strict=True))
     print(f"latents {error:.1e}")
     return error
 
 
 def psnr(frames: np.ndarray, exact: np.ndarray) -> float:
-    """Return the PSNR in decibels of frames in [0, 1]; `pytest -rP` shows it."""
+    """Return the PSNR in decibels of frames in [0, 1], and print it for `pytest -rP`."""
     decibels = -10 * np.log10(np.mean((frames - exact) ** 2))
     print(f"frames {decibels:.0f} dB")
     return decibels
@@ -154,7 +154,7 @@ def t5_reference(family: str, **sizes: int) -> torch.nn.Module:
     return reference
 
 
-def converted_t5(reference: torch.nn.Module, folder: Path, dtype=jnp.float32) -> T5Encoder:
+def convert_t5(reference: torch.nn.Module, folder: Path, dtype=jnp.float32) -> T5Encoder:
     """Convert a model through the files that transformers writes."""
     reference.save_pretrained(folder)
     config = t5_config(json.loads((folder / "config.json").read_text()))
@@ -162,41 +162,43 @@ def converted_t5(reference: torch.nn.Module, folder: Path, dtype=jnp.float32) ->
     return modules.load(abstract, t5_weight_rules(config), SafetensorsFolder(folder))
 
 
-NUMBERS = (11.0, 2.5, 0.25)
-"""The numbers by which attention is led in tests of networks."""
+NAG_NUMBERS = (11.0, 2.5, 0.25)
+"""Scale, tau and alpha of NAG in tests of networks."""
 
 
-def led(y: torch.Tensor, negative: torch.Tensor, scale: float, tau: float, alpha: float) -> torch.Tensor:
-    """NAG's formula: a token's ratio of norms is cut to tau, and it is mixed with the token that attention gave."""
+def nag(y: torch.Tensor, negative: torch.Tensor, scale: float, tau: float, alpha: float) -> torch.Tensor:
+    """Compute NAG: limit the ratio of norms of each token to tau, and mix the result with the original token."""
     guided = y + (scale - 1) * (y - negative)
     ratio = guided.norm(p=1, dim=-1, keepdim=True) / y.norm(p=1, dim=-1, keepdim=True)
     return alpha * guided * torch.where(ratio > tau, tau / ratio, 1.0) + (1 - alpha) * y
 
 
-class Led:
-    """Leads the results of a reference's attention, before their last projection, in a batch of both prompts."""
+class NAGHook:
+    """A hook that applies NAG to a reference's attention, before the last projection, in a batch of both prompts."""
 
     def __init__(self, numbers: tuple[float, float, float], first: int = 0):
         self.numbers, self.first = numbers, first
 
     def __call__(self, module: torch.nn.Module, options: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         y, negative = options[0][:, self.first :].chunk(2)
-        result = led(y, negative, *self.numbers)
-        return (torch.cat([options[0][:, : self.first], torch.cat([result, result])], dim=1), *options[1:])
+        guided = nag(y, negative, *self.numbers)
+        return (torch.cat([options[0][:, : self.first], torch.cat([guided, guided])], dim=1), *options[1:])
 
 
-def hooked(reference: torch.nn.Module, ends: str, hook: Led) -> torch.nn.Module:
-    """Return the reference with a hook on the projections whose names end so."""
-    result = [module for name, module in reference.named_modules() if name.endswith(ends) and "refiner" not in name]
-    assert len(result) == 3, result
-    for module in result:
+def add_hook(reference: torch.nn.Module, ends: str, hook: NAGHook) -> torch.nn.Module:
+    """Add a hook to the projections whose names end with `ends`, and return the reference."""
+    projections = [
+        module for name, module in reference.named_modules() if name.endswith(ends) and "refiner" not in name
+    ]
+    assert len(projections) == 3, projections
+    for module in projections:
         module.register_forward_pre_hook(hook)
     return reference
 
 
-def led_apart(result: Any, expected: np.ndarray, unguided: np.ndarray) -> None:
-    """Compare with the first half of a led reference's batch, which is far from what it makes without being led."""
+def compare_with_nag(result: Any, expected: np.ndarray, unguided: np.ndarray) -> None:
+    """Compare a result with the first half of a reference's batch under NAG, which differs from one without NAG."""
     first, second = np.split(expected, 2)
     assert relative_l2(second, first) <= 1e-6
-    assert relative_l2(result, first) <= 1e-5  # the bar of the networks themselves
+    assert relative_l2(result, first) <= 1e-5  # the bound of the networks themselves
     assert relative_l2(unguided, first) > 1e-2

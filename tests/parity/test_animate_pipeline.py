@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole videos of Wan Animate 2 against diffusers' blocks: one checkpoint, one prompt, one noise."""
+"""Videos of Wan Animate 2 equal those of diffusers with the same checkpoint, prompts and noise."""
 
 from typing import Any, NamedTuple
 from unittest import mock
@@ -12,8 +12,8 @@ from diffusers.modular_pipelines.wan_animate_2 import WanAnimate2Blocks, WanAnim
 from PIL import Image
 
 import wanjax
-from tests.parity.animate_references import animate_networks, on_a_cpu, save_checkpoint
-from tests.parity.references import BAR, NEGATIVE_PROMPT, PROMPT, relative_l2
+from tests.parity.animate_references import animate_networks, save_checkpoint, uncompiled_mask
+from tests.parity.references import MAX_LATENT_ERROR, NEGATIVE_PROMPT, PROMPT, relative_l2
 from tests.support.quick import quick
 
 pytestmark = [
@@ -27,7 +27,17 @@ RANDOM = np.random.default_rng(0)
 
 
 class Case(NamedTuple):
-    """A video: whether the weights are distilled, the frames of its clip and of a segment, and what it is made of."""
+    """The settings of a video.
+
+    Attributes:
+        distilled: Whether the weights are distilled.
+        clip_frames: The number of frames of the driving clip.
+        overlap: The number of frames that two windows share.
+        steps: The number of steps of each window.
+        segments: The expected number of windows.
+        picture: The height and width of the picture.
+        clip: The height and width of the clip.
+    """
 
     distilled: bool
     clip_frames: int
@@ -62,27 +72,27 @@ def scheduler(case: Case) -> Any:
     return DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
 
 
-def pixels(frames: int, size: tuple[int, int]) -> np.ndarray:
-    """Return a random clip whose frames differ smoothly, so that no filter sees noise alone."""
+def random_clip(frames: int, size: tuple[int, int]) -> np.ndarray:
+    """Return a random clip with smooth frames, so that filters do not only see noise."""
     height, width = size
     coarse = RANDOM.integers(0, 256, (frames, 5, 7, 3), dtype=np.uint8)
     return np.stack([np.asarray(Image.fromarray(x).resize((width, height), Image.Resampling.BICUBIC)) for x in coarse])
 
 
 @torch.no_grad()
-def expected(
+def expected_video(
     networks: dict[str, Any], case: Case, picture: np.ndarray, clip: np.ndarray
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return diffusers' frames in [0, 1], and the latents of each segment, without the picture's frame."""
+    """Return diffusers' frames in [0, 1], and the latents of each window without the picture's frame."""
     pipe: Any = (WanAnimate2DistilledBlocks() if case.distilled else WanAnimate2Blocks()).init_pipeline()
     pipe.update_components(scheduler=scheduler(case), **networks)
     latents, decode = [], denoise.decode_vae
 
-    def decode_and_note(vae: Any, x: torch.Tensor) -> torch.Tensor:
+    def decode_and_record(vae: Any, x: torch.Tensor) -> torch.Tensor:
         latents.append(x.numpy().copy())
         return decode(vae, x)
 
-    with on_a_cpu(), mock.patch.object(denoise, "decode_vae", decode_and_note):
+    with uncompiled_mask(), mock.patch.object(denoise, "decode_vae", decode_and_record):
         frames = pipe(
             prompt=PROMPT, negative_prompt=NEGATIVE_PROMPT, prompt_ref=CLIP_PROMPT, image=Image.fromarray(picture),
             driving_video=list(map(Image.fromarray, clip)), height=AREA[0], width=AREA[1],
@@ -92,10 +102,10 @@ def expected(
     return np.asarray(frames[0]), latents
 
 
-def test_every_segment_and_every_frame(networks, case, tmp_path):
+def test_every_window_and_every_frame_equal_those_of_diffusers(networks, case, tmp_path):
     save_checkpoint(tmp_path, networks, scheduler(case))
-    [picture], clip = pixels(1, case.picture), pixels(case.clip_frames, case.clip)
-    frames, exact = expected(networks, case, picture, clip)
+    [picture], clip = random_clip(1, case.picture), random_clip(case.clip_frames, case.clip)
+    frames, exact = expected_video(networks, case, picture, clip)
     assert len(exact) == case.segments
     generator = torch.Generator().manual_seed(7)
     shape = (exact[0].shape[0], exact[0].shape[1] + 1, *exact[0].shape[2:])
@@ -109,7 +119,7 @@ def test_every_segment_and_every_frame(networks, case, tmp_path):
     last_steps = latents[case.steps - 1 :: case.steps]
     for number, (result, reference) in enumerate(zip(last_steps, exact, strict=True)):
         error = relative_l2(result[0, :, 1:], reference)
-        print(f"segment {number}: {error:.1e}")
-        assert error <= BAR
+        print(f"window {number}: {error:.1e}")
+        assert error <= MAX_LATENT_ERROR
     assert video.frames.shape == frames.shape
     assert np.abs(video.frames / 255 - frames).max() <= 0.5 / 255 + 1e-5  # bytes are rounded

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ByT5 against transformers: the tokenizer on difficult text, and the encoder with ByT5's proportions."""
+"""ByT5's tokenizer, on difficult texts, and its encoder equal those of transformers."""
 
 import json
 import warnings
@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 from transformers import ByT5Tokenizer as Reference
 from transformers import T5Config, T5EncoderModel
 
-from tests.parity.references import converted_t5, relative_l2, t5_reference
+from tests.parity.references import convert_t5, relative_l2, t5_reference
 from tests.support.toy_tokenizer import AWKWARD_PROMPTS
 from tests.support.words import line_with_words
 from wanjax.checkpoints.modules import parameters
@@ -50,7 +50,7 @@ TEXTS = [
 
 @cache
 def references() -> dict[str, Reference]:
-    """Return tokenizers without added tokens, with those of Glyph-SDXL-v2, and with ones that take whitespace."""
+    """Return tokenizers without added tokens, with Glyph-SDXL-v2's tokens, and with tokens that include whitespace."""
     default, glyphs, spaced, bare = Reference(), Reference(), Reference(), Reference(extra_ids=0)
     glyphs.add_tokens(NAMES, special_tokens=True)
     spaced.add_tokens([AddedToken("<left>", lstrip=True), AddedToken("<right>", rstrip=True), "<left><right>", "çé"])
@@ -65,22 +65,22 @@ def tokenizers(request, tmp_path_factory):
     return reference, ByT5Tokenizer.load(folder, length=LENGTH)
 
 
-def expected(reference: Reference, texts: list[str], length: int = LENGTH) -> tuple[np.ndarray, np.ndarray]:
+def expected_tokens(reference: Reference, texts: list[str], length: int = LENGTH) -> tuple[np.ndarray, np.ndarray]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This sequence already has")
         batch = reference(texts, padding="max_length", max_length=length, truncation=True, return_tensors="np")
     return batch["input_ids"], batch["attention_mask"]
 
 
-def check(reference: Reference, tokenizer: ByT5Tokenizer, texts: list[str]) -> None:
+def compare_tokens(reference: Reference, tokenizer: ByT5Tokenizer, texts: list[str]) -> None:
     batch = tokenizer.tokenize(texts)
-    ids, mask = expected(reference, texts)
+    ids, mask = expected_tokens(reference, texts)
     np.testing.assert_array_equal(batch.ids, ids)
     np.testing.assert_array_equal(batch.mask, mask)
 
 
-def test_tokens(tokenizers):
-    check(*tokenizers, TEXTS)
+def test_tokens_equal_those_of_transformers(tokenizers):
+    compare_tokens(*tokenizers, TEXTS)
 
 
 PIECES = st.sampled_from(
@@ -90,11 +90,11 @@ PIECES = st.sampled_from(
 
 @settings(derandomize=True, max_examples=200, database=None)
 @given(st.lists(st.one_of(PIECES, st.text(st.characters(codec="utf-8"), max_size=8)), max_size=12).map("".join))
-def test_tokens_of_anything(tokenizers, text):
-    check(*tokenizers, [text])
+def test_any_text_has_the_tokens_of_transformers(tokenizers, text):
+    compare_tokens(*tokenizers, [text])
 
 
-def test_the_vocabulary_s_size(tokenizers):
+def test_the_vocabulary_has_the_size_of_transformers(tokenizers):
     reference, tokenizer = tokenizers
     assert tokenizer.vocab_size == len(reference)
     assert ByT5Tokenizer.pad_id == reference.pad_token_id
@@ -114,16 +114,16 @@ ADDED = {name: id for id, name in enumerate([*(f"<extra_id_{i}>" for i in range(
         {"special_tokens_map.json": {"additional_special_tokens": []}},
     ],
 )
-def test_files_of_older_releases(extra_files, tmp_path):
-    """Older releases name added tokens in another file, or only as further special tokens."""
+def test_tokenizer_files_of_older_releases_are_read(extra_files, tmp_path):
+    """Older releases list added tokens in another file, or only as additional special tokens."""
     config = {"tokenizer_class": "ByT5Tokenizer", "extra_ids": 125, **SPECIALS}
     for name, entries in ({"tokenizer_config.json": config} | extra_files).items():
         (tmp_path / name).write_text(json.dumps(entries))
-    check(Reference.from_pretrained(tmp_path), ByT5Tokenizer.load(tmp_path, length=LENGTH), TEXTS)
+    compare_tokens(Reference.from_pretrained(tmp_path), ByT5Tokenizer.load(tmp_path, length=LENGTH), TEXTS)
 
 
-def test_a_folder_without_files_is_that_of_the_published_model(tmp_path):
-    check(Reference(), ByT5Tokenizer.load(tmp_path, length=LENGTH), TEXTS)
+def test_a_folder_without_files_gives_the_published_tokenizer(tmp_path):
+    compare_tokens(Reference(), ByT5Tokenizer.load(tmp_path, length=LENGTH), TEXTS)
 
 
 def test_truncation_is_reported(tokenizers):
@@ -134,7 +134,7 @@ def test_truncation_is_reported(tokenizers):
     assert cut.cut.endswith("é and the end")
 
 
-def test_a_token_that_stands_apart_is_refused(tmp_path):
+def test_an_added_token_of_single_words_is_refused(tmp_path):
     reference = Reference()
     reference.add_tokens([AddedToken("word", single_word=True)])
     reference.save_pretrained(tmp_path)
@@ -144,13 +144,13 @@ def test_a_token_that_stands_apart_is_refused(tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("length", [1, 64, 256])
-def test_encoder(length, tmp_path):
-    """The heads together are narrower than the model, as in ByT5."""
+def test_every_layer_of_the_encoder_equals_that_of_transformers(length, tmp_path):
+    """As in ByT5, the heads have fewer channels than the model."""
     reference = t5_reference(
         "t5", vocab_size=384, d_model=92, d_kv=8, num_heads=3, d_ff=112, num_layers=4,
         relative_attention_num_buckets=32, relative_attention_max_distance=128,
     )  # fmt: skip
-    model = converted_t5(reference, tmp_path)
+    model = convert_t5(reference, tmp_path)
     tokens = torch.randint(3, 384, (2, length), generator=torch.Generator().manual_seed(length))
     mask = (torch.arange(length)[None] < torch.tensor([[length], [max(1, length // 3)]])).float()
     real = mask.numpy().astype(bool)
@@ -168,7 +168,7 @@ def test_encoder(length, tmp_path):
         assert error <= 1e-5
 
 
-def test_the_published_sizes():
+def test_the_published_encoder_has_the_published_sizes():
     with torch.device("meta"):
         reference = T5EncoderModel(
             T5Config(vocab_size=1510, d_model=1472, d_kv=64, d_ff=3584, num_layers=12, num_heads=6,
@@ -176,7 +176,9 @@ def test_the_published_sizes():
         )  # fmt: skip
     assert t5_config(reference.config.to_dict()) == GLYPH_BYT5
     make = as_shapes(lambda rngs: T5Encoder(GLYPH_BYT5, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=rngs))
-    ours = parameters(make)
-    theirs = {key: jax.ShapeDtypeStruct(tuple(w.shape), jnp.bfloat16) for key, w in reference.state_dict().items()}
-    assign(t5_weight_rules(GLYPH_BYT5), theirs, ours)
-    assert sum(x.size for x in ours.values()) == sum(weight.numel() for weight in reference.parameters())
+    parameters_of_encoder = parameters(make)
+    expected = {key: jax.ShapeDtypeStruct(tuple(w.shape), jnp.bfloat16) for key, w in reference.state_dict().items()}
+    assign(t5_weight_rules(GLYPH_BYT5), expected, parameters_of_encoder)
+    assert sum(x.size for x in parameters_of_encoder.values()) == sum(
+        weight.numel() for weight in reference.parameters()
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA for CogVideoX, in every dialect that its trainers write: the merged weights are those that diffusers fuses."""
+"""LoRAs for CogVideoX, in every format of its trainers, give the merged weights of diffusers."""
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,10 @@ from wanjax.converters.name_map import NameMap
 from wanjax.layers.placement import as_shapes
 from wanjax.models.cogvideox.transformer import CogVideoXTransformer
 
-OLD = {"patch_size_t": None, "patch_bias": True, "use_rotary_positional_embeddings": False}  # patches by a convolution
+# patches by a convolution
+VERSION_1_0 = {"patch_size_t": None, "patch_bias": True, "use_rotary_positional_embeddings": False}
 ATTENTION = [f"attn1.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")]  # the modules of diffusers' trainer
-AROUND = [
+OTHER_MODULES = [
     *("patch_embed.proj", "patch_embed.text_proj", "time_embedding.linear_1", "time_embedding.linear_2"),
     *("norm_out.linear", "proj_out"),
 ]
@@ -38,8 +39,8 @@ def reference(config=COGVIDEOX_TRANSFORMER):
     return module
 
 
-def adapted(config, modules, **options):
-    """Return a transformer with random adapters, as a trainer leaves it."""
+def add_adapters(config, modules, **options):
+    """Return a transformer with random adapters, as after training."""
     module = reference(config)
     module.add_adapter(peft.LoraConfig(r=RANK, target_modules=modules, init_lora_weights=False, **options))
     for seed, (name, weight) in enumerate(module.named_parameters()):
@@ -49,20 +50,20 @@ def adapted(config, modules, **options):
 
 
 def trainer_file(folder, config):
-    """Write the file of diffusers' trainer, which knows no alpha: a user gives the strength alpha / rank."""
-    layers = peft.get_peft_model_state_dict(adapted(config, ATTENTION, lora_alpha=ALPHA))
+    """Write the file of diffusers' trainer, which has no alpha: a user sets the strength to alpha / rank."""
+    layers = peft.get_peft_model_state_dict(add_adapters(config, ATTENTION, lora_alpha=ALPHA))
     CogVideoXPipeline.save_lora_weights(folder, transformer_lora_layers=layers)
     return folder / "pytorch_lora_weights.safetensors"
 
 
 def file_of_all_modules(folder, config):
     """Write diffusers' file for every kind of module, with PEFT's config in its metadata."""
-    module = adapted(config, [*MODULES, *AROUND], lora_alpha=ALPHA, alpha_pattern={"attn1.to_q": 7})
+    module = add_adapters(config, [*MODULES, *OTHER_MODULES], lora_alpha=ALPHA, alpha_pattern={"attn1.to_q": 7})
     metadata = module.peft_config["default"].to_dict()
     CogVideoXPipeline.save_lora_weights(
         folder,
         transformer_lora_layers=peft.get_peft_model_state_dict(module),
-        transformer_lora_adapter_metadata={**metadata, "target_modules": [*MODULES, *AROUND]},
+        transformer_lora_adapter_metadata={**metadata, "target_modules": [*MODULES, *OTHER_MODULES]},
     )
     return folder / "pytorch_lora_weights.safetensors"
 
@@ -79,18 +80,18 @@ def videox_fun_file(folder, config):
     tensors = {}
     for key, x in load_file(trainer_file(folder, config)).items():
         module, _, factor = key.removeprefix("transformer.").removesuffix(".weight").rpartition(".")
-        theirs = f"lora_unet__{module.replace('.', '_')}"
-        tensors |= {f"{theirs}.{'lora_down' if factor == 'lora_A' else 'lora_up'}.weight": x}
-        tensors |= {f"{theirs}.alpha": torch.tensor(ALPHA)}
+        layer_name = f"lora_unet__{module.replace('.', '_')}"
+        tensors |= {f"{layer_name}.{'lora_down' if factor == 'lora_A' else 'lora_up'}.weight": x}
+        tensors |= {f"{layer_name}.alpha": torch.tensor(ALPHA)}
     save_file(tensors, folder / "videox_fun.safetensors")
     return folder / "videox_fun.safetensors"
 
 
-DIALECTS = [trainer_file, file_of_all_modules, exported_file, videox_fun_file]
+FORMATS = [trainer_file, file_of_all_modules, exported_file, videox_fun_file]
 
 
-def fused(config, path, write):
-    """Return the transformer into which diffusers merged the file, or that of the trainer for what it cannot read."""
+def fuse_with_diffusers(config, path, write):
+    """Return diffusers' transformer with the merged file, or with its trainer's file if it cannot read the format."""
     scale = STRENGTH
     if write in (exported_file, videox_fun_file):
         path = trainer_file(path.parent / "trainer", config)
@@ -103,43 +104,50 @@ def fused(config, path, write):
     return module
 
 
-@pytest.mark.parametrize("config", [{}, OLD], ids=["second generation", "first generation"])
-@pytest.mark.parametrize("write", DIALECTS, ids=lambda write: write.__name__)
-def test_every_dialect_is_merged_as_diffusers_merges_it(write, config, tmp_path):
+@pytest.mark.parametrize("config", [{}, VERSION_1_0], ids=["second generation", "first generation"])
+@pytest.mark.parametrize("write", FORMATS, ids=lambda write: write.__name__)
+def test_every_format_is_merged_as_in_diffusers(write, config, tmp_path):
     config = COGVIDEOX_TRANSFORMER | config
     path = write(tmp_path, config)
     base = StateDict(reference(config))
     file = lora.LoraFile(path, base.specs, NameMap([]))
     assert not file.matches.unmatched
-    ours, theirs = lora.MergedLoraReader(base, [(file, STRENGTH)]), StateDict(fused(config, path, write))
-    changed = [key for key, weights in theirs.tensors.items() if not np.array_equal(weights, base.read(key))]
-    assert len(changed) == file.matches.num_matched == 2 * len(ATTENTION) + (8 + 6) * (write is file_of_all_modules)
-    for key, weights in theirs.tensors.items():
-        assert np.abs(ours.read(key) - weights).max() <= 1e-6 * np.abs(weights).max(), key
+    merged, expected_weights = (
+        lora.MergedLoraReader(base, [(file, STRENGTH)]),
+        StateDict(fuse_with_diffusers(config, path, write)),
+    )
+    changed_keys = [
+        key for key, weights in expected_weights.tensors.items() if not np.array_equal(weights, base.read(key))
+    ]
+    assert (
+        len(changed_keys) == file.matches.num_matched == 2 * len(ATTENTION) + (8 + 6) * (write is file_of_all_modules)
+    )
+    for key, weights in expected_weights.tensors.items():
+        assert np.abs(merged.read(key) - weights).max() <= 1e-6 * np.abs(weights).max(), key
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("write", [trainer_file, file_of_all_modules], ids=lambda write: write.__name__)
-def test_a_loaded_model_with_a_lora_predicts_as_diffusers_with_it(write, tmp_path):
-    """The whole way includes stacked blocks, and q and k in the order of RoPE."""
+def test_a_model_with_a_lora_predicts_as_in_diffusers(write, tmp_path):
+    """Loading also stacks the blocks, and orders q and k for RoPE."""
     folder = tiny_cogvideox_checkpoint(tmp_path / "checkpoint")
     reference().save_pretrained(folder / "transformer")
     path = write(tmp_path, COGVIDEOX_TRANSFORMER)
     loaded = wanjax.load(folder, lora=f"{path}:{STRENGTH}").transformer
-    theirs = fused(COGVIDEOX_TRANSFORMER, path, write)
-    ours, converted = modules.parameters(loaded), modules.parameters(ours_of(theirs))
-    for name, weights in converted.items():
-        assert np.abs(ours[name] - weights).max() <= 1e-6 * np.abs(weights).max(), name
+    fused = fuse_with_diffusers(COGVIDEOX_TRANSFORMER, path, write)
+    loaded_weights, fused_weights = modules.parameters(loaded), modules.parameters(convert_transformer(fused))
+    for name, weights in fused_weights.items():
+        assert np.abs(loaded_weights[name] - weights).max() <= 1e-6 * np.abs(weights).max(), name
 
     options = [
         torch.randn(shape, generator=torch.Generator().manual_seed(5)) for shape in ((1, 2, 4, 6, 8), (1, 7, 16))
     ]
-    errors = [relative_l2(predicted(loaded, *options), expected(module, *options)) for module in (theirs, reference())]
+    errors = [relative_l2(predict(loaded, *options), expected(module, *options)) for module in (fused, reference())]
     print(f"{errors[0]:.1e}")
     assert errors[0] <= 1e-5 < 1e-2 < errors[1]
 
 
-def ours_of(module):
+def convert_transformer(module):
     config = transformer_config(module.config)
     abstract = as_shapes(
         lambda rngs: CogVideoXTransformer(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)
@@ -147,7 +155,7 @@ def ours_of(module):
     return modules.load(abstract, transformer_weight_rules(config), StateDict(module))
 
 
-def predicted(model, latents, text):
+def predict(model, latents, text):
     graphdef, weights = nnx.split(model)
 
     @jax.jit

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CogVideoX's pipelines against diffusers': checkpoints that diffusers wrote, the same prompts, pictures and noise."""
+"""CogVideoX's pipelines give diffusers' videos, from the same checkpoints, prompts, pictures and noise."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from PIL import Image
 
 import wanjax
 from tests.parity.cogvideox_references import CHANNELS, HEIGHT, LATENTS, WIDTH, reference
-from tests.parity.references import BAR, largest_error, psnr
+from tests.parity.references import MAX_LATENT_ERROR, largest_error, psnr
 from tests.support.quick import quick
 
 pytestmark = pytest.mark.usefixtures("cached_programs")
@@ -38,18 +38,20 @@ def noise_for(frames: int, padded: bool, pictures: str = "") -> dict[str, torch.
 
 
 @torch.no_grad()
-def expected(pipe: Any, noise: dict[str, torch.Tensor], monkeypatch, **options) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return diffusers' latents [1 C T H W] after every step, and its frames; all of its draws are the noise arrays."""
+def expected_video(
+    pipe: Any, noise: dict[str, torch.Tensor], monkeypatch, **options
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return diffusers' latents [1 C T H W] after every step, and its frames. `noise` replaces all random draws."""
     latents: list[np.ndarray] = []
 
-    def drawn(shape, **_):  # two draws a step from the second on, of which the last counts
+    def next_noise(shape, **_):  # from the second step on, there are two draws, and only the last is used
         return noise["step_noise"][len(latents)].transpose(1, 2)
 
     def sample(posterior, generator=None):
         (sample_noise,) = (noise[name] for name in ("image_noise", "video_noise") if name in noise)
         return posterior.mean + posterior.std * sample_noise
 
-    monkeypatch.setattr(scheduling_dpm_cogvideox, "randn_tensor", drawn)
+    monkeypatch.setattr(scheduling_dpm_cogvideox, "randn_tensor", next_noise)
     monkeypatch.setattr(DiagonalGaussianDistribution, "sample", sample)
     frames = pipe(
         prompt=PROMPT, negative_prompt=NEGATIVE, height=HEIGHT, width=WIDTH, num_inference_steps=STEPS,
@@ -60,7 +62,7 @@ def expected(pipe: Any, noise: dict[str, torch.Tensor], monkeypatch, **options) 
     return latents, frames
 
 
-def answer(folder: Path, noise: dict[str, torch.Tensor], **options) -> tuple[list[np.ndarray], np.ndarray]:
+def make_video(folder: Path, noise: dict[str, torch.Tensor], **options) -> tuple[list[np.ndarray], np.ndarray]:
     pipe = wanjax.load(folder / "checkpoint")
     settings = {
         "size": (HEIGHT, WIDTH),
@@ -71,25 +73,25 @@ def answer(folder: Path, noise: dict[str, torch.Tensor], **options) -> tuple[lis
     } | options
     frames = settings["frames"]
     pictures = {name: settings.pop(name) for name in ("image", "video") if name in settings}
-    encoded = pipe.encode(PROMPT, NEGATIVE, **pictures, **settings)
+    conditioning = pipe.encode(PROMPT, NEGATIVE, **pictures, **settings)
     latents: list[np.ndarray] = []
     noise_shapes = pipe.draws(pipe.settings(**settings))
     used_noise = {
         n: jnp.asarray(x.numpy()) for n, x in noise.items() if n in noise_shapes or n.startswith(("image", "video"))
     }
     last = pipe.denoise(
-        encoded, noise=used_noise, callback=lambda step: latents.append(np.asarray(step.latents)), **settings
+        conditioning, noise=used_noise, callback=lambda step: latents.append(np.asarray(step.latents)), **settings
     )
     assert last.shape[2] == (frames - 1) // 4 + 1
     np.testing.assert_array_equal(last, latents[-1][:, :, -last.shape[2] :])
     return latents, pipe.decode(last, jnp.float32)
 
 
-def compare(ours: tuple[list[np.ndarray], np.ndarray], theirs: tuple[list[np.ndarray], np.ndarray]) -> None:
-    assert len(ours[0]) == len(theirs[0])
-    assert largest_error(ours[0], theirs[0]) <= BAR
-    assert ours[1].shape == theirs[1].shape
-    assert psnr(ours[1], theirs[1]) >= 60
+def compare(video: tuple[list[np.ndarray], np.ndarray], reference_video: tuple[list[np.ndarray], np.ndarray]) -> None:
+    assert len(video[0]) == len(reference_video[0])
+    assert largest_error(video[0], reference_video[0]) <= MAX_LATENT_ERROR
+    assert video[1].shape == reference_video[1].shape
+    assert psnr(video[1], reference_video[1]) >= 60
 
 
 @pytest.mark.parametrize(
@@ -102,41 +104,44 @@ def compare(ours: tuple[list[np.ndarray], np.ndarray], theirs: tuple[list[np.nda
         pytest.param("cogvideox-5b", "dpm", 9, {}, marks=pytest.mark.slow),
     ],
 )
-def test_text_to_video(tmp_path, monkeypatch, name, solver, frames, options):
+def test_text_to_video_equals_diffusers(tmp_path, monkeypatch, name, solver, frames, options):
     noise = noise_for(frames, "1.5" in name)
     pipe = reference(name, solver, tmp_path)
-    theirs = expected(pipe, noise, monkeypatch, num_frames=frames, latents=noise["noise"].transpose(1, 2), **options)
-    compare(answer(tmp_path, noise, frames=frames, **options), theirs)
+    reference_video = expected_video(
+        pipe, noise, monkeypatch, num_frames=frames, latents=noise["noise"].transpose(1, 2), **options
+    )
+    compare(make_video(tmp_path, noise, frames=frames, **options), reference_video)
 
 
-def test_dynamic_guidance(tmp_path, monkeypatch):
+def test_dynamic_guidance_equals_diffusers(tmp_path, monkeypatch):
     noise = noise_for(9, True)
     pipe = reference("cogvideox1.5-5b", "ddim", tmp_path)
     begin = {"num_frames": 9, "latents": noise["noise"].transpose(1, 2)}
-    theirs = expected(pipe, noise, monkeypatch, use_dynamic_cfg=True, **begin)
-    compare(answer(tmp_path, noise, frames=9, dynamic_guidance=True), theirs)
+    reference_video = expected_video(pipe, noise, monkeypatch, use_dynamic_cfg=True, **begin)
+    compare(make_video(tmp_path, noise, frames=9, dynamic_guidance=True), reference_video)
 
 
 @pytest.mark.parametrize("name", quick(["cogvideox1.5-5b-i2v"], ["cogvideox1.5-5b-i2v", "cogvideox-5b-i2v"]))
-def test_image_to_video(tmp_path, monkeypatch, name):
+def test_image_to_video_equals_diffusers(tmp_path, monkeypatch, name):
     frames = 9
     noise = noise_for(frames, "1.5" in name, "image")
-    picture = np.random.default_rng(0).integers(0, 256, (52, 61, 3), np.uint8)  # of other proportions than the video
+    # the proportions differ from the video's
+    picture = np.random.default_rng(0).integers(0, 256, (52, 61, 3), np.uint8)
     pipe = reference(name, "ddim", tmp_path)
     begin = {"num_frames": frames, "latents": noise["noise"].transpose(1, 2), "image": Image.fromarray(picture)}
-    theirs = expected(pipe, noise, monkeypatch, **begin)
-    compare(answer(tmp_path, noise, frames=frames, image=picture), theirs)
+    reference_video = expected_video(pipe, noise, monkeypatch, **begin)
+    compare(make_video(tmp_path, noise, frames=frames, image=picture), reference_video)
 
 
 @pytest.mark.parametrize(
     ("name", "frames"), quick([("cogvideox1.5-5b", 13)], [("cogvideox1.5-5b", 13), ("cogvideox-2b", 9)])
 )
-def test_video_to_video(tmp_path, monkeypatch, name, frames):
+def test_video_to_video_equals_diffusers(tmp_path, monkeypatch, name, frames):
     noise = noise_for(frames, "1.5" in name, "video")
     clip = np.random.default_rng(0).integers(0, 256, (frames, 40, 48, 3), np.uint8)
     pipe = CogVideoXVideoToVideoPipeline(**reference(name, "ddim", tmp_path).components)
     pipe.set_progress_bar_config(disable=True)
     module = "diffusers.pipelines.cogvideo.pipeline_cogvideox_video2video.randn_tensor"
     monkeypatch.setattr(module, lambda shape, **_: noise["noise"].transpose(1, 2))
-    theirs = expected(pipe, noise, monkeypatch, video=[Image.fromarray(x) for x in clip], strength=0.6)
-    compare(answer(tmp_path, noise, frames=frames, video=clip, strength=0.6), theirs)
+    reference_video = expected_video(pipe, noise, monkeypatch, video=[Image.fromarray(x) for x in clip], strength=0.6)
+    compare(make_video(tmp_path, noise, frames=frames, video=clip, strength=0.6), reference_video)

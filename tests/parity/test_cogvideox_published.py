@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CogVideoX's presets against diffusers' modules of the published configs: names, shapes and numbers of parameters."""
+"""CogVideoX's presets have the names, shapes and parameter counts of diffusers' modules with the published configs."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_names_shapes_and_numbers(name):
+def test_names_shapes_and_parameter_counts_are_the_published_ones(name):
     config, json, count = PUBLISHED[name]
     with torch.device("meta"):
         reference = CogVideoXTransformer3DModel(**{key: x for key, x in json.items() if key[0] != "_"})
@@ -39,35 +39,35 @@ def test_names_shapes_and_numbers(name):
     abstract = as_shapes(
         lambda rngs: CogVideoXTransformer(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=rngs)
     )
-    theirs = {
+    expected = {
         key: jax.ShapeDtypeStruct(tuple(weight.shape), jnp.bfloat16) for key, weight in reference.state_dict().items()
     }
-    ours = parameters(abstract)
-    assert {key for each in assign(transformer_weight_rules(config), theirs, ours) for key in each.sources} == set(
-        theirs
+    actual = parameters(abstract)
+    assert {key for rule in assign(transformer_weight_rules(config), expected, actual) for key in rule.sources} == set(
+        expected
     )
-    learned = theirs.get("patch_embed.pos_embedding")  # not a parameter in the reference
+    positions = expected.get("patch_embed.pos_embedding")  # not a parameter in the reference
     assert sum(weight.numel() for weight in reference.parameters()) == count
-    assert sum(x.size for x in jax.tree.leaves(nnx.state(abstract))) == count + (learned.size if learned else 0)
+    assert sum(x.size for x in jax.tree.leaves(nnx.state(abstract))) == count + (positions.size if positions else 0)
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
-def test_presets(preset):
+def test_presets_have_the_published_settings(preset):
     """A preset has the architecture, the parameters and both names of its repository."""
     name = preset.source.removeprefix("zai-org/")
     config, _, count = PUBLISHED[name]
     assert (preset.model.transformer, preset.transformer_parameters) == (config, count)
     assert preset.name == name.lower()
     assert preset.sources == (f"zai-org/{name}", f"THUDM/{name}")
-    second = "1.5" in name
-    shape = (768, 1360, 81, 16) if second else (480, 720, 49, 8)
-    chosen = preset.defaults
-    assert (*chosen.size, chosen.frames, chosen.fps, chosen.steps, chosen.guidance_scale) == (*shape, 50, 6.0)
+    is_1_5 = "1.5" in name
+    shape = (768, 1360, 81, 16) if is_1_5 else (480, 720, 49, 8)
+    defaults = preset.defaults
+    assert (*defaults.size, defaults.frames, defaults.fps, defaults.steps, defaults.guidance_scale) == (*shape, 50, 6.0)
     assert preset.model.scheduler == DDIM(snr_shift=3.0 if name == "CogVideoX-2b" else 1.0)
 
 
 @pytest.mark.parametrize(
-    ("json", "output"),
+    ("json", "words"),
     [
         (
             CONFIG_1_0 | {"_class_name": "CogView3PlusTransformer2DModel"},
@@ -92,6 +92,6 @@ def test_presets(preset):
         ({key: value for key, value in CONFIG_1_0.items() if key != "sample_height"}, "no sample_height"),
     ],
 )
-def test_other_configs_are_refused(json, output):
-    with pytest.raises(WanjaxError, match=f"config.json has {output}"):
+def test_other_configs_are_refused(json, words):
+    with pytest.raises(WanjaxError, match=f"config.json has {words}"):
         read_config("the transformer's config.json", json, transformer_config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The solvers of discrete diffusions against those of diffusers, float32, at every step through a nonlinear field."""
+"""Each step of the solvers of discrete diffusion equals that of diffusers, in float32, for a nonlinear prediction."""
 
 import jax
 import jax.numpy as jnp
@@ -27,22 +27,22 @@ TOLERANCE = 1e-6
 SHAPE = (2, 3, 4, 5, 4)
 PUBLISHED = {"rescale_betas_zero_snr": True, "clip_sample": False, "prediction_type": "v_prediction"}
 CASES = [(DDIM, CogVideoXDDIMScheduler), (DPM, CogVideoXDPMScheduler)]
-both = pytest.mark.parametrize(("solver", "theirs"), CASES, ids=["ddim", "dpm"])
+each_solver = pytest.mark.parametrize(("solver", "reference_class"), CASES, ids=["ddim", "dpm"])
 
 
-def reference(theirs, steps, snr_shift=1.0, spacing="trailing"):
-    result = theirs(**PUBLISHED, snr_shift_scale=snr_shift, timestep_spacing=spacing)
-    result.set_timesteps(steps)
-    return result
+def reference(reference_class, steps, snr_shift=1.0, spacing="trailing"):
+    scheduler = reference_class(**PUBLISHED, snr_shift_scale=snr_shift, timestep_spacing=spacing)
+    scheduler.set_timesteps(steps)
+    return scheduler
 
 
-def field(x: torch.Tensor, timestep: float) -> torch.Tensor:
-    """Return v for both, from one library, so that only the schedulers' roundings differ."""
+def predict_v(x: torch.Tensor, timestep: float) -> torch.Tensor:
+    """Return the prediction v, computed by torch for both schedulers, so that only the schedulers round differently."""
     return torch.sin(x) + 0.5 * x * (timestep / 1000)
 
 
-class Draws:
-    """Gives the reference noise of ours: in a step of second order its second draw is the one that it uses."""
+class ReferenceNoise:
+    """Replace the reference's random draws by given noise. In a step of second order, it uses only its second draw."""
 
     def __init__(self, monkeypatch, noise):
         self.noise, self.step = noise, 0
@@ -51,114 +51,121 @@ class Draws:
         )
 
 
-def compare(solver, theirs, steps, monkeypatch, skip=0, **levels):
-    """Run both along their own samples, compare them at every step, and return the largest error."""
+def compare(solver, reference_class, steps, monkeypatch, skip=0, **reference_options):
+    """Run both schedulers, compare their samples at every step, and return the largest error."""
     expected_scheduler, scheduler = (
-        reference(theirs, steps, **levels),
-        solver(snr_shift=levels.get("snr_shift", 1.0), spacing=levels.get("spacing", "trailing")),
+        reference(reference_class, steps, **reference_options),
+        solver(snr_shift=reference_options.get("snr_shift", 1.0), spacing=reference_options.get("spacing", "trailing")),
     )
     schedule = scheduler.schedule(steps, follow="diffusers", skip=skip)
     timesteps = expected_scheduler.timesteps[skip:]
     np.testing.assert_array_equal(schedule.timesteps, timesteps)
     generator = torch.Generator().manual_seed(steps)
     expected, noise = torch.randn(SHAPE, generator=generator), torch.randn(steps - skip, *SHAPE, generator=generator)
-    draws = Draws(monkeypatch, noise)
-    x, old, worst = jnp.asarray(expected.numpy()), None, 0.0
-    options = {"noise": jnp.asarray(noise.numpy())} if solver is DPM else {}
-    state = scheduler.init(schedule, x, jax.random.split(jax.random.key(0), SHAPE[0]), **options)
+    draws = ReferenceNoise(monkeypatch, noise)
+    x, old, largest_error = jnp.asarray(expected.numpy()), None, 0.0
+    init_options = {"noise": jnp.asarray(noise.numpy())} if solver is DPM else {}
+    state = scheduler.init(schedule, x, jax.random.split(jax.random.key(0), SHAPE[0]), **init_options)
     step = jax.jit(scheduler.step)
     for index, t in enumerate(timesteps):
         draws.step = index
-        v = field(expected, t.item())
+        v = predict_v(expected, t.item())
         if solver is DPM:
             expected, old = expected_scheduler.step(v, old, t, timesteps[index - 1] if index else None, expected)
         else:
             expected = expected_scheduler.step(v, t, expected).prev_sample
-        v = jnp.asarray(field(torch.from_numpy(np.array(x)), float(schedule.timesteps[index])).numpy())
+        v = jnp.asarray(predict_v(torch.from_numpy(np.array(x)), float(schedule.timesteps[index])).numpy())
         row = one_step(schedule, index)
         x0 = scheduler.x0(row, 0, v, x)
         x, state = step(row, 0, v, x, state)
         if solver is DPM:
-            worst = max(worst, relative_l2(x0, old))
-        worst = max(worst, relative_l2(x, expected))
+            largest_error = max(largest_error, relative_l2(x0, old))
+        largest_error = max(largest_error, relative_l2(x, expected))
     assert np.isfinite(x).all()
-    print(f"{worst:.1e}")
-    return worst
+    print(f"{largest_error:.1e}")
+    return largest_error
 
 
-@both
+@each_solver
 @pytest.mark.parametrize("snr_shift", [1.0, 3.0])
 @pytest.mark.parametrize("steps", [1, 2, 5, 7, 30, 49, 50])
-def test_every_step(solver, theirs, steps, snr_shift, monkeypatch):
-    assert compare(solver, theirs, steps, monkeypatch, snr_shift=snr_shift) <= TOLERANCE
+def test_every_step_equals_that_of_diffusers(solver, reference_class, steps, snr_shift, monkeypatch):
+    assert compare(solver, reference_class, steps, monkeypatch, snr_shift=snr_shift) <= TOLERANCE
 
 
-@both
+@each_solver
 @pytest.mark.parametrize("spacing", ["linspace", "leading"])
 @pytest.mark.parametrize("steps", [1, 7, 50])
-def test_other_spacings(solver, theirs, steps, spacing, monkeypatch):
-    assert compare(solver, theirs, steps, monkeypatch, spacing=spacing) <= TOLERANCE
+def test_other_spacings_equal_those_of_diffusers(solver, reference_class, steps, spacing, monkeypatch):
+    assert compare(solver, reference_class, steps, monkeypatch, spacing=spacing) <= TOLERANCE
 
 
-@both
+@each_solver
 @pytest.mark.parametrize("skip", [1, 10, 19])
-def test_the_first_steps_are_left_out(solver, theirs, skip, monkeypatch):
-    assert compare(solver, theirs, 20, monkeypatch, skip=skip) <= TOLERANCE
+def test_a_run_may_skip_the_first_steps(solver, reference_class, skip, monkeypatch):
+    assert compare(solver, reference_class, 20, monkeypatch, skip=skip) <= TOLERANCE
     x0, noise = (torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
-    output = reference(theirs, 20)
-    result = solver().add_noise(solver().schedule(20, skip=skip), jnp.asarray(x0.numpy()), jnp.asarray(noise.numpy()))
-    assert relative_l2(result, output.add_noise(x0, noise, output.timesteps[skip : skip + 1])) <= TOLERANCE
+    reference_scheduler = reference(reference_class, 20)
+    noisy = solver().add_noise(solver().schedule(20, skip=skip), jnp.asarray(x0.numpy()), jnp.asarray(noise.numpy()))
+    assert (
+        relative_l2(noisy, reference_scheduler.add_noise(x0, noise, reference_scheduler.timesteps[skip : skip + 1]))
+        <= TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("snr_shift", [1.0, 3.0])
-def test_the_levels_of_training(snr_shift):
-    """The last level is pure noise, exactly."""
-    result = CogVideoXDDIMScheduler(**PUBLISHED, snr_shift_scale=snr_shift)
+def test_training_noise_levels_equal_those_of_diffusers(snr_shift):
+    """The last sample is exactly noise."""
+    reference_scheduler = CogVideoXDDIMScheduler(**PUBLISHED, snr_shift_scale=snr_shift)
     levels = schedulers.diffusion.noise_levels(snr_shift)
-    np.testing.assert_allclose(levels, result.alphas_cumprod.numpy(), rtol=1e-9)
+    np.testing.assert_allclose(levels, reference_scheduler.alphas_cumprod.numpy(), rtol=1e-9)
     assert levels[-1] == 0
     schedule = DDIM(snr_shift=snr_shift).schedule(50)
     assert (schedule.alphas[0], schedule.sigmas[0]) == (0, 1)
     assert (schedule.alphas[-1], schedule.sigmas[-1]) == (1, 0)
 
 
-@both
-def test_configs_that_diffusers_writes_are_read(solver, theirs):
-    config = theirs(**PUBLISHED, snr_shift_scale=1.0, timestep_spacing="trailing").config
-    config = dict(config) | {"_class_name": theirs.__name__}
+@each_solver
+def test_configs_that_diffusers_writes_are_read(solver, reference_class):
+    config = reference_class(**PUBLISHED, snr_shift_scale=1.0, timestep_spacing="trailing").config
+    config = dict(config) | {"_class_name": reference_class.__name__}
     assert schedulers.from_config(config) == solver()
-    bare = PUBLISHED | {"_class_name": theirs.__name__}
-    assert schedulers.from_config(bare) == solver(snr_shift=3.0, spacing="leading")  # the reference's defaults
+    short_config = PUBLISHED | {"_class_name": reference_class.__name__}
+    assert schedulers.from_config(short_config) == solver(snr_shift=3.0, spacing="leading")  # the reference's defaults
 
 
-def test_a_number_of_steps_where_the_reference_adds_one():
-    """By a rounding error the reference's 61 steps are 62, the last at timestep -1; here they are 61."""
-    theirs = reference(CogVideoXDDIMScheduler, 61).timesteps
-    assert (len(theirs), theirs[-1]) == (62, -1)
-    np.testing.assert_array_equal(DDIM().schedule(61).timesteps, theirs[:-1])
+def test_61_steps_are_61_steps():
+    """Because of a rounding error, the reference takes 62 steps, the last at timestep -1; wanjax takes 61."""
+    timesteps = reference(CogVideoXDDIMScheduler, 61).timesteps
+    assert (len(timesteps), timesteps[-1]) == (62, -1)
+    np.testing.assert_array_equal(DDIM().schedule(61).timesteps, timesteps[:-1])
 
 
 def test_drawn_noise_is_normal_and_new_in_each_step_and_sample():
-    """From zeros, with a prediction of zeros, the noise alone is left."""
-    scheduler, nothing = DPM(), jnp.zeros((2, 64, 64))
+    """If the samples and the predictions are zero, the result is only noise."""
+    scheduler, zeros = DPM(), jnp.zeros((2, 64, 64))
     schedule = scheduler.schedule(4)
-    state = scheduler.init(schedule, nothing, jax.random.split(jax.random.key(1), 2))
+    state = scheduler.init(schedule, zeros, jax.random.split(jax.random.key(1), 2))
     assert isinstance(state.source, DrawnNoise)
-    drawn, step = [], jax.jit(scheduler.step)
+    noises, step = [], jax.jit(scheduler.step)
     for index in range(3):
-        x, state = step(schedule, index, nothing, nothing, state)
-        drawn.append(np.asarray(x / schedule.coefficients[index][3]).reshape(2, -1))
-    np.testing.assert_allclose(np.std(drawn, axis=-1), 1, atol=0.03)
-    np.testing.assert_allclose(np.mean(drawn, axis=-1), 0, atol=0.05)
-    between = np.corrcoef(np.concatenate(drawn))
-    np.testing.assert_allclose(between, np.eye(6), atol=0.06)
-    again = scheduler.init(schedule, nothing, jax.random.split(jax.random.key(1), 2))
-    x, _ = step(schedule, 0, nothing, nothing, again)
-    np.testing.assert_array_equal(np.asarray(x / schedule.coefficients[0][3]).reshape(2, -1), drawn[0])
+        x, state = step(schedule, index, zeros, zeros, state)
+        noises.append(np.asarray(x / schedule.coefficients[index][3]).reshape(2, -1))
+    np.testing.assert_allclose(np.std(noises, axis=-1), 1, atol=0.03)
+    np.testing.assert_allclose(np.mean(noises, axis=-1), 0, atol=0.05)
+    correlations = np.corrcoef(np.concatenate(noises))
+    np.testing.assert_allclose(correlations, np.eye(6), atol=0.06)
+    same_state = scheduler.init(schedule, zeros, jax.random.split(jax.random.key(1), 2))
+    x, _ = step(schedule, 0, zeros, zeros, same_state)
+    np.testing.assert_array_equal(np.asarray(x / schedule.coefficients[0][3]).reshape(2, -1), noises[0])
 
 
-def configured(of, **entries):
-    complete = PUBLISHED | {"snr_shift_scale": 1.0, "timestep_spacing": "trailing", "_class_name": of.__name__}
+def from_config(reference_class, **entries):
+    complete = PUBLISHED | {
+        "snr_shift_scale": 1.0,
+        "timestep_spacing": "trailing",
+        "_class_name": reference_class.__name__,
+    }
     return lambda: schedulers.from_config(complete | entries)
 
 
@@ -167,12 +174,18 @@ def with_noise(steps):
     return DPM().init(DPM().schedule(5), x, keys, jnp.zeros((steps, 1, 2, 3)))
 
 
-REFUSED = [  # calls, and what their sentences name
-    *((configured(of, prediction_type="epsilon"), "prediction_type 'epsilon'") for _, of in CASES),
-    *((configured(of, rescale_betas_zero_snr=False), "rescale_betas_zero_snr False") for _, of in CASES),
-    *((configured(of, beta_end=0.02), "beta_end 0.02") for _, of in CASES),
-    *((configured(of, timestep_spacing="even"), "'even'") for _, of in CASES),
-    *((configured(of, snr_shift_scale=0), "0") for _, of in CASES),
+REFUSED = [  # calls, and words of the messages
+    *(
+        (from_config(reference_class, prediction_type="epsilon"), "prediction_type 'epsilon'")
+        for _, reference_class in CASES
+    ),
+    *(
+        (from_config(reference_class, rescale_betas_zero_snr=False), "rescale_betas_zero_snr False")
+        for _, reference_class in CASES
+    ),
+    *((from_config(reference_class, beta_end=0.02), "beta_end 0.02") for _, reference_class in CASES),
+    *((from_config(reference_class, timestep_spacing="even"), "'even'") for _, reference_class in CASES),
+    *((from_config(reference_class, snr_shift_scale=0), "0") for _, reference_class in CASES),
     (lambda: DDIM().schedule(1001), "1001 steps 1000 timesteps"),
     (lambda: DDIM().schedule(4, follow="other"), "other official diffusers"),
     (lambda: with_noise(4), "[4, 1, 2, 3] [5, 1, 2, 3]"),
@@ -180,7 +193,7 @@ REFUSED = [  # calls, and what their sentences name
 
 
 @pytest.mark.parametrize(("call", "words"), REFUSED, ids=[words for _, words in REFUSED])
-def test_unsupported_settings_of_these_solvers_are_refused(call, words):
+def test_unsupported_settings_are_refused(call, words):
     with unchecked(), pytest.raises(WanjaxError, match=line_with_words(words)):
         call()
 
@@ -197,14 +210,14 @@ def test_a_solver_chosen_by_name_keeps_the_noise_levels():
 
 @torch.no_grad()
 @pytest.mark.parametrize("steps", [50, 7])
-def test_dynamic_guidance(steps):
-    """Take the reference's own scales from its pipeline, run with networks that only count."""
-    actual = []
+def test_dynamic_guidance_has_the_scales_of_diffusers(steps):
+    """The expected scales are those of the reference's pipeline, run with tiny networks."""
+    expected = []
 
     class Recorder(CogVideoXPipeline):
         @property
         def guidance_scale(self):
-            actual.append(self._guidance_scale)
+            expected.append(self._guidance_scale)
             return self._guidance_scale
 
     transformer = CogVideoXTransformer3DModel(
@@ -221,7 +234,7 @@ def test_dynamic_guidance(steps):
     embeds = {"prompt_embeds": torch.zeros(1, 1, 4), "negative_prompt_embeds": torch.zeros(1, 1, 4)}
     size = {"height": 16, "width": 16, "num_frames": 1, "output_type": "latent"}
     pipe(**embeds, **size, num_inference_steps=steps, guidance_scale=6.0, use_dynamic_cfg=True)
-    result = dynamic_scales(6.0, DDIM().schedule(steps).timesteps, steps)
-    np.testing.assert_allclose(result, actual, rtol=1e-12)
-    assert len(result) == steps
-    assert 1 <= min(result) < max(result) <= 7
+    scales = dynamic_scales(6.0, DDIM().schedule(steps).timesteps, steps)
+    np.testing.assert_allclose(scales, expected, rtol=1e-12)
+    assert len(scales) == steps
+    assert 1 <= min(scales) < max(scales) <= 7

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CogVideoX's autoencoder against diffusers' AutoencoderKLCogVideoX, on the same small random weights."""
+"""CogVideoX's autoencoder equals diffusers' AutoencoderKLCogVideoX with the same small random weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ from wanjax.models.cogvideox.vae import CogVideoXVAE
 from wanjax.models.cogvideox.vae_config import VAE_1_5, VAE_2B, VAE_5B, VAEConfig
 from wanjax.pipelines.frames import decode_latents, encode_frames, split_posterior
 
-BAR = 1e-5
+BOUND = 1e-5
 KIND = NetworkKind(("AutoencoderKLCogVideoX",), vae_config, {VAEConfig: CogVideoXVAE}, vae_weight_rules, float32=True)
 SMALL = {
     "block_out_channels": (8, 16, 16, 24), "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 4,
@@ -56,7 +56,7 @@ def reference() -> AutoencoderKLCogVideoX:
     torch.manual_seed(0)
     reference = AutoencoderKLCogVideoX(**SMALL).eval()
     randomise(reference, seed=1)
-    with torch.no_grad():  # so that the latents change the decoder's norms by their own size
+    with torch.no_grad():  # so that the latents have a large effect on the decoder's norms
         for name, weight in reference.named_parameters():
             if ".conv_y." in name or ".conv_b." in name:
                 weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))) * 0.5)
@@ -69,7 +69,7 @@ def vae(reference) -> CogVideoXVAE:
 
 
 @contextmanager
-def tiled(reference: AutoencoderKLCogVideoX) -> Iterator[None]:
+def enable_tiling(reference: AutoencoderKLCogVideoX) -> Iterator[None]:
     reference.enable_tiling()
     yield
     reference.disable_tiling()
@@ -91,11 +91,11 @@ def latents(frames: int, size: tuple[int, int] = SIZE) -> torch.Tensor:
 call = caller()
 
 
-def frames_of(vae: CogVideoXVAE, z: torch.Tensor, tiling: Tiling | None = None) -> np.ndarray:
+def decode_chunks(vae: CogVideoXVAE, z: torch.Tensor, tiling: Tiling | None = None) -> np.ndarray:
     """Decode chunk by chunk; return frames [B C T H W] in [0, 1]."""
-    at_once = vae.config.decode_lengths(z.shape[2])
+    chunk_lengths = vae.config.decode_lengths(z.shape[2])
     tiling = tiling and tiling.with_defaults(vae.config.tiling)
-    frames = [np.asarray(x) for x in decode_latents(vae, [z.numpy()], at_once, jnp.float32, tiling, call)]
+    frames = [np.asarray(x) for x in decode_latents(vae, [z.numpy()], chunk_lengths, jnp.float32, tiling, call)]
     return np.concatenate(frames).transpose(3, 0, 1, 2)[None]
 
 
@@ -106,10 +106,10 @@ def reference_frames(reference: AutoencoderKLCogVideoX, z: torch.Tensor) -> np.n
 
 
 def check_frames(result: np.ndarray, expected: np.ndarray) -> None:
-    assert np.mean((expected == 0) | (expected == 1)) < 0.5  # only some are clipped
+    assert np.mean((expected == 0) | (expected == 1)) < 0.5  # most values are not clipped
     error = relative_l2(result, expected)
     print(f"relative error {error:.1e}")
-    assert error <= BAR
+    assert error <= BOUND
     assert psnr(result, expected) >= 60
 
 
@@ -123,74 +123,74 @@ def check_moments(reference: AutoencoderKLCogVideoX, vae: CogVideoXVAE, x: torch
     expected = reference.encode(x * 2 - 1).latent_dist.parameters.numpy()
     error = relative_l2(moments(vae, x, tiling), expected)
     print(f"relative error {error:.1e} of values of size {np.std(expected):.2f}")
-    assert error <= BAR
+    assert error <= BOUND
 
 
 @pytest.mark.parametrize("frames", quick([1, 8, 9, 13, 16, 17, 49], [1, 5, 8, 9, 13, 16, 17, 49]))
-def test_encode(reference, vae, frames):
-    """One picture; one chunk, odd or even; chunks of which the first has a remainder, 13 or 9 frames, or none."""
+def test_encoding_equals_diffusers(reference, vae, frames):
+    """The clips are one picture, one chunk, or several chunks; the first chunk may be longer than the others."""
     check_moments(reference, vae, video(frames), None)
 
 
 @pytest.mark.parametrize("frames", [1, 2, 3, 4, 5, 12, 13])
-def test_decode(reference, vae, frames):
+def test_decoding_equals_diffusers(reference, vae, frames):
     z = latents(frames)
     expected = reference_frames(reference, z)
     assert expected.shape[2] == 4 * frames - 3 * (frames % 2)
-    check_frames(frames_of(vae, z), expected)
+    check_frames(decode_chunks(vae, z), expected)
 
 
 @pytest.mark.parametrize("tiles", quick(["column"], SIZES_OF_TILES))
-def test_encode_tiled(reference, vae, tiles):
-    with tiled(reference):
+def test_encoding_in_tiles_equals_diffusers(reference, vae, tiles):
+    with enable_tiling(reference):
         check_moments(reference, vae, video(17, SIZES_OF_TILES[tiles]), Tiling())
 
 
 @pytest.mark.parametrize("tiles", quick(["row"], SIZES_OF_TILES))
-def test_decode_tiled(reference, vae, tiles):
+def test_decoding_in_tiles_equals_diffusers(reference, vae, tiles):
     z = latents(5, SIZES_OF_TILES[tiles])
-    with tiled(reference):
+    with enable_tiling(reference):
         expected = reference_frames(reference, z)
-    check_frames(frames_of(vae, z, Tiling()), expected)
-    assert relative_l2(reference_frames(reference, z), expected) > 1e-3  # tiles can be seen
+    check_frames(decode_chunks(vae, z, Tiling()), expected)
+    assert relative_l2(reference_frames(reference, z), expected) > 1e-3  # tiles change the frames
 
 
-class Simple(torch.nn.Module):
-    """Stands for a decoder: enlarges cells, and scales them by the mean of the tile."""
+class ToyDecoder(torch.nn.Module):
+    """A decoder without weights: it enlarges cells, and scales them by the mean of the tile."""
 
     def forward(self, z: torch.Tensor, conv_cache: Any) -> tuple[torch.Tensor, None]:
         return (z * (1 + z.mean())).repeat_interleave(8, dim=3).repeat_interleave(8, dim=4), None
 
 
 @pytest.mark.parametrize("size", [(30, 45), (29, 46), (31, 45), (60, 90), (96, 170), (52, 36), (25, 82)])
-def test_tiles(monkeypatch, size):
-    """The published tiles of a decoder without weights: one, a row, a column, narrow ones at the edges."""
+def test_tiles_are_cut_and_blended_as_in_diffusers(monkeypatch, size):
+    """The tiles have the published size: one tile, a row, a column, and narrow tiles at the edges."""
     with torch.device("meta"):
         reference = AutoencoderKLCogVideoX()
-    monkeypatch.setattr(reference, "decoder", Simple())
+    monkeypatch.setattr(reference, "decoder", ToyDecoder())
     z = random(0, 1, 3, 1, *size)
-    with tiled(reference):
+    with enable_tiling(reference):
         expected = reference.decode(z).sample
 
     def process(tile: jax.Array) -> jax.Array:
         return jnp.repeat(jnp.repeat(tile * (1 + tile.mean()), 8, axis=2), 8, axis=3)
 
     @jax.jit
-    def ours(z: jax.Array) -> jax.Array:
+    def decode_in_tiles(z: jax.Array) -> jax.Array:
         rows = split_into_tiles(*size, VAE_5B.tiling, 8)
-        cut = [[z[:, :, t.top : t.top + t.height, t.left : t.left + t.width] for t in row] for row in rows]
-        return blend_tiles([[process(tile) for tile in row] for row in cut], VAE_5B.tiling, 1)
+        tiles = [[z[:, :, t.top : t.top + t.height, t.left : t.left + t.width] for t in row] for row in rows]
+        return blend_tiles([[process(tile) for tile in row] for row in tiles], VAE_5B.tiling, 1)
 
-    assert relative_l2(ours(channels_last(z)), channels_last(expected)) <= BAR
+    assert relative_l2(decode_in_tiles(channels_last(z)), channels_last(expected)) <= BOUND
 
 
-def test_tiles_are_those_of_the_reference(vae):
+def test_default_tiles_are_those_of_diffusers(vae):
     assert vae.config.tiling == DEFAULT_TILES
     assert {config.tiling for config, _ in PUBLISHED.values()} == {Tiling((240, 360), (200, 288))}
 
 
-def test_the_posterior():
-    """The log-variance is limited as the reference limits it, so that no deviation is infinite."""
+def test_the_posterior_equals_that_of_diffusers():
+    """The log-variance has the reference's limits, so that no deviation is infinite."""
     moments = np.stack([np.linspace(-2, 2, 24), np.linspace(-400, 400, 24)], dtype=np.float32).reshape(1, 2, 2, 3, 4)
     mean, deviation = caller()(split_posterior, 0.7, jnp.asarray(moments))
     expected = DiagonalGaussianDistribution(torch.from_numpy(moments))
@@ -198,11 +198,11 @@ def test_the_posterior():
     np.testing.assert_allclose(deviation, 0.7 * expected.std, rtol=1e-6)
 
 
-MODULES = {  # our module: the reference's module, its channels, and whether it sees latents
+MODULES = {  # wanjax's module: the reference's module, its channels, and whether it takes latents
     "encoder.conv_in": ("encoder.conv_in", 3, False),
     "encoder.levels.1.res.0": ("encoder.down_blocks.1.resnets.0", 8, False),  # with a shortcut
     "encoder.levels.0": ("encoder.down_blocks.0", 8, False),  # halves time too
-    "encoder.levels.2": ("encoder.down_blocks.2", 16, False),  # keeps time
+    "encoder.levels.2": ("encoder.down_blocks.2", 16, False),  # does not change time
     "decoder.mid": ("decoder.mid_block", 24, True),
     "decoder.levels.0": ("decoder.up_blocks.0", 24, True),  # doubles time too
     "decoder.levels.2": ("decoder.up_blocks.2", 16, True),
@@ -213,32 +213,37 @@ MODULES = {  # our module: the reference's module, its channels, and whether it 
 @torch.no_grad()
 @pytest.mark.parametrize("chunks", quick(["3 2 2", "2 2"], ["1", "3 2 2", "2 2", "2 4"]))
 @pytest.mark.parametrize("path", MODULES)
-def test_modules(reference, vae, path, chunks):
-    """The first chunk repeats its first frame, later ones go on from the cache."""
-    their_path, channels, latent = MODULES[path]
-    theirs, ours, cache, their_cache = reference.get_submodule(their_path), submodule(vae, path), None, None
+def test_every_module_equals_that_of_diffusers(reference, vae, path, chunks):
+    """The first chunk repeats its first frame, and later chunks use the cache."""
+    reference_path, channels, latent = MODULES[path]
+    reference_module, module, cache, reference_cache = (
+        reference.get_submodule(reference_path),
+        submodule(vae, path),
+        None,
+        None,
+    )
     for seed, frames in enumerate(map(int, chunks.split())):
         x, z = random(seed, 2, channels, frames, 8, 4), random(seed + 9, 2, 4, frames, 4, 2)
         options = {"zq": z} if latent else {}
-        expected, their_cache = theirs(x, **options, conv_cache=their_cache)
-        y, cache = run(ours, channels_last(x), cache, *map(channels_last, options.values()))
-        assert relative_l2(y, channels_last(expected)) <= BAR
+        expected, reference_cache = reference_module(x, **options, conv_cache=reference_cache)
+        y, cache = run(module, channels_last(x), cache, *map(channels_last, options.values()))
+        assert relative_l2(y, channels_last(expected)) <= BOUND
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("frames", [(1, 1), (2, 2), (2, 8), (3, 3), (3, 9), (5, 9)])
-def test_norms(reference, vae, frames):
-    """Latents of some frames reach eight or fewer frames each, an odd first one of its own."""
+def test_norms_equal_those_of_diffusers(reference, vae, frames):
+    """A latent frame conditions up to eight frames; the first of an odd number conditions one frame."""
     z, x = random(0, 2, 4, frames[0], 2, 3), random(1, 2, 24, frames[1], 16, 24) + 3
-    ours, theirs = vae.decoder.mid.res[0].norm1, reference.decoder.mid_block.resnets[0].norm1
-    both = nnx.jit(lambda norm, x, z: (norm(x, z), norm.norm(x)))
-    result, normed = both(ours, channels_last(x), channels_last(z))
-    assert relative_l2(result, channels_last(theirs(x, z)[0])) <= BAR
-    assert relative_l2(normed, channels_last(theirs.norm_layer(x))) <= BAR
+    norm, reference_norm = vae.decoder.mid.res[0].norm1, reference.decoder.mid_block.resnets[0].norm1
+    apply_norms = nnx.jit(lambda norm, x, z: (norm(x, z), norm.norm(x)))
+    conditioned, normed = apply_norms(norm, channels_last(x), channels_last(z))
+    assert relative_l2(conditioned, channels_last(reference_norm(x, z)[0])) <= BOUND
+    assert relative_l2(normed, channels_last(reference_norm.norm_layer(x))) <= BOUND
 
 
-def test_published():
-    """The table takes every tensor of a published checkpoint, and fills every parameter."""
+def test_published_checkpoints_fill_every_parameter():
+    """The weight rules use every tensor of a published checkpoint, and fill every parameter."""
     with torch.device("meta"):
         reference = AutoencoderKLCogVideoX()
     for config, json in PUBLISHED.values():
@@ -252,7 +257,7 @@ def test_published():
     assert parameters == sum(x.numel() for x in reference.parameters()) == 215_583_907
 
 
-def test_pictures_are_scaled_as_the_checkpoint_says():
+def test_latents_of_pictures_are_scaled_as_published():
     assert (VAE_5B.picture_scale, VAE_1_5.picture_scale) == (0.7, 1 / 0.7)
 
 

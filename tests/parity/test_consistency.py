@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The solver that adds new noise against two of diffusers, float32, at every step through a nonlinear field."""
+"""Each step of the consistency solver equals that of two solvers of diffusers, for a nonlinear prediction."""
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,15 @@ REFERENCES = {
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 8])
 @pytest.mark.parametrize("module", REFERENCES)
-def test_every_step(module, steps, monkeypatch):
+def test_every_step_equals_that_of_diffusers(module, steps, monkeypatch):
     reference, scheduler = REFERENCES[module], Consistency()
     assert schedulers.from_config(dict(reference.config) | {"_class_name": type(reference).__name__}) == scheduler
     reference.set_timesteps(steps)
     reference.set_begin_index(0)
     generator = torch.Generator().manual_seed(steps)
     expected, noise = torch.randn(SHAPE, generator=generator), torch.randn(steps, *SHAPE, generator=generator)
-    drawn = iter(noise)
-    monkeypatch.setattr(f"diffusers.schedulers.{module}.randn_tensor", lambda *args, **kwargs: next(drawn))
+    noises = iter(noise)
+    monkeypatch.setattr(f"diffusers.schedulers.{module}.randn_tensor", lambda *args, **kwargs: next(noises))
     schedule, x = scheduler.schedule(steps, shift=5.0, sigma_schedule="diffusers"), jnp.asarray(expected.numpy())
     np.testing.assert_array_equal(schedule.timesteps, reference.timesteps.numpy())
     np.testing.assert_array_equal(schedule.sigmas, reference.sigmas.numpy())

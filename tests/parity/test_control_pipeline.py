@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline from a clip, a mask and reference pictures against diffusers' WanVACEPipeline."""
+"""Videos with a clip, a mask and reference pictures equal those of diffusers' WanVACEPipeline."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from PIL import Image
 
 import wanjax
 from tests.parity.references import (
-    BAR,
+    MAX_LATENT_ERROR,
     NEGATIVE_PROMPT,
     PROMPT,
     emphasise_mlps,
@@ -20,7 +20,7 @@ from tests.parity.references import (
     psnr,
     randomise,
     relative_l2,
-    small_parts,
+    small_components,
 )
 
 pytestmark = pytest.mark.usefixtures("cached_programs")
@@ -35,14 +35,14 @@ REFERENCES = [RANDOM.integers(0, 256, (*size, 3), dtype=np.uint8) for size in ((
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> WanVACEPipeline:
     torch.manual_seed(0)
-    parts = small_parts(tmp_path_factory.mktemp("tokenizer"))
+    components = small_components(tmp_path_factory.mktemp("tokenizer"))
     transformer = WanVACETransformer3DModel(
         num_attention_heads=3, attention_head_dim=32, in_channels=4, out_channels=4, text_dim=48, freq_dim=64,
         ffn_dim=160, num_layers=4, vace_layers=[0, 2], vace_in_channels=2 * 4 + 64,
     ).eval()  # fmt: skip
     randomise(transformer, seed=1)
     emphasise_mlps(transformer)
-    pipe = WanVACEPipeline(transformer=transformer, **parts)
+    pipe = WanVACEPipeline(transformer=transformer, **components)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -68,19 +68,23 @@ def condition(pipe: WanVACEPipeline, **options: list[Image.Image] | None) -> np.
     return torch.cat([latents, pipe.prepare_masks(mask, references)], dim=1).numpy()
 
 
-def test_conditions(reference, folder):
-    """Compare conditions of all inputs and of none; diffusers has references in the opposite order."""
+def test_conditions_equal_those_of_diffusers(reference, folder):
+    """Compare the conditions of all inputs and of no input. diffusers takes references in the opposite order."""
     pipe = wanjax.load(folder)
     settings = {"size": (HEIGHT, WIDTH), "frames": FRAMES}
     inputs = {"video": CLIP, "mask": MASK, "references": REFERENCES}
-    same = {"video": images(CLIP), "mask": images(MASK), "reference_images": images(REFERENCES[::-1])}
-    for ours, theirs in ((inputs, same), ({}, {}), ({"video": CLIP}, {"video": images(CLIP)})):
-        result = pipe.model.encode_inputs(pipe.runtime, *pipe.prepare(**ours, **settings))["condition"]
-        assert relative_l2(result, condition(reference, **theirs)) <= 1e-5
+    reference_inputs = {"video": images(CLIP), "mask": images(MASK), "reference_images": images(REFERENCES[::-1])}
+    for options, reference_options in (
+        (inputs, reference_inputs),
+        ({}, {}),
+        ({"video": CLIP}, {"video": images(CLIP)}),
+    ):
+        video_condition = pipe.model.encode_inputs(pipe.runtime, *pipe.prepare(**options, **settings))["condition"]
+        assert relative_l2(video_condition, condition(reference, **reference_options)) <= 1e-5
 
 
 @torch.no_grad()
-def test_every_step_and_every_frame(reference, folder):
+def test_every_step_and_every_frame_equal_those_of_diffusers(reference, folder):
     noise = torch.randn(1, 4, 2 + 3, HEIGHT // 8, WIDTH // 8, generator=torch.Generator().manual_seed(7))
     exact, latents = [], []
     frames = reference(
@@ -95,6 +99,6 @@ def test_every_step_and_every_frame(reference, folder):
         embeddings, steps=STEPS, guidance_scale=GUIDANCE, flow_shift=3.0, sigmas="diffusers",
         noise=jnp.asarray(noise.numpy()), callback=lambda step: latents.append(np.asarray(step.latents)), **settings,
     )  # fmt: skip
-    assert largest_error(latents, exact) <= BAR
+    assert largest_error(latents, exact) <= MAX_LATENT_ERROR
     np.testing.assert_array_equal(last, latents[-1][:, :, 2:])
     assert psnr(pipe.decode(last, jnp.float32), frames) >= 60

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of text and image encoders: published sizes and names, and conversion there and back."""
+"""The files of text and image encoders have the published sizes and names, and can be converted back."""
 
 import json
 from fnmatch import fnmatchcase
@@ -32,7 +32,7 @@ from wanjax.pipelines.text.encoders import QWEN2_VL, SIGLIP_VISION, T5
 from wanjax.registry import open_source
 
 KINDS = (QWEN2_VL, SIGLIP_VISION, T5)
-PUBLISHED = {  # the class, its config, our config, and the parameters: all, and those that are used
+PUBLISHED = {  # the class, its config, wanjax's config, all parameters, and the used parameters
     "qwen": (
         Qwen2_5_VLTextModel,
         Qwen2_5_VLTextConfig(
@@ -67,7 +67,7 @@ PUBLISHED = {  # the class, its config, our config, and the parameters: all, and
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_sizes(name):
+def test_encoders_have_the_published_sizes(name):
     model, settings, config, parameters, used = PUBLISHED[name]
     with torch.device("meta"):
         reference = model(settings)
@@ -75,10 +75,10 @@ def test_published_sizes(name):
     assert network.kind.read(settings.to_dict()) == config
     specs = {key: jax.ShapeDtypeStruct(tuple(w.shape), jnp.bfloat16) for key, w in reference.state_dict().items()}
     targets = modules.parameters(network.abstract(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16))
-    result = weight_rules.assign(network.rules, specs, targets, ignore=network.unused)
+    rules = weight_rules.assign(network.rules, specs, targets, ignore=network.unused)
     unused = {key for key in specs if any(fnmatchcase(key, pattern) for pattern in network.unused)}
     tied = {"encoder.embed_tokens.weight"} & specs.keys()
-    assert {key for each in result for key in each.sources} == specs.keys() - unused - tied
+    assert {key for rule in rules for key in rule.sources} == specs.keys() - unused - tied
     assert sum(weight.numel() for weight in reference.parameters()) == parameters
     assert network.parameters == used == parameters - sum(specs[key].size for key in unused)
 
@@ -90,8 +90,8 @@ def tensors(folder: Path) -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_conversion_there_and_back(dtype, tmp_path):
-    """Everything returns, what the encoders do not use included."""
+def test_converted_encoders_can_be_converted_back(dtype, tmp_path):
+    """All tensors return, also those that the encoders do not use."""
     source = tmp_path / "source"
     components = {
         "text_encoder": qwen_reference(),
@@ -102,8 +102,8 @@ def test_conversion_there_and_back(dtype, tmp_path):
         component.to(dtype).save_pretrained(source / name)
     index = {name: ["transformers", type(component).__name__] for name, component in components.items()}
     (source / "model_index.json").write_text(json.dumps({"_class_name": "SomePipeline", **index}))
-    ToWanjax(open_source(source), tmp_path / "ours", KINDS).run()
-    assert (tmp_path / "ours" / "text_encoder" / "unused.safetensors").is_file()
-    ToDiffusers(open_source(tmp_path / "ours"), tmp_path / "again", KINDS).run()
+    ToWanjax(open_source(source), tmp_path / "converted", KINDS).run()
+    assert (tmp_path / "converted" / "text_encoder" / "unused.safetensors").is_file()
+    ToDiffusers(open_source(tmp_path / "converted"), tmp_path / "converted_back", KINDS).run()
     for name in components:
-        assert tensors(tmp_path / "again" / name) == tensors(source / name)
+        assert tensors(tmp_path / "converted_back" / name) == tensors(source / name)

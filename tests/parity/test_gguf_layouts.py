@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF files as others publish them: text encoders by llama.cpp's names, and experts in two folders."""
+"""Published GGUF files are read: text encoders with llama.cpp's names, and experts in two folders."""
 
 import io
 import re
@@ -53,7 +53,7 @@ def random_tensors(shapes):
 
 @pytest.fixture(scope="module")
 def spm():
-    """Train a small SentencePiece model with UMT5's settings; return the model."""
+    """Train a small SentencePiece model with UMT5's settings, and return its processor."""
     stream = io.BytesIO()
     sentencepiece.SentencePieceTrainer.Train(
         sentence_iterator=iter(SENTENCES * 20), model_writer=stream, vocab_size=320, byte_fallback=True,
@@ -64,7 +64,7 @@ def spm():
 
 
 def tokenizer_fields(spm):
-    """Return the fields that llama.cpp's converter writes for a T5 model, padded to the rows of the embedding."""
+    """Return the fields that llama.cpp's converter writes for a T5 tokenizer, padded to the rows of the embedding."""
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore
 
     model = ModelProto.FromString(spm.serialized_model_proto())
@@ -78,7 +78,7 @@ def tokenizer_fields(spm):
 
 
 def write_umt5(path, fields=None):
-    """Write a UMT5 as `city96/umt5-xxl-encoder-gguf` has it; return the numbers by the names of transformers."""
+    """Write a UMT5 in the layout of `city96/umt5-xxl-encoder-gguf`; return the weights by transformers' names."""
     tensors, numbers = in_llama_cpp(MODEL_ARCH.T5ENCODER, UMT5.layers, random_tensors(text_encoder_keys(UMT5)))
     assert {"token_embd.weight", "enc.blk.1.attn_rel_b.weight", "enc.output_norm.weight"} <= tensors.keys()
     write_gguf(path, tensors, fields, arch="t5encoder")
@@ -91,20 +91,20 @@ def diffusers(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def lent(diffusers, monkeypatch):
-    """Take what a checkpoint lacks from the one in the layout of diffusers, which stands for the hub."""
+def use_local_fallback(diffusers, monkeypatch):
+    """Take missing components from a local checkpoint instead of the hub."""
     monkeypatch.setattr(checkpoint_layout, "open_fallback", lambda *_: open_source(diffusers))
 
 
-def write_transformer(folder, path, more=0.0):
+def write_transformer(folder, path, offset=0.0):
     """Write the transformer of a folder as a GGUF file by the authors' names."""
     weights = SafetensorsFolder(folder / "transformer")
-    numbers = {key: np.asarray(weights.read(key), np.float32) + np.float32(more) for key in weights.specs}
+    numbers = {key: np.asarray(weights.read(key), np.float32) + np.float32(offset) for key in weights.specs}
     write_gguf(path, {original.TRANSFORMER.to_authors(key): x for key, x in numbers.items()})
 
 
-def test_umt5_in_the_folder_of_a_transformer(diffusers, spm, tmp_path):
-    """Its weights value by value, its tokenizer token by token, and the digests of both files."""
+def test_umt5_beside_a_transformer_is_used(diffusers, spm, tmp_path):
+    """Compare every weight of the text encoder and every token of the tokenizer."""
     write_transformer(diffusers, tmp_path / "wan2.1-t2v-14b-Q4_K_M.gguf")
     numbers = write_umt5(tmp_path / "umt5-xxl-encoder-Q8_0.gguf", tokenizer_fields(spm))
     source = open_source(tmp_path / "wan2.1-t2v-14b-Q4_K_M.gguf")
@@ -132,12 +132,12 @@ def test_the_metadata_has_the_digest_of_the_text_encoder(diffusers, spm, tmp_pat
     write_transformer(diffusers, model)
     write_umt5(encoder, tokenizer_fields(spm))
     pipe = loading.load(model, note=print)
-    record = pipe.metadata(pipe.settings(prompt="a cat", size=(32, 32), frames=5), {})
-    assert record["digests"] == {str(path): content_digest(path) for path in (model, encoder)}
-    check_files(record, ["model"])
+    metadata = pipe.metadata(pipe.settings(prompt="a cat", size=(32, 32), frames=5), {})
+    assert metadata["digests"] == {str(path): content_digest(path) for path in (model, encoder)}
+    check_files(metadata, ["model"])
     write_umt5(encoder)
     with pytest.raises(WanjaxError, match=re.escape(encoder.name)):
-        check_files(record, ["model"])
+        check_files(metadata, ["model"])
 
 
 @pytest.mark.parametrize("missing", ["model", "tokens", "precompiled_charsmap"])
@@ -161,8 +161,8 @@ def test_an_incomplete_tokenizer_comes_from_the_repository(missing, diffusers, s
 )
 def test_a_damaged_tokenizer_is_refused(change, words, diffusers, spm, tmp_path):
     write_transformer(diffusers, tmp_path / "wan.gguf")
-    changed = {f"tokenizer.ggml.{name}": value for name, value in change.items()}
-    write_umt5(tmp_path / "umt5.gguf", tokenizer_fields(spm) | changed)
+    changed_fields = {f"tokenizer.ggml.{name}": value for name, value in change.items()}
+    write_umt5(tmp_path / "umt5.gguf", tokenizer_fields(spm) | changed_fields)
     with pytest.raises(WanjaxError) as caught:
         open_source(tmp_path / "wan.gguf")["tokenizer"].files()
     assert has_line_with(str(caught.value), words)
@@ -178,7 +178,7 @@ def test_several_text_encoders_are_refused(diffusers, tmp_path):
     assert has_line_with(str(caught.value), "umt5-xxl-encoder-Q4_K_M.gguf umt5-xxl-encoder-Q8_0.gguf")
 
 
-def test_umt5_in_the_authors_folder(diffusers, spm, tmp_path):
+def test_umt5_in_the_authors_folder_is_used(diffusers, spm, tmp_path):
     weights = SafetensorsFolder(diffusers / "transformer")
     tensors = {original.TRANSFORMER.to_authors(key): weights.read(key) for key in weights.specs}
     save_safetensors(tmp_path / "diffusion_pytorch_model.safetensors", tensors)
@@ -190,26 +190,26 @@ def test_umt5_in_the_authors_folder(diffusers, spm, tmp_path):
     assert [file.name for file in source["tokenizer"].files()] == ["tokenizer.json", "tokenizer_config.json"]
 
 
-def test_only_a_text_encoder_is_no_model(tmp_path):
+def test_a_file_with_only_a_text_encoder_is_refused(tmp_path):
     write_umt5(tmp_path / "umt5-xxl-encoder-Q8_0.gguf")
     with pytest.raises(WanjaxError, match="contains only the text_encoder of Wan"):
         open_source(tmp_path / "umt5-xxl-encoder-Q8_0.gguf")
 
 
 @pytest.mark.parametrize("opened", [HIGH, LOW])
-def test_experts_in_two_folders(opened, diffusers, tmp_path):
-    """As in `QuantStack/Wan2.2-T2V-A14B-GGUF`, in a folder with others of another type."""
-    for path, more in ((HIGH, 0), (LOW, 1), (LOW.replace("Q4_K_M", "Q8_0"), 2)):
-        write_transformer(diffusers, tmp_path / path, more)
+def test_experts_in_two_folders_are_found(opened, diffusers, tmp_path):
+    """The folders are those of `QuantStack/Wan2.2-T2V-A14B-GGUF`, with files of other types beside them."""
+    for path, offset in ((HIGH, 0), (LOW, 1), (LOW.replace("Q4_K_M", "Q8_0"), 2)):
+        write_transformer(diffusers, tmp_path / path, offset)
     source = open_source(tmp_path / opened)
     high, low = (source[name].weights() for name in ("transformer", "transformer_2"))
     np.testing.assert_array_equal(low.read("proj_out.bias"), high.read("proj_out.bias") + 1)
     assert [x.relative_to(tmp_path).as_posix() for x in source.storage.companions] == [{HIGH: LOW, LOW: HIGH}[opened]]
 
 
-def test_experts_of_one_name_in_two_folders(diffusers, tmp_path):
-    for folder, more in (("high_noise", 0), ("low_noise", 1)):
-        write_transformer(diffusers, tmp_path / folder / "model-Q8_0.gguf", more)
+def test_experts_of_one_name_in_two_folders_are_found(diffusers, tmp_path):
+    for folder, offset in (("high_noise", 0), ("low_noise", 1)):
+        write_transformer(diffusers, tmp_path / folder / "model-Q8_0.gguf", offset)
     source = open_source(tmp_path / "low_noise/model-Q8_0.gguf")
     high, low = (source[name].weights() for name in ("transformer", "transformer_2"))
     np.testing.assert_array_equal(low.read("proj_out.bias"), high.read("proj_out.bias") + 1)
@@ -219,11 +219,11 @@ def test_the_metadata_has_the_digests_of_two_folders(diffusers, tmp_path):
     for path in (HIGH, LOW):
         write_transformer(diffusers, tmp_path / path)
     pipe = loading.load(tmp_path / HIGH)
-    record = pipe.metadata(pipe.settings(prompt="a cat", size=(32, 32), frames=5), {})
-    assert record["digests"] == {str(tmp_path / path): content_digest(tmp_path / path) for path in (HIGH, LOW)}
+    metadata = pipe.metadata(pipe.settings(prompt="a cat", size=(32, 32), frames=5), {})
+    assert metadata["digests"] == {str(tmp_path / path): content_digest(tmp_path / path) for path in (HIGH, LOW)}
     write_transformer(diffusers, tmp_path / LOW, 1)
     with pytest.raises(WanjaxError, match="LowNoise"):
-        check_files(record, ["model"])
+        check_files(metadata, ["model"])
 
 
 def test_the_other_folder_of_a_repository_is_downloaded(diffusers, tmp_path, monkeypatch):
@@ -262,7 +262,7 @@ def test_a_workflow_may_name_the_files_of_two_folders():
 
 
 def write_qwen(path, **changes):
-    """Write a Qwen2.5-VL as llama.cpp does; return the numbers of its language model by transformers' names."""
+    """Write a Qwen2.5-VL in llama.cpp's layout; return the weights of its language model by transformers' names."""
     config = Qwen2_5_VLTextConfig(**QWEN)
     shapes = {key: tuple(x.shape) for key, x in Qwen2_5_VLTextModel(config).state_dict().items()}
     prefixed = {f"model.{key}": x for key, x in random_tensors(shapes).items()}
@@ -292,19 +292,19 @@ def assert_is_qwen(source, numbers):
 
 @pytest.fixture(scope="module")
 def hunyuan(tmp_path_factory):
-    """Return a checkpoint of HunyuanVideo in the layout of diffusers, and in that of the authors."""
-    return hunyuan_authors.both_layouts(tmp_path_factory.mktemp("hunyuan"))
+    """Return a checkpoint of HunyuanVideo in the layout of diffusers, and in the authors' layout."""
+    return hunyuan_authors.write_both_layouts(tmp_path_factory.mktemp("hunyuan"))
 
 
 @pytest.fixture(scope="module")
 def transformer(tmp_path_factory):
-    """Return the tensors of a transformer with heads of the published size, which a single file does not contain."""
+    """Return the tensors of a transformer with heads of the published size, because a single file has no config."""
     sizes = {"num_attention_heads": 1, "attention_head_dim": 128, "rope_axes_dim": [16, 56, 56], "target_size": 640}
     folder = tiny.tiny_hunyuan_checkpoint(tmp_path_factory.mktemp("wide"), **sizes)
     return hunyuan_authors.tensors_of(folder / "transformer")
 
 
-def test_qwen_in_the_folder_of_a_transformer(hunyuan, transformer, tmp_path, monkeypatch):
+def test_qwen_beside_a_transformer_is_used(hunyuan, transformer, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_layout, "open_fallback", lambda *_: open_source(hunyuan[0]))
     path = tmp_path / "hunyuanvideo1.5_720p_t2v.safetensors"
     save_safetensors(path, transformer)
@@ -316,7 +316,7 @@ def test_qwen_in_the_folder_of_a_transformer(hunyuan, transformer, tmp_path, mon
     assert_is_qwen(source, numbers)
 
 
-def test_qwen_in_the_authors_folder(hunyuan, tmp_path):
+def test_qwen_in_the_authors_folder_is_used(hunyuan, tmp_path):
     folder = shutil.copytree(hunyuan[1], tmp_path / "ckpts")
     for file in (folder / "text_encoder/llm").glob("*.safetensors*"):
         file.unlink()

@@ -52,12 +52,12 @@ TASKS = ["text to video", "image to video"]
 
 @pytest.fixture(scope="module", params=TASKS)
 def pair(request, tmp_path_factory):
-    return authors.both_layouts(tmp_path_factory.mktemp("pair"), pictured=request.param == "image to video")
+    return authors.write_both_layouts(tmp_path_factory.mktemp("pair"), pictured=request.param == "image to video")
 
 
 @pytest.fixture(scope="module")
 def text_pair(tmp_path_factory):
-    return authors.both_layouts(tmp_path_factory.mktemp("text"))
+    return authors.write_both_layouts(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture
@@ -66,10 +66,10 @@ def folder(text_pair, tmp_path):
     return Path(shutil.copytree(text_pair[1], tmp_path / "ckpts"))
 
 
-def assert_same_weights(ours, reference):
-    assert ours.specs == reference.specs
+def assert_same_weights(result, reference):
+    assert result.specs == reference.specs
     for key in reference.specs:
-        np.testing.assert_array_equal(ours.read(key), reference.read(key))
+        np.testing.assert_array_equal(result.read(key), reference.read(key))
 
 
 def networks_of(source):
@@ -77,14 +77,14 @@ def networks_of(source):
     return [name for name in names if name in source.components]
 
 
-def taken_as(source):
-    """Return what distinguishes the published models that a checkpoint may be: pipeline, sampling and size."""
-    pictured = source.index["_class_name"] == "HunyuanVideo15ImageToVideoPipeline"
+def published_traits(source):
+    """Return what distinguishes the published models from each other: pipeline, sampling and size."""
+    starts_from_image = source.index["_class_name"] == "HunyuanVideo15ImageToVideoPipeline"
     sampling = source["scheduler"].config()["shift"], source["guider"].config()["guidance_scale"]
-    return pictured, *sampling, network(source, "transformer", NETWORKS).config.target_size
+    return starts_from_image, *sampling, network(source, "transformer", NETWORKS).config.target_size
 
 
-def published(model):
+def traits_of(model):
     defaults, video_model = MODELS[model].defaults, MODELS[model].model
     shift = video_model.spec.schedule_options(defaults)["shift"]
     return video_model.starts_from_image, shift, defaults.guidance_scale, video_model.transformer.target_size
@@ -97,13 +97,15 @@ def refusal(path, call=open_source):
     return str(caught.value)
 
 
-def test_the_authors_folder_is_the_same_checkpoint(pair):
+def test_the_authors_folder_is_read_as_the_folder_of_diffusers(pair):
     source, reference = (open_source(folder) for folder in reversed(pair))
     assert source.index == reference.index
     assert source.missing_components == []
     for component in networks_of(reference):
-        ours, theirs = (network(each, component, NETWORKS).config for each in (source, reference))
-        assert ours == theirs, component
+        config, reference_config = (
+            network(checkpoint, component, NETWORKS).config for checkpoint in (source, reference)
+        )
+        assert config == reference_config, component
     for component in ("transformer", "vae"):
         assert_same_weights(source[component].weights(), reference[component].weights())
     assert source["scheduler"].config() == {
@@ -115,23 +117,23 @@ def test_the_authors_folder_is_the_same_checkpoint(pair):
 
 
 @pytest.mark.parametrize("pair", quick(["image to video"], TASKS), indirect=True)
-def test_it_has_the_same_parameters_and_makes_the_same_latents(pair):
-    """Everything is equal but the names of colours and fonts, which the small checkpoint of diffusers lacks."""
+def test_both_layouts_have_the_same_parameters_and_latents(pair):
+    """All is equal except the names of colours and fonts, which the small checkpoint of diffusers lacks."""
     image = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
-    answers = []
-    for each in pair:
-        pipe = loading.load(each)
-        pictures = {"image": image} if pipe.model.starts_from_image else {}
-        encoded = pipe.encode('a cat that says "hello"', "a dog", **pictures, **VIDEO)
+    results = []
+    for folder in pair:
+        pipe = loading.load(folder)
+        image_options = {"image": image} if pipe.model.starts_from_image else {}
+        encoded = pipe.encode('a cat that says "hello"', "a dog", **image_options, **VIDEO)
         latents = pipe.denoise(encoded, **VIDEO)
-        weights = [parameters(getattr(pipe, name)) for name in networks_of(open_source(each))]
-        answers.append((weights, encoded, latents))
-    jax.tree.map(np.testing.assert_array_equal, *answers)
-    assert np.isfinite(answers[0][2]).all()
+        weights = [parameters(getattr(pipe, name)) for name in networks_of(open_source(folder))]
+        results.append((weights, encoded, latents))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    assert np.isfinite(results[0][2]).all()
 
 
-def test_the_tokenizer_of_glyphs_is_that_of_the_published_script(folder):
-    """The script adds colours first, then fonts; it is transformers that gives them their ids."""
+def test_the_glyph_tokenizer_equals_that_of_the_authors_script(folder):
+    """The script adds colours first, then fonts, and transformers gives them their ids."""
     reference = ByT5Tokenizer()
     fonts = [f"<{font[:2]}-font-{i}>" for font, i in authors.FONTS.items()]
     reference.add_tokens([*(f"<color-{i}>" for i in range(3)), *fonts], special_tokens=True)
@@ -154,34 +156,36 @@ def test_the_tokenizer_of_glyphs_is_that_of_the_published_script(folder):
 
 
 @pytest.mark.parametrize("layout", quick(["file"], ["folder", "file"]))
-def test_every_layout_is_converted_there_and_back(layout, text_pair, tmp_path, monkeypatch):
+def test_a_converted_model_is_unchanged_when_converted_back(layout, text_pair, tmp_path, monkeypatch):
     reference, folder = text_pair
     monkeypatch.setattr(checkpoint_layout, "open_fallback", lambda *_: open_source(reference))
     name = folder
     if layout == "file":
-        reference = tiny_hunyuan_checkpoint(tmp_path / "128", **WIDE)
+        reference = tiny_hunyuan_checkpoint(tmp_path / "128", **WIDE_HEADS)
         name = tmp_path / "480p_t2v.safetensors"
         save_safetensors(name, authors.authors_transformer(authors.tensors_of(reference / "transformer")))
-    converted, back = tmp_path / "converted", tmp_path / "back"
+    converted, converted_back = tmp_path / "converted", tmp_path / "back"
     assert ToWanjax(open_source(name), converted, NETWORKS).run()
-    assert ToDiffusers(open_source(converted), back, NETWORKS).run()
-    assert json.loads((back / "guider/guider_config.json").read_text())["guidance_scale"] == 6.0
-    for each in (converted, back):
-        ours, theirs = loading.load(each), loading.load(reference)
+    assert ToDiffusers(open_source(converted), converted_back, NETWORKS).run()
+    assert json.loads((converted_back / "guider/guider_config.json").read_text())["guidance_scale"] == 6.0
+    for converted_folder in (converted, converted_back):
+        result, expected = loading.load(converted_folder), loading.load(reference)
         for part in ("text_encoder", "text_encoder_2", "transformer", "vae"):
-            jax.tree.map(np.testing.assert_array_equal, *(parameters(getattr(pipe, part)) for pipe in (ours, theirs)))
-        np.testing.assert_array_equal(*(pipe.tokenizer.tokenize(["a cat"]).ids for pipe in (ours, theirs)))
+            jax.tree.map(
+                np.testing.assert_array_equal, *(parameters(getattr(pipe, part)) for pipe in (result, expected))
+            )
+        np.testing.assert_array_equal(*(pipe.tokenizer.tokenize(["a cat"]).ids for pipe in (result, expected)))
     if layout == "folder":
-        shared = T5EncoderModel.from_pretrained(back / "text_encoder_2").state_dict()["shared.weight"]
+        shared = T5EncoderModel.from_pretrained(converted_back / "text_encoder_2").state_dict()["shared.weight"]
         np.testing.assert_array_equal(shared, authors.tensors_of(reference / "text_encoder_2")["shared.weight"])
 
 
-def test_one_of_several_transformers_is_named_by_its_folder(folder, text_pair):
-    ours = authors.tensors_of(text_pair[0] / "transformer")
-    doubled = {key: 2 * x for key, x in ours.items()}
+def test_one_of_several_transformers_is_chosen_by_its_folder(folder, text_pair):
+    tensors = authors.tensors_of(text_pair[0] / "transformer")
+    doubled = {key: 2 * x for key, x in tensors.items()}
     authors.add_transformer(folder, "720p_i2v_distilled", doubled)
-    authors.add_transformer(folder, "480p_i2v_distilled_sparse", ours, ideal_resolution="480p", ideal_task="i2v")
-    authors.add_transformer(folder, "1080p_sr_distilled", ours, ideal_task=None)
+    authors.add_transformer(folder, "480p_i2v_distilled_sparse", tensors, ideal_resolution="480p", ideal_task="i2v")
+    authors.add_transformer(folder, "1080p_sr_distilled", tensors, ideal_task=None)
     messages = refusal(folder)
     assert has_line_with(messages, f"480p_t2v 720p_i2v_distilled {folder}/transformer/480p_t2v")
     assert "sparse" not in messages
@@ -198,19 +202,19 @@ def test_one_of_several_transformers_is_named_by_its_folder(folder, text_pair):
         assert has_line_with(refusal(folder / "transformer" / name), f"{name} 480p_t2v 480p_i2v")
 
 
-def test_a_folder_of_another_name_is_the_model_of_its_config(folder, monkeypatch):
-    mine = (folder / "transformer/480p_t2v").rename(folder / "transformer/mine")
-    assert taken_as(open_source(folder)) == published("480p_t2v")
-    assert open_source(mine).missing_components == []
-    monkeypatch.chdir(mine)
+def test_the_config_in_a_renamed_folder_determines_the_model(folder, monkeypatch):
+    renamed = (folder / "transformer/480p_t2v").rename(folder / "transformer/mine")
+    assert published_traits(open_source(folder)) == traits_of("480p_t2v")
+    assert open_source(renamed).missing_components == []
+    monkeypatch.chdir(renamed)
     assert open_source(".").root == folder
-    authors.write_json(mine / "config.json", authors.config(ideal_task="i2v", use_meanflow=True))
-    assert taken_as(open_source(mine)) == published("480p_i2v_step_distilled")
-    authors.write_json(mine / "config.json", authors.config(ideal_task=None, ideal_resolution=None))
-    assert has_line_with(refusal(mine), "mine 480p_t2v")
-    renamed = shutil.move(mine, folder.parent / "alone")
-    authors.write_json(renamed / "config.json", authors.config())
-    assert set(open_source(renamed).missing_components) == {
+    authors.write_json(renamed / "config.json", authors.config(ideal_task="i2v", use_meanflow=True))
+    assert published_traits(open_source(renamed)) == traits_of("480p_i2v_step_distilled")
+    authors.write_json(renamed / "config.json", authors.config(ideal_task=None, ideal_resolution=None))
+    assert has_line_with(refusal(renamed), "mine 480p_t2v")
+    transformer_only = shutil.move(renamed, folder.parent / "alone")
+    authors.write_json(transformer_only / "config.json", authors.config())
+    assert set(open_source(transformer_only).missing_components) == {
         *MODELS["480p_t2v"].model.spec.networks,
         "tokenizer",
         "tokenizer_2",
@@ -238,10 +242,10 @@ def configured(**entries):
 
 
 def with_weights(change):
-    def harm(folder):
+    def change_weights(folder):
         save_safetensors(folder / TRANSFORMER / WEIGHTS, change(authors.tensors_of(folder / TRANSFORMER)))
 
-    return harm
+    return change_weights
 
 
 def with_narrow_patches(weights):
@@ -252,11 +256,11 @@ def without_glyphs(weights):
     return {key: x for key, x in weights.items() if "byt5_in" not in key}
 
 
-def of_llama(folder):
+def with_llama(folder):
     authors.write_json(folder / "text_encoder/llm/config.json", {"model_type": "llama", "hidden_size": 24})
 
 
-HARMS = {  # by what the sentence names: what is wrong in the authors' folder, and the call that is refused
+BROKEN_FOLDERS = {  # by words of the message: what breaks the authors' folder, and the call that is refused
     "480p_t2v config.json 720p t2v": (configured(ideal_resolution="720p"), open_source),
     "rope_axes_dim [16, 56, 56] attention_head_dim 16": (configured(rope_dim_list=[16, 56, 56]), loading.load),
     "config.json rope_axes_dim": (configured(rope_dim_list=None), loading.load),
@@ -268,14 +272,14 @@ HARMS = {  # by what the sentence names: what is wrong in the authors' folder, a
         lambda folder: (folder / GLYPHS / "checkpoints/byt5_model.pt").unlink(),
         component("text_encoder_2"),
     ),
-    "model_type 'llama' 'qwen2_5_vl_text'": (of_llama, component("text_encoder")),
+    "model_type 'llama' 'qwen2_5_vl_text'": (with_llama, component("text_encoder")),
 }
 
 
-@pytest.mark.parametrize("words", HARMS)
+@pytest.mark.parametrize("words", BROKEN_FOLDERS)
 def test_contradictory_or_missing_files_are_reported(folder, words):
-    harm, call = HARMS[words]
-    harm(folder)
+    break_folder, call = BROKEN_FOLDERS[words]
+    break_folder(folder)
     assert has_line_with(refusal(folder, call), words)
 
 
@@ -293,10 +297,18 @@ class Shapes:
 
 def test_older_and_newer_names_of_the_language_model_are_read():
     flat = {"model_type": "qwen2_5_vl", "hidden_size": 24, "rope_scaling": {"type": "mrope"}, "vision_config": {}}
-    old = ["model.layers.0.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"]
-    new = [key.replace("model.", "model.language_model.") for key in old]
-    for keys, visual in ((old, "visual.patch_embed.proj.weight"), (new, "model.visual.patch_embed.proj.weight")):
-        result = recognise.language_model(Shapes(dict.fromkeys([*keys, visual], (2, 2))), flat)
+    old_names = [
+        "model.layers.0.mlp.up_proj.weight",
+        "model.norm.weight",
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+    ]
+    new_names = [key.replace("model.", "model.language_model.") for key in old_names]
+    for keys, of_vision in (
+        (old_names, "visual.patch_embed.proj.weight"),
+        (new_names, "model.visual.patch_embed.proj.weight"),
+    ):
+        result = recognise.language_model(Shapes(dict.fromkeys([*keys, of_vision], (2, 2))), flat)
         assert list(result.weights.specs) == ["layers.0.mlp.up_proj.weight", "norm.weight", "embed_tokens.weight"]
         assert result.json == {
             "model_type": "qwen2_5_vl_text", "hidden_size": 24, "rope_scaling": {"type": "mrope"},
@@ -304,39 +316,41 @@ def test_older_and_newer_names_of_the_language_model_are_read():
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("inside", ["module.text_tower.encoder.", ""])
-def test_the_published_encoder_of_glyphs(inside):
+@pytest.mark.parametrize("prefix", ["module.text_tower.encoder.", ""])
+def test_the_published_glyph_encoder_is_recognised(prefix):
     config = T5Config(
         vocab_size=1510, d_model=1472, d_kv=64, d_ff=3584, num_layers=12, num_heads=6, feed_forward_proj="gated-gelu"
     )
     with torch.device("meta"):
-        tower = T5EncoderModel(config).encoder.state_dict()
-    result = recognise.glyph_encoder(Shapes({inside + key: x.shape for key, x in tower.items()}))
+        encoder = T5EncoderModel(config).encoder.state_dict()
+    result = recognise.glyph_encoder(Shapes({prefix + key: x.shape for key, x in encoder.items()}))
     assert t5_config(result.json) == GLYPH_BYT5
     assert "shared.weight" in result.weights.specs
 
 
-WIDE = {"num_attention_heads": 1, "attention_head_dim": 128, "rope_axes_dim": [16, 56, 56], "target_size": 640}
+WIDE_HEADS = {"num_attention_heads": 1, "attention_head_dim": 128, "rope_axes_dim": [16, 56, 56], "target_size": 640}
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory):
-    """Return the tensors of a transformer with the published size of a head, which a single file does not contain."""
-    folder = tiny_hunyuan_checkpoint(tmp_path_factory.mktemp("wide"), **WIDE)
+def wide_transformer(tmp_path_factory):
+    """Return a transformer with the published size of a head, which a single file does not contain."""
+    folder = tiny_hunyuan_checkpoint(tmp_path_factory.mktemp("wide"), **WIDE_HEADS)
     return open_source(folder)["transformer"].weights(), authors.tensors_of(folder / "transformer")
 
 
-@pytest.mark.parametrize("named", ["authors", "ComfyUI", "diffusers"])
+@pytest.mark.parametrize("names_of", ["authors", "ComfyUI", "diffusers"])
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model.", "diffusion_model."])
-def test_a_single_file_of_a_transformer(prefix, named, wide, tmp_path):
-    reference, ours = wide
-    theirs = ours if named == "diffusers" else authors.authors_transformer(ours, fused=named == "ComfyUI")
+def test_a_transformer_in_a_single_file_is_read_by_any_names(prefix, names_of, wide_transformer, tmp_path):
+    reference, tensors = wide_transformer
+    file_tensors = (
+        tensors if names_of == "diffusers" else authors.authors_transformer(tensors, fused=names_of == "ComfyUI")
+    )
     path = tmp_path / "hunyuanvideo1.5_720p_t2v_fp16.safetensors"
-    save_safetensors(path, {prefix + key: x for key, x in theirs.items()})
+    save_safetensors(path, {prefix + key: x for key, x in file_tensors.items()})
     source = open_source(path)
     assert_same_weights(source["transformer"].weights(), reference)
     assert network(source, "transformer", NETWORKS).config.target_size == 960
-    assert taken_as(source) == published("720p_t2v")
+    assert published_traits(source) == traits_of("720p_t2v")
     assert source.missing_components == ["text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae"]
 
 
@@ -353,23 +367,25 @@ def test_a_single_file_of_a_transformer(prefix, named, wide, tmp_path):
         ("few steps.safetensors", "480p_i2v_step_distilled"),
     ],
 )
-def test_a_file_is_the_model_of_its_name(name, model, wide, tmp_path):
-    _, ours = wide
-    theirs = authors.authors_transformer(ours)
+def test_the_name_of_a_file_determines_its_model(name, model, wide_transformer, tmp_path):
+    _, tensors = wide_transformer
+    file_tensors = authors.authors_transformer(tensors)
     if model.endswith("step_distilled"):
-        theirs |= {key.replace("time_in", "time_r_in"): x for key, x in theirs.items() if key.startswith("time_in.")}
+        file_tensors |= {
+            key.replace("time_in", "time_r_in"): x for key, x in file_tensors.items() if key.startswith("time_in.")
+        }
     (tmp_path / name).parent.mkdir(exist_ok=True)
-    save_safetensors(tmp_path / name, theirs)
-    assert taken_as(open_source(tmp_path / name)) == published(model)
+    save_safetensors(tmp_path / name, file_tensors)
+    assert published_traits(open_source(tmp_path / name)) == traits_of(model)
 
 
-def few_steps_in_the_folder(transformer, _):
+def with_next_timestep(transformer, _):
     return transformer | {k.replace("time_in.", "time_r_in."): x for k, x in transformer.items() if "time_in." in k}
 
 
-FILES = {  # by name: tensors, from those of a transformer and of an autoencoder; what the sentence names
+FILES = {  # by name: tensors, from those of a transformer and of an autoencoder; words of the message
     "mine": (lambda transformer, _: transformer, "mine.safetensors model"),
-    "720p_sr_distilled": (few_steps_in_the_folder, "720p_sr_distilled"),
+    "720p_sr_distilled": (with_next_timestep, "720p_sr_distilled"),
     "vae": (lambda _, autoencoder: autoencoder, "vae.safetensors transformer HunyuanVideo"),
     "480p_t2v": (  # of HunyuanVideo of 2024
         lambda *_: {"double_blocks.0.img_attn_qkv.weight": np.ones((6, 2), np.float32)},
@@ -379,29 +395,31 @@ FILES = {  # by name: tensors, from those of a transformer and of an autoencoder
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_files_without_a_model_are_reported(wide, text_pair, tmp_path, name):
+def test_a_file_of_no_supported_model_is_refused(wide_transformer, text_pair, tmp_path, name):
     tensors, words = FILES[name]
-    of_vae = authors.tensors_of(text_pair[1] / "vae")
-    save_safetensors(tmp_path / f"{name}.safetensors", tensors(authors.authors_transformer(wide[1]), of_vae))
+    autoencoder = authors.tensors_of(text_pair[1] / "vae")
+    save_safetensors(
+        tmp_path / f"{name}.safetensors", tensors(authors.authors_transformer(wide_transformer[1]), autoencoder)
+    )
     assert has_line_with(refusal(tmp_path / f"{name}.safetensors"), words)
 
 
-def test_a_file_with_the_autoencoder(wide, text_pair, tmp_path):
-    theirs = authors.authors_transformer(wide[1], fused=True)
-    both = {f"model.diffusion_model.{key}": x for key, x in theirs.items()}
-    both |= {f"vae.{key}": x for key, x in authors.tensors_of(text_pair[1] / "vae").items()}
-    save_safetensors(tmp_path / "480p_t2v.safetensors", both)
+def test_a_file_may_contain_the_autoencoder_too(wide_transformer, text_pair, tmp_path):
+    transformer = authors.authors_transformer(wide_transformer[1], fused=True)
+    tensors = {f"model.diffusion_model.{key}": x for key, x in transformer.items()}
+    tensors |= {f"vae.{key}": x for key, x in authors.tensors_of(text_pair[1] / "vae").items()}
+    save_safetensors(tmp_path / "480p_t2v.safetensors", tensors)
     source = open_source(tmp_path / "480p_t2v.safetensors")
-    assert_same_weights(source["transformer"].weights(), wide[0])
+    assert_same_weights(source["transformer"].weights(), wide_transformer[0])
     assert_same_weights(source["vae"].weights(), open_source(text_pair[0])["vae"].weights())
     assert "vae" not in source.missing_components
 
 
-def test_scaled_eight_bit_weights_are_multiplied_out(wide, tmp_path):
-    tensors, scaled = authors.authors_transformer(wide[1], fused=True), "double_blocks.1.img_attn_qkv"
-    eight = (tensors[f"{scaled}.weight"] * 100).astype(ml_dtypes.float8_e4m3fn)
+def test_scaled_fp8_weights_are_multiplied_by_their_scales(wide_transformer, tmp_path):
+    tensors, scaled = authors.authors_transformer(wide_transformer[1], fused=True), "double_blocks.1.img_attn_qkv"
+    fp8_weight = (tensors[f"{scaled}.weight"] * 100).astype(ml_dtypes.float8_e4m3fn)
     tensors |= {
-        f"{scaled}.weight": eight,
+        f"{scaled}.weight": fp8_weight,
         f"{scaled}.scale_weight": np.array(0.01, np.float32),
         "scaled_fp8": np.zeros(2, ml_dtypes.float8_e4m3fn),
     }
@@ -410,37 +428,43 @@ def test_scaled_eight_bit_weights_are_multiplied_out(wide, tmp_path):
         open_source(tmp_path / "480p_t2v.safetensors")["transformer"].weights(),
         "transformer_blocks.1.attn.to_k",
     )
-    expected = np.split(eight.astype(np.float32) * np.float32(0.01), 3)[1]
+    expected = np.split(fp8_weight.astype(np.float32) * np.float32(0.01), 3)[1]
     np.testing.assert_array_equal(weights.read(f"{key}.weight"), expected)
-    assert weights.specs.keys() == wide[0].specs.keys()
+    assert weights.specs.keys() == wide_transformer[0].specs.keys()
 
 
 @pytest.mark.parametrize(
     ("model", "config"),
     [("480p_t2v", SIZE_480P), ("720p_i2v", SIZE_720P), ("480p_i2v_step_distilled", FEW_STEPS_480P)],
 )
-def test_missing_components_are_those_of_the_published_model(model, config, monkeypatch, text_pair):
+def test_missing_components_come_from_the_published_model(model, config, monkeypatch, text_pair):
     with torch.device("meta"):
-        ours = HunyuanVideo15Transformer3DModel(use_meanflow=config.meanflow).state_dict()
-    query_weights = {key: torch.Size((3 * x.shape[0], *x.shape[1:])) for key, x in ours.items() if ".attn.to_q." in key}
-    shapes = {key: x.shape for key, x in ours.items() if "refiner" not in key or ".attn.to_" not in key or "out" in key}
-    theirs = {authors.transformer_name(key): shape for key, shape in shapes.items()}
-    refined = {key.replace(".attn.to_q.", ".self_attn_qkv."): x for key, x in query_weights.items() if "refiner" in key}
-    theirs |= {authors.transformer_name(key): shape for key, shape in refined.items()}
-    monkeypatch.setattr(hunyuan_layouts, "open_tensors", lambda path: Shapes(theirs))
+        tensors = HunyuanVideo15Transformer3DModel(use_meanflow=config.meanflow).state_dict()
+    query_weights = {
+        key: torch.Size((3 * x.shape[0], *x.shape[1:])) for key, x in tensors.items() if ".attn.to_q." in key
+    }
+    shapes = {
+        key: x.shape for key, x in tensors.items() if "refiner" not in key or ".attn.to_" not in key or "out" in key
+    }
+    file_shapes = {authors.transformer_name(key): shape for key, shape in shapes.items()}
+    refiner_shapes = {
+        key.replace(".attn.to_q.", ".self_attn_qkv."): x for key, x in query_weights.items() if "refiner" in key
+    }
+    file_shapes |= {authors.transformer_name(key): shape for key, shape in refiner_shapes.items()}
+    monkeypatch.setattr(hunyuan_layouts, "open_tensors", lambda path: Shapes(file_shapes))
     requested = []
     monkeypatch.setattr(checkpoint_layout, "folder_of", lambda name: requested.append(name) or (text_pair[0], None))
     source = hunyuan_layouts.open_file(Path(f"{model}.safetensors"))
     assert source is not None
     assert network(source, "transformer", NETWORKS).config == config
-    assert set(source["transformer"].weights().specs) == set(ours)
+    assert set(source["transformer"].weights().specs) == set(tensors)
     assert source.published_name == f"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{model}"
     assert source["vae"].config()["latent_channels"] == 4
     assert source["tokenizer"].files()[0].parent == text_pair[0] / "tokenizer"
     assert requested == [source.published_name]
 
 
-def test_the_hub(folder, text_pair, tmp_path, monkeypatch):
+def test_only_the_needed_folders_are_downloaded(folder, text_pair, tmp_path, monkeypatch):
     """Small files determine the layout; the folders of components are downloaded when they are needed."""
     snapshot, requested = tmp_path / "snapshots/0123", []
     reference = open_source(text_pair[0])

@@ -43,19 +43,19 @@ def blocks():
     return [name for name in modules() if name.startswith("transformer_blocks.")]
 
 
-def query_of(name):
-    """Return the query's module for a key's or a value's, whose first factor is shared in what follows."""
+def query_name(name):
+    """Return the name of the query's layer for a key's or a value's; these share their first factor."""
     for x in "kv":
         name = name.replace(f"to_{x}", "to_q").replace(f"add_{x}_proj", "add_q_proj")
     return name
 
 
 def factors(names):
-    """Return a pair of random factors for each module; those of q, k and v have the first in common."""
+    """Return a pair of random factors for each module; q, k and v share the first."""
     weights, pairs = dict(reference().named_parameters()), {}
     for name in names:
         rows, columns = weights[f"{name}.weight"].shape
-        first, second = (torch.Generator().manual_seed(hash_of(text)) for text in (query_of(name), f"{name} up"))
+        first, second = (torch.Generator().manual_seed(seed_of(text)) for text in (query_name(name), f"{name} up"))
         pairs[name] = (
             torch.randn(RANK, columns, generator=first) * 0.2,
             torch.randn(rows, RANK, generator=second) * 0.2,
@@ -63,7 +63,7 @@ def factors(names):
     return pairs
 
 
-def hash_of(text):
+def seed_of(text):
     return int.from_bytes(text.encode(), "big") % (1 << 31)
 
 
@@ -75,24 +75,27 @@ def diffusers_file(path, names=None):
     save_file(tensors, path)
 
 
-def theirs_of(names):
-    """Return the factors by the authors' names: of q, k and v in the refiner as one, shifts before scales."""
+def authors_factors(names):
+    """Return the factors by the authors' names: q, k and v fused in the refiner, shifts before scales."""
     result = {}
     for name, (down, up) in factors(names).items():
         if name == "norm_out.linear":
             up = torch.cat(up.chunk(2)[::-1])
-        where = authors.transformer_name(f"{name}.").removesuffix(".")
+        authors_name = authors.transformer_name(f"{name}.").removesuffix(".")
         if "refiner_blocks" in name and name.endswith((".to_k", ".to_v")):
             continue
         if "refiner_blocks" in name and name.endswith(".to_q"):
-            three = factors([name.replace(".to_q", f".to_{x}") for x in "qkv"])
-            where, up = where.replace(".attn.to_q", ".self_attn_qkv"), torch.cat([up for _, up in three.values()])
-        result[where] = (down, up)
+            qkv_factors = factors([name.replace(".to_q", f".to_{x}") for x in "qkv"])
+            authors_name, up = (
+                authors_name.replace(".attn.to_q", ".self_attn_qkv"),
+                torch.cat([up for _, up in qkv_factors.values()]),
+            )
+        result[authors_name] = (down, up)
     return result
 
 
-def fused_of(pairs):
-    """Return the authors' factors with q, k and v of the blocks as one too."""
+def fuse_qkv(pairs):
+    """Return the authors' factors with q, k and v of the blocks fused too."""
     result = dict(pairs)
     for name in [name for name in pairs if name.endswith("_attn_q")]:
         parts = [result.pop(f"{name.removesuffix('q')}{x}") for x in "qkv"]
@@ -103,7 +106,7 @@ def fused_of(pairs):
 def authors_file(path):
     """Write the file of the authors' trainer, with PEFT's config in its metadata."""
     tensors = {}
-    for name, (down, up) in theirs_of(modules()).items():
+    for name, (down, up) in authors_factors(modules()).items():
         tensors |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
     save_file(tensors, path, {lora_scales.PEFT_METADATA: json.dumps({"r": RANK, "lora_alpha": ALPHA})})
 
@@ -111,16 +114,16 @@ def authors_file(path):
 def comfyui_file(path):
     """Write the names of ComfyUI's code, with an alpha."""
     tensors = {}
-    for name, (down, up) in fused_of(theirs_of(modules())).items():
-        theirs = "diffusion_model." + comfyui_name(name)
-        tensors |= {f"{theirs}.lora_down.weight": down, f"{theirs}.lora_up.weight": up}
-        tensors |= {f"{theirs}.alpha": torch.tensor(ALPHA)}
+    for name, (down, up) in fuse_qkv(authors_factors(modules())).items():
+        comfyui = "diffusion_model." + comfyui_name(name)
+        tensors |= {f"{comfyui}.lora_down.weight": down, f"{comfyui}.lora_up.weight": up}
+        tensors |= {f"{comfyui}.alpha": torch.tensor(ALPHA)}
     save_file(tensors, path)
 
 
 def comfyui_name(name):
     """Return ComfyUI's name of the authors' module, as its comfy/supported_models.py renames it."""
-    for theirs, new in (
+    for old, new in (
         ("txt_in.t_embedder.mlp.0.", "txt_in.t_embedder.in_layer."),
         ("txt_in.t_embedder.mlp.2.", "txt_in.t_embedder.out_layer."),
         ("txt_in.c_embedder.linear_1.", "txt_in.c_embedder.in_layer."),
@@ -133,14 +136,14 @@ def comfyui_name(name):
         ("time_in.mlp.2.", "time_in.out_layer."),
         ("time_in.mlp.0.", "time_in.in_layer."),
     ):
-        name = f"{name}.".replace(theirs, new).removesuffix(".")
+        name = f"{name}.".replace(old, new).removesuffix(".")
     return name
 
 
 def old_comfyui_file(path):
-    """Write a prefix before the authors' names, in which q, k and v of a block are one."""
+    """Write a prefix before the authors' names, with q, k and v of a block fused."""
     tensors = {}
-    for name, (down, up) in fused_of(theirs_of(modules())).items():
+    for name, (down, up) in fuse_qkv(authors_factors(modules())).items():
         tensors |= {f"diffusion_model.{name}.lora_A.weight": down, f"diffusion_model.{name}.lora_B.weight": up}
     save_file(tensors, path)
 
@@ -148,10 +151,10 @@ def old_comfyui_file(path):
 def kohya_file(path):
     """Write the file of musubi-tuner, which adapts the blocks."""
     tensors = {}
-    for name, (down, up) in theirs_of(blocks()).items():
-        theirs = f"lora_unet_{name.replace('.', '_')}"
-        tensors |= {f"{theirs}.lora_down.weight": down, f"{theirs}.lora_up.weight": up}
-        tensors |= {f"{theirs}.alpha": torch.tensor(ALPHA)}
+    for name, (down, up) in authors_factors(blocks()).items():
+        kohya_name = f"lora_unet_{name.replace('.', '_')}"
+        tensors |= {f"{kohya_name}.lora_down.weight": down, f"{kohya_name}.lora_up.weight": up}
+        tensors |= {f"{kohya_name}.alpha": torch.tensor(ALPHA)}
     save_file(tensors, path)
 
 
@@ -160,7 +163,7 @@ def kohya_file_for_comfyui(path):
 
     The factors of q, k and v become one pair of three times the rank, the second of blocks on a diagonal.
     """
-    tensors, pairs = {}, theirs_of(blocks())
+    tensors, pairs = {}, authors_factors(blocks())
     renames = [("mlp_fc1", "mlp_0"), ("mlp_fc2", "mlp_2"), ("mod_linear", "mod_lin")]
     for name, (down, up) in pairs.items():
         alpha = ALPHA
@@ -170,19 +173,19 @@ def kohya_file_for_comfyui(path):
             parts = [pairs[f"{name.removesuffix('q')}{x}"] for x in "qkv"]
             name, alpha = f"{name}kv", 3 * ALPHA
             down, up = torch.cat([x for x, _ in parts]), torch.block_diag(*(x for _, x in parts))
-        theirs = f"lora_unet_{name.replace('.', '_')}"
+        kohya_name = f"lora_unet_{name.replace('.', '_')}"
         for old, new in renames:
-            theirs = theirs.replace(old, new)
-        tensors |= {f"{theirs}.lora_down.weight": down, f"{theirs}.lora_up.weight": up}
-        tensors |= {f"{theirs}.alpha": torch.tensor(alpha)}
+            kohya_name = kohya_name.replace(old, new)
+        tensors |= {f"{kohya_name}.lora_down.weight": down, f"{kohya_name}.lora_up.weight": up}
+        tensors |= {f"{kohya_name}.alpha": torch.tensor(alpha)}
     save_file(tensors, path)
 
 
-PLAIN = [diffusers_file, old_comfyui_file]  # without an alpha
-DIALECTS = [*PLAIN, authors_file, comfyui_file, kohya_file, kohya_file_for_comfyui]
+WITHOUT_ALPHA = [diffusers_file, old_comfyui_file]
+FORMATS = [*WITHOUT_ALPHA, authors_file, comfyui_file, kohya_file, kohya_file_for_comfyui]
 
 
-def fused(path, strength):
+def fuse_with_diffusers(path, strength):
     """Return the reference with diffusers' file merged by diffusers."""
     module = reference()
     module.load_lora_adapter(load_file(path), prefix="transformer")
@@ -191,48 +194,50 @@ def fused(path, strength):
     return StateDict(module)
 
 
-def opened(path):
+def open_lora(path):
     base = StateDict(reference())
     return base, lora.LoraFile(path, base.specs, LORA)
 
 
-@pytest.mark.parametrize("write", DIALECTS, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("write", FORMATS, ids=lambda write: write.__name__)
 def test_every_format_is_merged_as_in_diffusers(write, tmp_path):
     names = blocks() if "kohya" in write.__name__ else modules()
     write(tmp_path / "lora.safetensors")
     diffusers_file(tmp_path / "diffusers.safetensors", names)
-    theirs = fused(tmp_path / "diffusers.safetensors", STRENGTH * (1 if write in PLAIN else ALPHA / RANK))
-    base, file = opened(tmp_path / "lora.safetensors")
+    reference_weights = fuse_with_diffusers(
+        tmp_path / "diffusers.safetensors", STRENGTH * (1 if write in WITHOUT_ALPHA else ALPHA / RANK)
+    )
+    base, file = open_lora(tmp_path / "lora.safetensors")
     assert not file.matches.unmatched
     assert file.matches.num_matched == sum(".alpha" not in key for key in load_file(tmp_path / "lora.safetensors")) / 2
-    ours = lora.MergedLoraReader(base, [(file, STRENGTH)])
-    changed = [key for key, x in theirs.tensors.items() if not np.array_equal(x, base.read(key))]
+    merged = lora.MergedLoraReader(base, [(file, STRENGTH)])
+    changed = [key for key, x in reference_weights.tensors.items() if not np.array_equal(x, base.read(key))]
     assert len(changed) == len(names)
-    worst = max(np.abs(ours.read(key) - x).max() / np.abs(x).max() for key, x in theirs.tensors.items())
-    print(f"{worst:.1e}")
-    assert worst <= 1e-6
+    largest = max(np.abs(merged.read(key) - x).max() / np.abs(x).max() for key, x in reference_weights.tensors.items())
+    print(f"{largest:.1e}")
+    assert largest <= 1e-6
 
 
-def test_a_file_that_diffusers_saved_with_an_alpha(tmp_path):
-    """PEFT's config stands in the metadata, from where diffusers reads it too."""
+def test_an_alpha_saved_by_diffusers_is_applied(tmp_path):
+    """PEFT's config is in the metadata; diffusers reads it from there too."""
     module = reference()
     options = {"lora_alpha": ALPHA, "alpha_pattern": {"attn.to_q": 7.0}, "init_lora_weights": False}
     module.add_adapter(peft.LoraConfig(r=RANK, target_modules=modules(), **options))
     module.save_lora_adapter(tmp_path)
     path = tmp_path / "pytorch_lora_weights.safetensors"
-    theirs = reference()
-    theirs.load_lora_adapter(tmp_path, weight_name=path.name, prefix=None)
-    theirs.fuse_lora(lora_scale=STRENGTH)
-    theirs.unload_lora()
-    base, file = opened(path)
+    reloaded = reference()
+    reloaded.load_lora_adapter(tmp_path, weight_name=path.name, prefix=None)
+    reloaded.fuse_lora(lora_scale=STRENGTH)
+    reloaded.unload_lora()
+    base, file = open_lora(path)
     assert (file.matches.num_matched, file.matches.unmatched) == (len(modules()), ())
-    ours = lora.MergedLoraReader(base, [(file, STRENGTH)])
-    for key, x in StateDict(theirs).tensors.items():
-        assert np.abs(ours.read(key) - x).max() <= 1e-6 * np.abs(x).max(), key
+    merged = lora.MergedLoraReader(base, [(file, STRENGTH)])
+    for key, x in StateDict(reloaded).tensors.items():
+        assert np.abs(merged.read(key) - x).max() <= 1e-6 * np.abs(x).max(), key
 
 
-def test_differences_of_fused_and_exchanged_tensors(tmp_path):
-    """Weights and biases themselves, as ComfyUI's extraction writes them."""
+def test_weight_differences_of_fused_and_swapped_tensors_are_added(tmp_path):
+    """Test whole differences of weights and biases, as ComfyUI's extraction writes them."""
     module = reference()
     generator = torch.Generator().manual_seed(3)
     changes = {key: torch.randn(x.shape, generator=generator) for key, x in module.state_dict().items()}
@@ -246,28 +251,28 @@ def test_differences_of_fused_and_exchanged_tensors(tmp_path):
         tensors[f"diffusion_model.final_layer.adaLN_modulation.1.{role}"] = torch.cat(halves[::-1])
     tensors["final_layer.linear.diff_b"] = changes["proj_out.bias"]
     save_file(tensors, tmp_path / "diff.safetensors")
-    base, file = opened(tmp_path / "diff.safetensors")
-    ours = lora.MergedLoraReader(base, [(file, 2.0)])
+    base, file = open_lora(tmp_path / "diff.safetensors")
+    merged = lora.MergedLoraReader(base, [(file, 2.0)])
     for key, x in base.tensors.items():
-        np.testing.assert_allclose(ours.read(key), x + 2 * changes[key].numpy() if key in keys else x, rtol=1e-6)
+        np.testing.assert_allclose(merged.read(key), x + 2 * changes[key].numpy() if key in keys else x, rtol=1e-6)
 
 
 @pytest.mark.parametrize("layout", quick(["authors"], ["diffusers", "authors"]))
 def test_a_loaded_model_has_the_merged_weights(layout, tmp_path):
-    """The whole way, with a checkpoint in either layout, includes stacked blocks, and q and k in the order of RoPE."""
-    ours, theirs = authors.both_layouts(tmp_path)
+    """Loading a checkpoint in either layout stacks blocks, and reorders q and k for RoPE."""
+    diffusers_folder, authors_folder = authors.write_both_layouts(tmp_path)
     module = reference()
-    module.save_pretrained(ours / "transformer")
+    module.save_pretrained(diffusers_folder / "transformer")
     tensors = {key: x.numpy() for key, x in module.state_dict().items()}
-    authors.add_transformer(theirs, "480p_t2v", tensors, use_meanflow=True)
+    authors.add_transformer(authors_folder, "480p_t2v", tensors, use_meanflow=True)
     comfyui_file(tmp_path / "lora.safetensors")
     diffusers_file(tmp_path / "diffusers.safetensors")
     messages = []
-    folder = ours if layout == "diffusers" else theirs
+    folder = diffusers_folder if layout == "diffusers" else authors_folder
     pipe = wanjax.load(folder, lora=f"{tmp_path / 'lora.safetensors'}:{STRENGTH}", note=messages.append)
     assert "the rest" not in messages[0]
     config = transformer_config(module.config)
-    merged = fused(tmp_path / "diffusers.safetensors", STRENGTH * ALPHA / RANK)
+    merged = fuse_with_diffusers(tmp_path / "diffusers.safetensors", STRENGTH * ALPHA / RANK)
     weights = {path: np.asarray(x) for path, x in parameters(pipe.transformer).items()}
     result = ExportedTensors(weights, transformer_weight_rules(config))
     for key, x in merged.tensors.items():
@@ -281,6 +286,6 @@ def test_a_lora_for_another_model_is_refused(tmp_path):
         tensors |= {f"{name}.lora_A.weight": torch.ones(2, 48), f"{name}.lora_B.weight": torch.ones(rows, 2)}
     save_file(tensors, tmp_path / "old.safetensors")
     with pytest.raises(WanjaxError) as caught:
-        opened(tmp_path / "old.safetensors")
+        open_lora(tmp_path / "old.safetensors")
     assert has_line_with(str(caught.value), "double_blocks.0.img_attn_qkv.weight [144, 48] [96, 32]")
     assert has_line_with(str(caught.value), "LoRA model")

@@ -23,7 +23,7 @@ SMALL = {
     "text_embed_dim": 24, "text_embed_2_dim": 16, "image_embed_dim": 20, "in_channels": 9, "out_channels": 4,
     "mlp_ratio": 2.0, "use_meanflow": True,
 }  # fmt: skip
-AUTHORS = {"rope_dim_list": [8, 12, 12], "rope_theta": 256, "ideal_resolution": "720p", "use_meanflow": True}
+AUTHORS_CONFIG = {"rope_dim_list": [8, 12, 12], "rope_theta": 256, "ideal_resolution": "720p", "use_meanflow": True}
 TRANSFORMER_NAMES = {  # in the authors' code
     "img_in.proj.weight",
     "time_in.mlp.2.bias",
@@ -60,29 +60,29 @@ VAE_NAMES = {
 }
 
 
-def state(module: torch.nn.Module) -> dict[str, np.ndarray]:
+def tensors_of(module: torch.nn.Module) -> dict[str, np.ndarray]:
     return {key: x.numpy() for key, x in module.state_dict().items()}
 
 
-def originally(ours: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a transformer's tensors as its authors have them: one of q, k and v in the refiner, shifts first."""
-    theirs = {}
-    for key, x in ours.items():
+def to_authors_layout(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return a transformer's tensors in the authors' layout: q, k and v fused in the refiner, shifts first."""
+    result = {}
+    for key, x in tensors.items():
         if "token_refiner" in key and ".to_q." in key:
             name = key.replace(".to_q.", ".to_qkv.")
-            x = np.concatenate([ours[key.replace(".to_q.", f".to_{part}.")] for part in "qkv"])
+            x = np.concatenate([tensors[key.replace(".to_q.", f".to_{part}.")] for part in "qkv"])
         elif "token_refiner" in key and (".to_k." in key or ".to_v." in key):
             continue
         else:
             name = key
         if key.startswith("norm_out."):
             x = np.concatenate([x[len(x) // 2 :], x[: len(x) // 2]])
-        theirs[original.TRANSFORMER.to_authors(name)] = x
-    assert None not in theirs
-    return theirs
+        result[original.TRANSFORMER.to_authors(name)] = x
+    assert None not in result
+    return result
 
 
-def same(result, expected: Mapping[str, np.ndarray]) -> None:
+def assert_same_tensors(result, expected: Mapping[str, np.ndarray]) -> None:
     assert result.specs.keys() == expected.keys()
     for key, x in expected.items():
         assert result.specs[key].shape == x.shape
@@ -95,13 +95,15 @@ def transformer() -> HunyuanVideo15Transformer3DModel:
     return HunyuanVideo15Transformer3DModel(**SMALL, target_size=960).requires_grad_(False)
 
 
-def test_a_transformer_has_the_same_tensors_by_its_authors_names(transformer):
-    theirs = originally(state(transformer))
-    assert theirs.keys() >= TRANSFORMER_NAMES
-    component = recognise.component("transformer", Tensors(theirs), AUTHORS)
-    same(component.weights, state(transformer))
+def test_a_transformer_by_the_authors_names_has_the_same_tensors(transformer):
+    authors_tensors = to_authors_layout(tensors_of(transformer))
+    assert authors_tensors.keys() >= TRANSFORMER_NAMES
+    component = recognise.component("transformer", Tensors(authors_tensors), AUTHORS_CONFIG)
+    assert_same_tensors(component.weights, tensors_of(transformer))
     assert tables.transformer_config(component.json) == tables.transformer_config(transformer.config)
-    assert all(original.TRANSFORMER.to_authors(str(original.TRANSFORMER.to_diffusers(key))) == key for key in theirs)
+    assert all(
+        original.TRANSFORMER.to_authors(str(original.TRANSFORMER.to_diffusers(key))) == key for key in authors_tensors
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,25 +113,25 @@ def test_a_transformer_has_the_same_tensors_by_its_authors_names(transformer):
         ({"use_meanflow": True}, None, FEW_STEPS_480P),
     ],
 )
-def test_the_published_transformers(sizes, options, config):
+def test_published_transformers_are_recognised_by_their_shapes(sizes, options, config):
     with torch.device("meta"):
         keys = HunyuanVideo15Transformer3DModel(**sizes).state_dict()
-    ours = {key: tuple(x.shape) for key, x in keys.items() if "token_refiner" not in key or ".attn." not in key}
-    specs = {original.TRANSFORMER.to_authors(key): Spec(shape, np.dtype(np.float32)) for key, shape in ours.items()}
+    shapes = {key: tuple(x.shape) for key, x in keys.items() if "token_refiner" not in key or ".attn." not in key}
+    specs = {original.TRANSFORMER.to_authors(key): Spec(shape, np.dtype(np.float32)) for key, shape in shapes.items()}
     assert None not in specs
     assert tables.transformer_config(original.transformer_json(specs, options)) == config
 
 
-def test_an_autoencoder_has_the_same_tensors_by_its_authors_names():
+def test_an_autoencoder_by_the_authors_names_has_the_same_tensors():
     sizes = {"block_out_channels": (8, 16, 32), "spatial_compression_ratio": 4, "temporal_compression_ratio": 2}
     reference = AutoencoderKLHunyuanVideo15(**sizes, latent_channels=4).requires_grad_(False)
-    theirs = {str(original.VAE.to_authors(key)): x for key, x in state(reference).items()}
-    component = recognise.component("vae", Tensors(theirs), {"scaling_factor": 0.5})
-    same(component.weights, state(reference))
+    authors_tensors = {str(original.VAE.to_authors(key)): x for key, x in tensors_of(reference).items()}
+    component = recognise.component("vae", Tensors(authors_tensors), {"scaling_factor": 0.5})
+    assert_same_tensors(component.weights, tensors_of(reference))
     assert tables.vae_config(component.json) == replace(tables.vae_config(reference.config), scale=0.5)
 
 
-def test_the_published_autoencoder():
+def test_the_published_autoencoder_is_recognised_by_its_shapes():
     with torch.device("meta"):
         keys = AutoencoderKLHunyuanVideo15().state_dict()
     specs = {original.VAE.to_authors(key): Spec(tuple(x.shape), np.dtype(np.float32)) for key, x in keys.items()}
@@ -140,17 +142,17 @@ def test_the_published_autoencoder():
     assert tables.vae_config(original.vae_json(specs)) == VAE_1_5
 
 
-FLAT = {"img_in.proj.weight": Spec((3,), np.dtype(np.float32))}
-OTHER = {"blocks.0.attn1.to_q.weight": np.zeros((2, 2), np.float32)}
-REFUSED = [  # calls, and what their sentences name
-    (lambda: recognise.component("transformer", Tensors(OTHER)), "transformer weights HunyuanVideo 1.5"),
-    (lambda: recognise.component("vae", Tensors(OTHER)), "vae weights HunyuanVideo 1.5"),
+ONE_AXIS = {"img_in.proj.weight": Spec((3,), np.dtype(np.float32))}
+ANOTHER_MODEL = {"blocks.0.attn1.to_q.weight": np.zeros((2, 2), np.float32)}
+REFUSED_CALLS = [  # calls, and words of their messages
+    (lambda: recognise.component("transformer", Tensors(ANOTHER_MODEL)), "transformer weights HunyuanVideo 1.5"),
+    (lambda: recognise.component("vae", Tensors(ANOTHER_MODEL)), "vae weights HunyuanVideo 1.5"),
     (lambda: original.transformer_json({}), "img_in.proj.weight size"),
-    (lambda: original.transformer_json(FLAT), "img_in.proj.weight [3] 5 axes"),
+    (lambda: original.transformer_json(ONE_AXIS), "img_in.proj.weight [3] 5 axes"),
 ]
 
 
-@pytest.mark.parametrize(("call", "words"), REFUSED, ids=[words for _, words in REFUSED])
-def test_weights_of_another_model_are_named(call, words):
+@pytest.mark.parametrize(("call", "words"), REFUSED_CALLS, ids=[words for _, words in REFUSED_CALLS])
+def test_weights_of_another_model_are_refused(call, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         call()

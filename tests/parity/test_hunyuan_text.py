@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from transformers import ByT5Tokenizer as ReferenceByT5
 
-from tests.parity.encoder_references import converted, qwen_reference
-from tests.parity.references import converted_t5, relative_l2, t5_reference
+from tests.parity.encoder_references import convert_reference, qwen_reference
+from tests.parity.references import convert_t5, relative_l2, t5_reference
 from tests.support.toy_chat_tokenizer import save_chat_tokenizer
 from tests.support.toy_tokenizer import AWKWARD_PROMPTS
 from tests.support.words import has_line_with
@@ -59,7 +59,7 @@ def tokenizers(folder):
     return AutoTokenizer.from_pretrained(folder), Tokenizer.load(folder, length=TEMPLATE_TOKENS + TEXT_LENGTH)
 
 
-def test_constants():
+def test_the_constants_are_those_of_diffusers():
     assert SETTINGS["system_message"].default == SYSTEM_MESSAGE
     assert SETTINGS["crop_start"].default == TEMPLATE_TOKENS
     assert SETTINGS["tokenizer_max_length"].default == TEXT_LENGTH
@@ -68,13 +68,13 @@ def test_constants():
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_the_chat(tokenizers, prompt):
+def test_a_prompt_in_the_chat_template_equals_diffusers(tokenizers, prompt):
     [messages] = format_text_input([prompt], SYSTEM_MESSAGE)
     expected = tokenizers[0].apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert chat(prompt) == expected
 
 
-def test_tokens_of_chats(tokenizers):
+def test_the_tokens_of_chats_equal_diffusers(tokenizers):
     reference, tokenizer = tokenizers
     prompts = PROMPTS + LONG
     expected = reference.apply_chat_template(
@@ -95,15 +95,18 @@ def test_half_a_character_is_replaced(tokenizers):
     np.testing.assert_array_equal(batch.ids[::2], batch.ids[1::2])
 
 
-def test_the_truncation_of_a_chat_is_that_of_its_prompt(tokenizers):
-    """The toy's template has more tokens than the true one, so that less of a prompt fits."""
+def test_a_truncation_is_reported_in_tokens_of_the_prompt(tokenizers):
+    """The template has more tokens in the small vocabulary, so less of a prompt fits."""
     _, tokenizer = tokenizers
     num_template_tokens = len(tokenizer.backend.encode(chat("a")).ids) - 1
-    closing = len(tokenizer.backend.encode(TEMPLATE_END).ids)
+    num_end_tokens = len(tokenizer.backend.encode(TEMPLATE_END).ids)
     room = TEMPLATE_TOKENS + TEXT_LENGTH - num_template_tokens
-    digits = [("1" * count) for count in (room, room + 1, room + closing, room + closing + 1, room + closing + 7)]
-    *fit, one_token, seven = tokenize_chats(tokenizer, digits).truncated
-    assert fit == [None, None, None]
+    digits = [
+        ("1" * count)
+        for count in (room, room + 1, room + num_end_tokens, room + num_end_tokens + 1, room + num_end_tokens + 7)
+    ]
+    *fitting, one_token, seven = tokenize_chats(tokenizer, digits).truncated
+    assert fitting == [None, None, None]
     assert (one_token.cut, seven.cut) == ("1", "1111111")
     assert seven.tokens - one_token.tokens == 6
     assert one_token.tokens == num_template_tokens - TEMPLATE_TOKENS + room + 1
@@ -118,7 +121,7 @@ QUOTES = st.text(st.sampled_from("\"“”'‘’ab \n\t\r\u2028雨"), max_size=
 
 @settings(derandomize=True, max_examples=500, database=None)
 @given(st.one_of(QUOTES, st.text(st.characters(codec="utf-8"))))
-def test_quoted_texts(prompt):
+def test_the_quoted_texts_equal_those_of_diffusers(prompt):
     expected = extract_glyph_texts(prompt)
     assert glyph_text(prompt) == expected
 
@@ -135,7 +138,7 @@ def test_quoted_texts(prompt):
         ("half a character \ud83d “\ud83d”", 'Text "\ufffd". '),
     ],
 )
-def test_examples_of_quoted_texts(prompt, text):
+def test_quoted_texts_are_extracted(prompt, text):
     assert glyph_text(prompt) == text
 
 
@@ -148,7 +151,7 @@ def glyph_tokenizers(tmp_path_factory):
     return reference, ByT5Tokenizer.load(folder, length=GLYPH_LENGTH)
 
 
-def test_the_truncation_of_quoted_texts(glyph_tokenizers):
+def test_truncated_quoted_texts_are_reported(glyph_tokenizers):
     _, tokenizer = glyph_tokenizers
     none, fits, cut = tokenize_glyphs(tokenizer, ["none", '"short"', f'a "{"雨" * 99} end" b']).truncated
     assert none is None
@@ -159,23 +162,23 @@ def test_the_truncation_of_quoted_texts(glyph_tokenizers):
 
 
 @torch.no_grad()
-def test_features_of_chats(tokenizers, tmp_path):
+def test_the_features_of_chats_equal_diffusers(tokenizers, tmp_path):
     reference = qwen_reference(vocab_size=400)
     features, mask = HunyuanVideo15Pipeline._get_mllm_prompt_embeds(
         reference, tokenizers[0], PROMPTS[-4:] + LONG[:1], torch.device("cpu")
     )
     batch = tokenize_chats(tokenizers[1], PROMPTS[-4:] + LONG[:1])
-    model = converted(reference, QWEN2_VL, tmp_path)
+    model = convert_reference(reference, QWEN2_VL, tmp_path)
     result = nnx.jit(lambda model, ids: model(ids))(model, jnp.asarray(batch.ids))[:, TEMPLATE_TOKENS:]
-    real = batch.mask[:, TEMPLATE_TOKENS:]
-    np.testing.assert_array_equal(real, mask)
-    error = relative_l2(result[real], features.numpy()[real])
+    mask_of_prompt = batch.mask[:, TEMPLATE_TOKENS:]
+    np.testing.assert_array_equal(mask_of_prompt, mask)
+    error = relative_l2(result[mask_of_prompt], features.numpy()[mask_of_prompt])
     print(f"relative error {error:.1e}")
     assert error <= 1e-5
 
 
 @torch.no_grad()
-def test_features_of_quoted_texts(glyph_tokenizers, tmp_path):
+def test_the_features_of_quoted_texts_equal_diffusers(glyph_tokenizers, tmp_path):
     reference = t5_reference("t5", vocab_size=400)
     prompts = ["nothing", *PROMPTS[-4:-3], 'the "<color-0> <cn-font-1>" sign', f'"{"é" * 300}"']
     features, mask = HunyuanVideo15Pipeline._get_byt5_prompt_embeds(
@@ -184,7 +187,7 @@ def test_features_of_quoted_texts(glyph_tokenizers, tmp_path):
     batch = tokenize_glyphs(glyph_tokenizers[1], prompts)
     np.testing.assert_array_equal(batch.mask, mask)
     assert not batch.mask[0].any()
-    model = converted_t5(reference, tmp_path)
+    model = convert_t5(reference, tmp_path)
     result = nnx.jit(lambda model, *prompt: model(*prompt))(model, jnp.asarray(batch.ids), jnp.asarray(batch.mask))
     assert bool(jnp.isfinite(result).all())
     error = relative_l2(result[batch.mask], features.numpy()[batch.mask])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HunyuanVideo's autoencoder against diffusers' AutoencoderKLHunyuanVideo15, on the same small random weights.
 
-The reference computes the whole clip at once, ours chunk by chunk.
+The reference computes the whole clip at once; wanjax computes it chunk by chunk.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ from wanjax.models.hunyuanvideo.vae_config import VAE_1_5
 from wanjax.pipelines.frames import decode_latents, encode_frames
 from wanjax.sharding import SHARDING_RULES, Partitioner, make_mesh, one_device_partitioner
 
-BAR = 1e-5
+BOUND = 1e-5
 SIZES = {"latent_channels": 4, "block_out_channels": (8, 16, 16, 32, 32), "layers_per_block": 1, "scaling_factor": 1.3}
 FRAMES = [1, 5, 9, 17]
 SIZE = (32, 48)
@@ -37,19 +37,19 @@ SIZE_OF_TILES = (16, 48)  # three tiles, the last of which is smaller
 
 @pytest.fixture(scope="module")
 def reference() -> AutoencoderKLHunyuanVideo15:
-    """Attention whose logits are larger than one, so that each key matters."""
+    """Return an autoencoder whose attention logits exceed one, so that each key matters."""
     torch.manual_seed(0)
     reference = AutoencoderKLHunyuanVideo15(**SIZES).eval()
     randomise(reference, seed=1)
     with torch.no_grad():
-        for half in (reference.encoder, reference.decoder):
-            half.mid_block.attentions[0].to_q.weight.mul_(4)
-            half.mid_block.attentions[0].to_k.weight.mul_(4)
-            half.mid_block.attentions[0].proj_out.weight.mul_(4)
+        for coder in (reference.encoder, reference.decoder):
+            coder.mid_block.attentions[0].to_q.weight.mul_(4)
+            coder.mid_block.attentions[0].to_k.weight.mul_(4)
+            coder.mid_block.attentions[0].proj_out.weight.mul_(4)
     return reference
 
 
-def loaded(reference, dtype=jnp.float32, partitioner=None) -> HunyuanVideoVAE:
+def load_vae(reference, dtype=jnp.float32, partitioner=None) -> HunyuanVideoVAE:
     config = replace(tables.vae_config(reference.config), max_latent_frames=6)
     kw = {"dtype": dtype, "param_dtype": dtype}
     abstract = as_shapes(lambda rngs: HunyuanVideoVAE(config, **kw, rngs=rngs))
@@ -62,15 +62,15 @@ def loaded(reference, dtype=jnp.float32, partitioner=None) -> HunyuanVideoVAE:
 
 @pytest.fixture(scope="module")
 def vae(reference) -> HunyuanVideoVAE:
-    return loaded(reference)
+    return load_vae(reference)
 
 
-def video(frames: int, size: tuple[int, int] = SIZE) -> torch.Tensor:
+def random_video(frames: int, size: tuple[int, int] = SIZE) -> torch.Tensor:
     """Return a random video [B C T H W] in [0, 1]."""
     return torch.rand(1, 3, frames, *size, generator=torch.Generator().manual_seed(frames))
 
 
-def latents(frames: int, size: tuple[int, int] = SIZE) -> torch.Tensor:
+def random_latents(frames: int, size: tuple[int, int] = SIZE) -> torch.Tensor:
     shape = (1, 4, (frames + 3) // 4, size[0] // 16, size[1] // 16)
     return torch.randn(shape, generator=torch.Generator().manual_seed(frames))
 
@@ -98,58 +98,58 @@ def decode(vae, z: torch.Tensor, tiling: Tiling | None = None, partitioner=None)
     return np.concatenate(chunks).transpose(3, 0, 1, 2)[None] * 2 - 1
 
 
-def close(result, expected) -> None:
+def compare(result, expected) -> None:
     error = relative_l2(result, expected)
     print(f"{error:.1e}")  # `pytest -rP` shows it
-    assert error <= BAR
+    assert error <= BOUND
 
 
 @pytest.mark.parametrize("frames", FRAMES)
-def test_encode(reference, vae, frames):
-    close(encode(vae, video(frames)), reference_latents(reference, video(frames)))
+def test_encoded_videos_equal_those_of_diffusers(reference, vae, frames):
+    compare(encode(vae, random_video(frames)), reference_latents(reference, random_video(frames)))
 
 
 @pytest.mark.parametrize("frames", FRAMES)
-def test_decode(reference, vae, frames):
-    expected = reference_frames(reference, latents(frames))
+def test_decoded_videos_equal_those_of_diffusers(reference, vae, frames):
+    expected = reference_frames(reference, random_latents(frames))
     assert np.mean(np.abs(expected) > 1) < 0.5  # only some are clipped
-    close(decode(vae, latents(frames)), np.clip(expected, -1, 1))
+    compare(decode(vae, random_latents(frames)), np.clip(expected, -1, 1))
 
 
-def test_tiles(reference, vae):
-    x, z = video(1, SIZE_OF_TILES), latents(1, SIZE_OF_TILES)
+def test_tiled_videos_equal_those_of_diffusers(reference, vae):
+    x, z = random_video(1, SIZE_OF_TILES), random_latents(1, SIZE_OF_TILES)
     reference.enable_tiling(32, 32, 2, 2, 0.5)
     expected = reference_latents(reference, x), np.clip(reference_frames(reference, z), -1, 1)
     reference.disable_tiling()
-    close(encode(vae, x, TILING), expected[0])
-    close(decode(vae, z, TILING), expected[1])
+    compare(encode(vae, x, TILING), expected[0])
+    compare(decode(vae, z, TILING), expected[1])
 
 
-def test_the_reference_s_tiling_is_ours():
+def test_the_default_tiling_is_that_of_diffusers():
     reference = AutoencoderKLHunyuanVideo15
     with torch.device("meta"):
-        usual = reference()
-    size = usual.tile_sample_min_height
-    assert VAE_1_5.tiling == (size, int(size * (1 - usual.tile_overlap_factor)))
+        default = reference()
+    size = default.tile_sample_min_height
+    assert VAE_1_5.tiling == (size, int(size * (1 - default.tile_overlap_factor)))
 
 
-@pytest.mark.slow  # Wan's autoencoder, of the same convolutions, has a quick one
-def test_longer_chunks_equal_the_full_video(vae, streams, full_outputs):
+@pytest.mark.slow  # a quick test covers Wan's autoencoder, which has the same convolutions
+def test_longer_chunks_equal_the_full_video(vae, chunk_functions, full_outputs):
     """The first chunk and the later ones may have several latent frames."""
     x, z = full_outputs[0], full_outputs[1]
     for stream, source, per_latent, expected in (("encode", x, 4, z), ("decode", z, 1, full_outputs[2])):
         cache, parts, start = None, [], 0
         for chunk in (2, 2):
             end = start + chunk * per_latent - (per_latent - 1 if cache is None else 0)
-            y, cache = streams[stream](vae, source[:, start:end], cache)
+            y, cache = chunk_functions[stream](vae, source[:, start:end], cache)
             parts.append(y)
             start = end
         assert start == source.shape[1]
-        close(np.concatenate(parts, axis=1), expected)
+        compare(np.concatenate(parts, axis=1), expected)
 
 
 @pytest.fixture(scope="module")
-def streams():
+def chunk_functions():
     return {
         "encode": nnx.jit(lambda vae, x, cache: vae.encode_chunk(x, cache)),
         "decode": nnx.jit(lambda vae, z, cache: vae.decode_chunk(z, cache)),
@@ -158,7 +158,7 @@ def streams():
 
 @pytest.fixture(scope="module")
 def full_outputs(vae) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Two videos of 13 frames, their latents and these decoded, each in one call."""
+    """Return two videos of 13 frames, their latents and the decoded latents, each from one call."""
     x = np.random.default_rng(0).uniform(-1, 1, (2, 13, *SIZE, 3)).astype(np.float32)
     z = latents_of(vae, x)
     return x, np.asarray(z), np.asarray(nnx.jit(lambda vae, z: vae.decode_chunk(z, None)[0])(vae, z))
@@ -169,18 +169,18 @@ def latents_of(vae, x):
     return vae.encode_chunk(x, None)[0]
 
 
-def test_full_videos(reference, full_outputs):
-    """The reference takes one video at a time: its mask has no axis for a batch."""
+def test_full_videos_equal_those_of_diffusers(reference, full_outputs):
+    """Run the reference one video at a time, because its mask has no batch axis."""
     x, z, frames = full_outputs
     for index in range(2):
         pixels = torch.from_numpy(x[index : index + 1]).permute(0, 4, 1, 2, 3) / 2 + 0.5
         expected = reference_latents(reference, pixels)
-        close(np.moveaxis(z[index : index + 1], -1, 1), expected)
+        compare(np.moveaxis(z[index : index + 1], -1, 1), expected)
         expected = reference_frames(reference, torch.from_numpy(expected))
-        close(np.moveaxis(frames[index : index + 1], -1, 1), expected)
+        compare(np.moveaxis(frames[index : index + 1], -1, 1), expected)
 
 
-STREAMED = {  # our module, the reference's module, and its channels
+CHUNKED_MODULES = {  # wanjax's module, the reference's module, and its channels
     "encoder.conv_in": ("encoder.conv_in", 3),
     "encoder.levels.1.res.0": ("encoder.down_blocks.1.resnets.0", 16),
     "encoder.levels.0.resample": ("encoder.down_blocks.0.downsamplers.0", 8),
@@ -195,28 +195,27 @@ STREAMED = {  # our module, the reference's module, and its channels
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("path", STREAMED)
-def test_modules_chunk_by_chunk(reference, vae, path):
-    their_path, channels = STREAMED[path]
+@pytest.mark.parametrize("path", CHUNKED_MODULES)
+def test_modules_run_chunk_by_chunk_equal_those_of_diffusers(reference, vae, path):
+    reference_path, channels = CHUNKED_MODULES[path]
     x = torch.randn(1, channels, 5, 6, 4, generator=torch.Generator().manual_seed(channels))
-    expected = channels_last(reference.get_submodule(their_path)(x))
-    ours, cache, parts = submodule(vae, path), None, []
+    expected = channels_last(reference.get_submodule(reference_path)(x))
+    module, cache, parts = submodule(vae, path), None, []
     for chunk in (x[:, :, :1], x[:, :, 1:3], x[:, :, 3:]):
-        y, cache = run(ours, channels_last(chunk), cache)
+        y, cache = run(module, channels_last(chunk), cache)
         parts.append(y)
-    close(np.concatenate(parts, axis=1), expected)
+    compare(np.concatenate(parts, axis=1), expected)
 
 
-def test_later_frames_do_not_matter(vae, full_outputs):
-    """A frame sees no later one."""
+def test_a_latent_frame_does_not_depend_on_later_frames(vae, full_outputs):
     x, z, _ = full_outputs
     changed = np.asarray(latents_of(vae, np.concatenate([x[:, :9], -x[:, 9:]], axis=1)))
     assert relative_l2(changed[:, :3], z[:, :3]) <= 1e-6
     assert relative_l2(changed[:, 3:], z[:, 3:]) > 1e-2
 
 
-def test_no_array_holds_all_products_of_cells(vae):
-    """Attention of 6 frames of 64 × 64 cells, compiled from shapes: a block of queries meets a block of keys."""
+def test_attention_does_not_store_all_its_scores(vae):
+    """Compile attention of 6 frames of 64 × 64 cells: it multiplies a block of queries and a block of keys."""
     x = jax.ShapeDtypeStruct((1, 6, 64, 64, 32), jnp.float32)
     graphdef, weights = nnx.split(vae.decoder.mid.attention)
     run = jax.jit(lambda weights, x: nnx.merge(graphdef, weights)(x, None)[0])
@@ -224,19 +223,22 @@ def test_no_array_holds_all_products_of_cells(vae):
     assert memory.temp_size_in_bytes < 20 * 6 * 64 * 64 * 32 * 4 < (6 * 64 * 64) ** 2
 
 
-@pytest.mark.slow  # the whole pipeline on eight devices is a quick one of tests/pipelines/test_hunyuanvideo.py
+@pytest.mark.slow  # a quick test in tests/pipelines/test_hunyuanvideo.py runs the whole pipeline on eight devices
 @pytest.mark.parametrize(("axes", "rules"), on_meshes(((2, 2, 2), "tp")))
-def test_eight_devices(reference, axes, rules):
+def test_eight_devices_give_the_same_video(reference, axes, rules):
     """Frames of 2 × 8 latent positions are divided by width, those of 4 × 6 by both."""
     size = (32, 128) if axes[2] == 8 else (64, 96)
     partitioner = Partitioner(make_mesh(*axes), SHARDING_RULES[rules])
-    split = loaded(reference, partitioner=partitioner)
-    expected = np.clip(reference_frames(reference, latents(5, size)), -1, 1)
-    close(decode(split, latents(5, size), partitioner=partitioner), expected)
-    close(encode(split, video(5, size), partitioner=partitioner), reference_latents(reference, video(5, size)))
+    partitioned_vae = load_vae(reference, partitioner=partitioner)
+    expected = np.clip(reference_frames(reference, random_latents(5, size)), -1, 1)
+    compare(decode(partitioned_vae, random_latents(5, size), partitioner=partitioner), expected)
+    compare(
+        encode(partitioned_vae, random_video(5, size), partitioner=partitioner),
+        reference_latents(reference, random_video(5, size)),
+    )
 
 
-def test_the_published_autoencoder():
+def test_the_published_autoencoder_has_the_published_sizes():
     with torch.device("meta"):
         reference = AutoencoderKLHunyuanVideo15()
     config = tables.vae_config(reference.config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole pipelines from pictures against diffusers' WanImageToVideoPipeline: one checkpoint, one prompt, one noise."""
+"""Whole pipelines from pictures against diffusers' WanImageToVideoPipeline, with the same checkpoint and noise."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 import wanjax
 from tests.parity.references import (
-    BAR,
+    MAX_LATENT_ERROR,
     NEGATIVE_PROMPT,
     PROMPT,
     emphasise_mlps,
@@ -22,7 +22,7 @@ from tests.parity.references import (
     psnr,
     randomise,
     relative_l2,
-    small_parts,
+    small_components,
 )
 from tests.support.quick import quick
 
@@ -30,9 +30,9 @@ pytestmark = pytest.mark.usefixtures("cached_programs")
 
 HEIGHT, WIDTH, FRAMES, STEPS, GUIDANCE = 32, 48, 9, 3, 5.0
 KINDS = {  # options of the transformer, by kind
-    "attended": {"image_dim": 40, "added_kv_proj_dim": 96},
+    "with CLIP": {"image_dim": 40, "added_kv_proj_dim": 96},
     "first and last": {"image_dim": 40, "added_kv_proj_dim": 96, "pos_embed_seq_len": 2 * 17},
-    "condition alone": {},
+    "condition only": {},
 }
 
 
@@ -43,7 +43,7 @@ def reference(request, tmp_path_factory) -> WanImageToVideoPipeline:
         hidden_size=40, intermediate_size=80, num_hidden_layers=3, num_attention_heads=2, image_size=28, patch_size=7,
         hidden_act="gelu",
     )  # fmt: skip
-    parts = small_parts(tmp_path_factory.mktemp("tokenizer"))
+    parts = small_components(tmp_path_factory.mktemp("tokenizer"))
     networks = {
         "transformer": WanTransformer3DModel(
             num_attention_heads=3, attention_head_dim=32, in_channels=12, out_channels=4, text_dim=48, freq_dim=64,
@@ -82,7 +82,7 @@ Inputs = dict[str, np.ndarray]
 
 @pytest.fixture(params=quick(["portrait, then landscape"], SIZES))
 def inputs(request, reference) -> Inputs:
-    """The pictures: also a last one, unless the transformer attends to a single picture."""
+    """Return the first picture, and a last one unless the transformer attends to a single picture."""
     config = reference.transformer.config
     count = 1 if config.image_dim and config.pos_embed_seq_len is None else 2
     sizes = zip(["image", "last_image"][:count], SIZES[request.param], strict=False)
@@ -91,7 +91,7 @@ def inputs(request, reference) -> Inputs:
 
 
 @torch.no_grad()
-def expected(pipe: WanImageToVideoPipeline, options: Inputs) -> tuple[list[np.ndarray], np.ndarray]:
+def expected_video(pipe: WanImageToVideoPipeline, options: Inputs) -> tuple[list[np.ndarray], np.ndarray]:
     """Return diffusers' latents after every step, and its frames."""
     latents = []
     frames = pipe(
@@ -111,12 +111,12 @@ def conditions(pipe: WanImageToVideoPipeline, options: Inputs) -> tuple[np.ndarr
     _, condition = pipe.prepare_latents(
         pixels[0], 1, 4, HEIGHT, WIDTH, FRAMES, torch.float32, None, None, NOISE, *pixels[1:]
     )
-    seen = pipe.transformer.config.image_dim
-    return condition.numpy(), pipe.encode_image(images).numpy().reshape(1, -1, 40) if seen else None
+    uses_clip = pipe.transformer.config.image_dim
+    return condition.numpy(), pipe.encode_image(images).numpy().reshape(1, -1, 40) if uses_clip else None
 
 
-def test_every_step_and_every_frame(reference, folder, inputs):
-    """Pictures of other proportions are stretched for the autoencoder, and CLIP sees them as they came."""
+def test_every_step_and_every_frame_equal_those_of_diffusers(reference, folder, inputs):
+    """Pictures of other proportions are stretched for the autoencoder, but not for CLIP."""
     pipe = wanjax.load(folder)
     settings = {"size": (HEIGHT, WIDTH), "frames": FRAMES}
     embeddings = pipe.encode(PROMPT, NEGATIVE_PROMPT, **inputs, resize="stretch", follow="diffusers", **settings)
@@ -127,11 +127,11 @@ def test_every_step_and_every_frame(reference, folder, inputs):
     assert image_embeds is None or relative_l2(embeddings.image_embeds, image_embeds) <= 1e-5
 
     latents = []
-    last = pipe.denoise(
+    final_latents = pipe.denoise(
         embeddings, steps=STEPS, guidance_scale=GUIDANCE, flow_shift=3.0, sigmas="diffusers",
         noise=jnp.asarray(NOISE.numpy()), callback=lambda step: latents.append(np.asarray(step.latents)), **settings,
     )  # fmt: skip
-    exact, frames = expected(reference, inputs)
+    exact, frames = expected_video(reference, inputs)
     assert len(latents) == STEPS
-    assert largest_error(latents, exact) <= BAR
-    assert psnr(pipe.decode(last, jnp.float32), frames) >= 60
+    assert largest_error(latents, exact) <= MAX_LATENT_ERROR
+    assert psnr(pipe.decode(final_latents, jnp.float32), frames) >= 60

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan Fun InP from no picture, one and two, against its pipeline as its publisher describes it, on diffusers' networks.
+"""Wan Fun InP from no picture, one and two, against a pipeline in PyTorch, on diffusers' networks.
 
-diffusers has no such pipeline. The one here was written from the description in docs/guides/picture.md, in PyTorch.
+diffusers has no such pipeline. The one here was written from its publisher's description: docs/guides/picture.md.
 """
 
 import json
@@ -17,7 +17,15 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 import wanjax
-from tests.parity.references import BAR, NEGATIVE_PROMPT, PROMPT, emphasise_mlps, largest_error, randomise, small_parts
+from tests.parity.references import (
+    MAX_LATENT_ERROR,
+    NEGATIVE_PROMPT,
+    PROMPT,
+    emphasise_mlps,
+    largest_error,
+    randomise,
+    small_components,
+)
 from tests.support.quick import quick
 from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
@@ -30,10 +38,10 @@ RESIDUAL = {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channe
 RANDOM = np.random.default_rng(0)
 FIRST, LAST = RANDOM.integers(0, 256, (2, HEIGHT, WIDTH, 3), dtype=np.uint8)
 PICTURES = {"none": {}, "first": {"image": FIRST}, "first and last": {"image": FIRST, "last_image": LAST}}
-KINDS = ("attended", "plain", "residual")  # Wan 2.1, Wan 2.2 A14B and Wan 2.2 5B
+KINDS = ("with CLIP", "plain", "residual")  # Wan 2.1, Wan 2.2 A14B and Wan 2.2 5B
 
 
-class Parts(NamedTuple):
+class Components(NamedTuple):
     transformer: Any
     vae: Any
     vision: Any
@@ -44,17 +52,17 @@ class Parts(NamedTuple):
         return 16 if self.vae.config.is_residual else 8
 
 
-def parts_of(kind: str) -> Parts:
+def make_components(kind: str) -> Components:
     torch.manual_seed(0)
-    seen = {"image_dim": 40, "added_kv_proj_dim": 96} if kind == "attended" else {}
+    clip_sizes = {"image_dim": 40, "added_kv_proj_dim": 96} if kind == "with CLIP" else {}
     transformer = WanTransformer3DModel(
         num_attention_heads=3, attention_head_dim=32, in_channels=12, out_channels=4, text_dim=48, freq_dim=64,
-        ffn_dim=160, num_layers=2, **seen,
+        ffn_dim=160, num_layers=2, **clip_sizes,
     ).eval()  # fmt: skip
     residual = RESIDUAL if kind == "residual" else {}
     vae = AutoencoderKLWan(base_dim=8, num_res_blocks=1, **STATISTICS, **residual).eval()
     vision = processor = None
-    if seen:
+    if clip_sizes:
         vision = CLIPVisionModel(
             CLIPVisionConfig(
                 hidden_size=40, intermediate_size=80, num_hidden_layers=3, num_attention_heads=2, image_size=28,
@@ -65,16 +73,18 @@ def parts_of(kind: str) -> Parts:
     for seed, network in enumerate(filter(None, (transformer, vae, vision))):
         randomise(network, seed)
     emphasise_mlps(transformer)
-    return Parts(transformer, vae, vision, processor)
+    return Components(transformer, vae, vision, processor)
 
 
-def save(parts: Parts, folder: Path) -> None:
-    parts_of_pipeline = small_parts(folder / "tokenizer_of_parts") | {
-        "vae": parts.vae,
-        "transformer": parts.transformer,
+def save_pipeline(components: Components, folder: Path) -> None:
+    pipeline_components = small_components(folder / "tokenizer_of_components") | {
+        "vae": components.vae,
+        "transformer": components.transformer,
     }
-    parts_of_pipeline["scheduler"] = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
-    pipe = WanImageToVideoPipeline(image_encoder=parts.vision, image_processor=parts.processor, **parts_of_pipeline)
+    pipeline_components["scheduler"] = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
+    pipe = WanImageToVideoPipeline(
+        image_encoder=components.vision, image_processor=components.processor, **pipeline_components
+    )
     pipe.save_pretrained(folder)
     index = json.loads((folder / "model_index.json").read_text()) | {"_class_name": "WanFunInpaintPipeline"}
     (folder / "model_index.json").write_text(json.dumps(index))
@@ -91,7 +101,9 @@ def statistics(vae: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def reference(parts: Parts, texts: list[torch.Tensor], noise: torch.Tensor, pictures: dict) -> list[np.ndarray]:
+def reference(
+    components: Components, texts: list[torch.Tensor], noise: torch.Tensor, pictures: dict
+) -> list[np.ndarray]:
     """Return the latents after every step, for the features of the prompt and of the negative one."""
     latents, (_, _, count, height, width) = noise, noise.shape
     mask, clip = torch.zeros(1, 1, FRAMES, height, width), torch.zeros(1, 3, FRAMES, HEIGHT, WIDTH)
@@ -102,36 +114,43 @@ def reference(parts: Parts, texts: list[torch.Tensor], noise: torch.Tensor, pict
     mask_channels = mask_channels.view(1, count, 4, height, width).transpose(1, 2)
     masked = torch.zeros_like(noise)
     if pictures:
-        mean, std = statistics(parts.vae)
-        masked = (parts.vae.encode(clip).latent_dist.mode() - mean) / std
+        mean, std = statistics(components.vae)
+        masked = (components.vae.encode(clip).latent_dist.mode() - mean) / std
     condition = torch.cat([mask_channels, masked], dim=1)
 
-    seen = None
-    if parts.vision is not None:
-        seen = torch.zeros(1, 17, 40)
+    image_features = None
+    if components.vision is not None:
+        image_features = torch.zeros(1, 17, 40)
         if pictures:
             resized = torch.nn.functional.interpolate(pixels(pictures["image"])[None], (28, 28), mode="bicubic")
-            scale = [torch.tensor(x).view(1, 3, 1, 1) for x in (parts.processor.image_mean, parts.processor.image_std)]
+            scale = [
+                torch.tensor(x).view(1, 3, 1, 1)
+                for x in (components.processor.image_mean, components.processor.image_std)
+            ]
             resized = (resized / 2 + 0.5 - scale[0]) / scale[1]
-            seen = parts.vision(resized, output_hidden_states=True).hidden_states[-2]
+            image_features = components.vision(resized, output_hidden_states=True).hidden_states[-2]
 
     scheduler = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
     scheduler.set_timesteps(STEPS)
-    noisy = torch.ones(1, 1, count, height, width)  # 0 where the latents are kept free of noise
-    if parts.factor == 16 and pictures:
+    noisy = torch.ones(1, 1, count, height, width)  # 0 where the latents stay free of noise
+    if components.factor == 16 and pictures:
         noisy[:, :, 0] = 0
     latents, steps = noisy * latents + (1 - noisy) * masked, []
     for t in scheduler.timesteps:
-        times = t.view(1)
-        if parts.factor == 16:
-            times = (noisy[0, 0, :, ::2, ::2] * t).reshape(1, -1)
-        guided = [
-            parts.transformer(
-                torch.cat([latents, condition], dim=1), times, text, encoder_hidden_states_image=seen, return_dict=False
+        timestep = t.view(1)
+        if components.factor == 16:
+            timestep = (noisy[0, 0, :, ::2, ::2] * t).reshape(1, -1)
+        predictions = [
+            components.transformer(
+                torch.cat([latents, condition], dim=1),
+                timestep,
+                text,
+                encoder_hidden_states_image=image_features,
+                return_dict=False,
             )[0]
             for text in texts
         ]
-        prediction = guided[1] + GUIDANCE * (guided[0] - guided[1])
+        prediction = predictions[1] + GUIDANCE * (predictions[0] - predictions[1])
         latents = scheduler.step(prediction, t, latents, return_dict=False)[0]
         latents = noisy * latents + (1 - noisy) * masked
         steps.append(latents.numpy())
@@ -142,32 +161,34 @@ CASES = [(kind, pictures) for kind in KINDS for pictures in PICTURES]
 
 
 @pytest.mark.parametrize(
-    ("kind", "places"),
-    quick([("attended", "none"), ("attended", "first and last"), ("residual", "first and last")], CASES),
+    ("kind", "picture_names"),
+    quick([("with CLIP", "none"), ("with CLIP", "first and last"), ("residual", "first and last")], CASES),
 )
-def test_every_step(kind, places, tmp_path):
-    parts, pictures = parts_of(kind), PICTURES[places]
-    save(parts, tmp_path)
+def test_every_step_equals_that_of_the_reference(kind, picture_names, tmp_path):
+    components, pictures = make_components(kind), PICTURES[picture_names]
+    save_pipeline(components, tmp_path)
     pipe = wanjax.load(tmp_path)
     settings: dict[str, Any] = {"size": (HEIGHT, WIDTH), "frames": FRAMES}
     encoded = pipe.encode(PROMPT, NEGATIVE_PROMPT, **pictures, **settings)
     assert (encoded.condition is None) == (not pictures)
-    shape = (1, 4, (FRAMES + 3) // 4, HEIGHT // parts.factor, WIDTH // parts.factor)
+    shape = (1, 4, (FRAMES + 3) // 4, HEIGHT // components.factor, WIDTH // components.factor)
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(7))
     texts = [torch.tensor(np.asarray(x)) for x in encoded[:2]]
-    exact, latents = reference(parts, texts, noise, pictures), []
-    last = pipe.denoise(
+    exact, latents = reference(components, texts, noise, pictures), []
+    final_latents = pipe.denoise(
         encoded, steps=STEPS, guidance_scale=GUIDANCE, flow_shift=SHIFT, sigmas="diffusers",
         noise=jnp.asarray(noise.numpy()), callback=lambda step: latents.append(np.asarray(step.latents)), **settings,
     )  # fmt: skip
     assert len(latents) == STEPS
-    num_fixed = int(parts.factor == 16 and bool(pictures))  # latent frames whose noise counts for nothing
-    assert largest_error([x[:, :, num_fixed:] for x in latents], [x[:, :, num_fixed:] for x in exact]) <= BAR
-    assert largest_error([np.asarray(last)], exact[-1:]) <= BAR
+    num_fixed = int(components.factor == 16 and bool(pictures))  # latent frames whose noise has no effect
+    assert (
+        largest_error([x[:, :, num_fixed:] for x in latents], [x[:, :, num_fixed:] for x in exact]) <= MAX_LATENT_ERROR
+    )
+    assert largest_error([np.asarray(final_latents)], exact[-1:]) <= MAX_LATENT_ERROR
 
 
 def test_a_last_picture_needs_a_first(tmp_path):
-    save(parts_of("plain"), tmp_path)
+    save_pipeline(make_components("plain"), tmp_path)
     pipe = wanjax.load(tmp_path)
     with pytest.raises(WanjaxError, match=line_with_words("last image first")):
         pipe.encode(PROMPT, last_image=LAST, size=(HEIGHT, WIDTH), frames=FRAMES)

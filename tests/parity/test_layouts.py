@@ -61,16 +61,16 @@ def diffusers(tmp_path_factory):
 
 
 @pytest.fixture
-def lent(diffusers, monkeypatch):
-    """Take what a checkpoint lacks from the one in the layout of diffusers, which stands for the hub."""
+def completed_from_diffusers(diffusers, monkeypatch):
+    """Complete checkpoints from the one in the layout of diffusers, which replaces the hub."""
     monkeypatch.setattr(checkpoint_layout, "open_fallback", lambda *_: open_source(diffusers))
 
 
 @pytest.fixture
-def on_the_hub(monkeypatch):
-    """Put files on the hub, by name; return its requests: names, other names and revisions."""
+def fake_hub(monkeypatch):
+    """Return a function that replaces the hub by files, by name, and returns a list of the requests."""
 
-    def put(files):
+    def add_files(files):
         requested = []
 
         def locate(name, companions, revision):
@@ -80,10 +80,10 @@ def on_the_hub(monkeypatch):
         monkeypatch.setattr(registry, "locate_file", locate)
         return requested
 
-    return put
+    return add_files
 
 
-def theirs(folder, component):
+def authors_tensors(folder, component):
     """Return a component's tensors by the authors' names."""
     weights = SafetensorsFolder(folder / component)
     return {NAMES[component].to_authors(key): weights.read(key) for key in weights.specs}
@@ -96,55 +96,56 @@ def save_pth(path, tensors):
 @pytest.fixture
 def authors(diffusers, tmp_path):
     """Write the checkpoint in the authors' layout."""
-    save_safetensors(tmp_path / "diffusion_pytorch_model.safetensors", theirs(diffusers, "transformer"))
+    save_safetensors(tmp_path / "diffusion_pytorch_model.safetensors", authors_tensors(diffusers, "transformer"))
     (tmp_path / "config.json").write_text(json.dumps(ORIGINAL_CONFIG))
-    save_pth(tmp_path / "Wan2.1_VAE.pth", theirs(diffusers, "vae"))
-    save_pth(tmp_path / "models_t5_umt5-xxl-enc-bf16.pth", theirs(diffusers, "text_encoder"))
+    save_pth(tmp_path / "Wan2.1_VAE.pth", authors_tensors(diffusers, "vae"))
+    save_pth(tmp_path / "models_t5_umt5-xxl-enc-bf16.pth", authors_tensors(diffusers, "text_encoder"))
     shutil.copytree(diffusers / "tokenizer", tmp_path / "google/umt5-xxl")
     return tmp_path
 
 
-def assert_same_weights(ours, reference):
-    assert ours.specs == reference.specs
+def assert_same_weights(result, reference):
+    assert result.specs == reference.specs
     for key in reference.specs:
-        np.testing.assert_array_equal(ours.read(key), reference.read(key))
+        np.testing.assert_array_equal(result.read(key), reference.read(key))
 
 
-def test_the_authors_folder_is_the_same_checkpoint(authors, diffusers):
+def test_the_authors_folder_is_read_as_the_folder_of_diffusers(authors, diffusers):
     source, reference = open_source(authors), open_source(diffusers)
     assert source.index == {key: value for key, value in reference.index.items() if key != "_diffusers_version"}
     for component in NAMES:
         assert_same_weights(source[component].weights(), reference[component].weights())
-        ours, expected = network(source, component, NETWORKS).config, network(reference, component, NETWORKS).config
+        config, expected = network(source, component, NETWORKS).config, network(reference, component, NETWORKS).config
         if component == "text_encoder":
-            expected = replace(expected, max_distance=128)  # the published value, which tensors do not show
-        assert ours == expected
+            # the published value, which the shapes of tensors do not determine
+            expected = replace(expected, max_distance=128)
+        assert config == expected
     assert source["tokenizer"].files()[0].parent == authors / "google/umt5-xxl"
     assert source["vae"].weights().paths == [authors / "Wan2.1_VAE.pth"]
     assert source["scheduler"].config()["flow_shift"] == 5.0
 
 
-def test_missing_files_of_an_authors_folder_are_named(authors):
-    """A missing text encoder is that of the published model."""
+def test_missing_files_of_an_authors_folder_are_missing_components(authors):
+    """The text encoder is one of them once its file is deleted."""
     before = open_source(authors).missing_components
     next(authors.glob("models_t5_*")).unlink()
     assert set(open_source(authors).missing_components) == {*before, "text_encoder"}
     assert "text_encoder" not in before
 
 
-def test_converted_layouts_make_the_same_latents(authors, diffusers):
+def test_both_layouts_make_the_same_video(authors, diffusers):
     settings = {"size": (32, 32), "frames": 5, "steps": 2, "flow_shift": 3.0}
-    answers = []
+    results = []
     for folder in (authors, diffusers):
         pipe = loading.load(folder)
         latents = pipe.denoise(pipe.encode("a cat", ""), **settings)
-        answers.append((np.asarray(latents), pipe.decode(latents)))
-    for ours, reference in zip(*answers, strict=True):
-        np.testing.assert_array_equal(ours, reference)
+        results.append((np.asarray(latents), pipe.decode(latents)))
+    for result, reference in zip(*results, strict=True):
+        np.testing.assert_array_equal(result, reference)
 
 
 def test_components_are_read_when_they_are_needed(authors, diffusers):
-    """A folder without its text encoder and tokenizer denoises and decodes: nothing looks for them before."""
+    """A folder without a text encoder and tokenizer denoises and decodes."""
     encoded = loading.load(diffusers).encode("a cat", "")
     (authors / "models_t5_umt5-xxl-enc-bf16.pth").unlink()
     shutil.rmtree(authors / "google")
@@ -156,24 +157,24 @@ def test_components_are_read_when_they_are_needed(authors, diffusers):
 
 
 @pytest.mark.parametrize("layout", ["folder", "file"])
-@pytest.mark.usefixtures("lent")
-def test_every_layout_is_converted(layout, authors, diffusers, tmp_path):
-    """The result equals that from the layout of diffusers, except for configs that tensors do not show."""
+@pytest.mark.usefixtures("completed_from_diffusers")
+def test_a_folder_and_a_file_of_the_authors_are_converted(layout, authors, diffusers, tmp_path):
+    """The weights equal those from the layout of diffusers."""
     name = authors if layout == "folder" else authors / "diffusion_pytorch_model.safetensors"
     target = tmp_path / "converted"
     assert ToWanjax(open_source(name), target, NETWORKS).run()
     for component in NAMES:
         assert (target / component / "config.json").is_file()
-    loaded = [loading.load(folder) for folder in (target, diffusers)]
+    pipes = [loading.load(folder) for folder in (target, diffusers)]
     if layout == "file":  # no config gives its number of heads
         return
     for part in ("text_encoder", "transformer", "vae"):
-        ours, reference = (parameters(getattr(pipe, part)) for pipe in loaded)
-        jax.tree.map(np.testing.assert_array_equal, ours, reference)
-    np.testing.assert_array_equal(*(pipe.model.tokenize(pipe.runtime, ["a cat"], "official")[0].ids for pipe in loaded))
+        weights, reference = (parameters(getattr(pipe, part)) for pipe in pipes)
+        jax.tree.map(np.testing.assert_array_equal, weights, reference)
+    np.testing.assert_array_equal(*(pipe.model.tokenize(pipe.runtime, ["a cat"], "official")[0].ids for pipe in pipes))
 
 
-def test_two_experts_are_two_transformers(authors, diffusers):
+def test_folders_of_two_experts_are_read_as_two_transformers(authors, diffusers):
     for folder in ("high_noise_model", "low_noise_model"):
         (authors / folder).mkdir()
         for name in ("config.json", "diffusion_pytorch_model.safetensors"):
@@ -188,10 +189,10 @@ def test_two_experts_are_two_transformers(authors, diffusers):
 
 
 @pytest.mark.parametrize("wrapper", ["", "_fsdp_wrapped_module."])
-@pytest.mark.usefixtures("lent")
-def test_a_distilled_causal_transformer(wrapper, diffusers, tmp_path):
-    """The averaged weights are read; only the name says that they make a video chunk by chunk."""
-    tensors = {f"model.{wrapper}{key}": torch.tensor(x) for key, x in theirs(diffusers, "transformer").items()}
+@pytest.mark.usefixtures("completed_from_diffusers")
+def test_a_distilled_causal_transformer_is_read(wrapper, diffusers, tmp_path):
+    """The averaged weights are read; only the name of their table shows that the model is causal."""
+    tensors = {f"model.{wrapper}{key}": torch.tensor(x) for key, x in authors_tensors(diffusers, "transformer").items()}
     zeros = {key: torch.zeros_like(x) for key, x in tensors.items()}
     torch.save({"generator": zeros, "critic": zeros, "generator_ema": tensors}, tmp_path / "distilled.pt")
     source = open_source(tmp_path / "distilled.pt")
@@ -208,23 +209,25 @@ def test_a_distilled_causal_transformer(wrapper, diffusers, tmp_path):
 PREFIXES = ["", "model.diffusion_model.", "diffusion_model."]
 
 
-@pytest.mark.parametrize("named", ["authors", "diffusers"])
+@pytest.mark.parametrize("names_of", ["authors", "diffusers"])
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_a_single_file_of_a_transformer(prefix, named, diffusers, tmp_path):
+def test_a_transformer_in_a_single_file_is_read_by_any_names(prefix, names_of, diffusers, tmp_path):
     reference = SafetensorsFolder(diffusers / "transformer")
     tensors = {key: reference.read(key) for key in reference.specs}
-    tensors = tensors if named == "diffusers" else theirs(diffusers, "transformer")
+    tensors = tensors if names_of == "diffusers" else authors_tensors(diffusers, "transformer")
     save_safetensors(tmp_path / "wan.safetensors", {prefix + key: value for key, value in tensors.items()})
     source = open_source(tmp_path / "wan.safetensors")
     assert_same_weights(source["transformer"].weights(), reference)
 
 
-@pytest.mark.parametrize("result", ["rcm", "causvid"])
-def test_the_file_of_a_distillation(result, diffusers, tmp_path):
+@pytest.mark.parametrize("distillation", ["rcm", "causvid"])
+def test_the_files_of_distillations_are_read(distillation, diffusers, tmp_path):
     """rCM's trainer prefixes `net.` and projects flat patches; CausVid's file has the generator and its critic."""
     reference = SafetensorsFolder(diffusers / "transformer")
-    tensors = {key: torch.from_numpy(np.array(value)) for key, value in theirs(diffusers, "transformer").items()}
-    if result == "rcm":
+    tensors = {
+        key: torch.from_numpy(np.array(value)) for key, value in authors_tensors(diffusers, "transformer").items()
+    }
+    if distillation == "rcm":
         tensors["patch_embedding.weight"] = tensors["patch_embedding.weight"].flatten(1)
         torch.save({f"net.{key}": value for key, value in tensors.items()}, tmp_path / "model.pt")
     else:
@@ -235,8 +238,8 @@ def test_the_file_of_a_distillation(result, diffusers, tmp_path):
     assert_same_weights(source["transformer"].weights(), reference)
 
 
-def test_the_folder_of_a_model_distilled_with_sparse_attention(diffusers, tmp_path):
-    """Its class names the sampler, and the gates of sparse attention are left out."""
+def test_a_folder_distilled_with_sparse_attention_is_read(diffusers, tmp_path):
+    """Its class determines the sampler, and the gates of sparse attention are left out."""
     shutil.copytree(diffusers, tmp_path / "few")
     index = json.loads((tmp_path / "few/model_index.json").read_text())
     (tmp_path / "few/model_index.json").write_text(json.dumps(index | {"_class_name": "WanDMDPipeline"}))
@@ -246,34 +249,34 @@ def test_the_folder_of_a_model_distilled_with_sparse_attention(diffusers, tmp_pa
         f"blocks.{i}.to_gate_compress.{leaf}": np.ones(3, np.float32) for i in (0, 1) for leaf in ("weight", "bias")
     }
     save_safetensors(file, tensors | gates)
-    few, expected = loading.load(tmp_path / "few"), loading.load(diffusers)
-    jax.tree.map(np.testing.assert_array_equal, *(parameters(pipe.transformer) for pipe in (few, expected)))
-    assert few.scheduler == Consistency(timesteps=(1000.0, 757.0, 522.0))
-    assert (few.defaults.steps, few.defaults.guidance_scale, few.defaults.flow_shift) == (3, 1.0, 8.0)
-    assert type(few.model) is type(expected.model)
+    distilled, expected = loading.load(tmp_path / "few"), loading.load(diffusers)
+    jax.tree.map(np.testing.assert_array_equal, *(parameters(pipe.transformer) for pipe in (distilled, expected)))
+    assert distilled.scheduler == Consistency(timesteps=(1000.0, 757.0, 522.0))
+    assert (distilled.defaults.steps, distilled.defaults.guidance_scale, distilled.defaults.flow_shift) == (3, 1.0, 8.0)
+    assert type(distilled.model) is type(expected.model)
     save_safetensors(file, tensors | {"blocks.0.other": gates["blocks.0.to_gate_compress.bias"]})
     with pytest.raises(WanjaxError, match=r"blocks\.0\.other"):
         _ = loading.load(tmp_path / "few").transformer
 
 
-def test_a_single_file_on_the_hub(diffusers, tmp_path, on_the_hub):
+def test_a_single_file_of_the_hub_is_downloaded(diffusers, tmp_path, fake_hub):
     path = tmp_path / "wan.safetensors"
-    save_safetensors(path, theirs(diffusers, "transformer"))
-    requested = on_the_hub({"owner/name/split/wan.safetensors": path})
+    save_safetensors(path, authors_tensors(diffusers, "transformer"))
+    requested = fake_hub({"owner/name/split/wan.safetensors": path})
     source = open_source("owner/name/split/wan.safetensors", "v1")
     assert [revision for _, _, revision in requested] == ["v1"]
     assert source.root == path
     assert source.missing_components == ["text_encoder", "tokenizer", "vae"]
 
 
-@pytest.mark.usefixtures("lent")
-def test_a_conversion_of_a_file_among_several_is_recognised_as_its_preset(diffusers, tmp_path, on_the_hub):
-    """The file lends components of the plain model, whose settings are others."""
-    save_safetensors(tmp_path / "model.safetensors", theirs(diffusers, "transformer"))
-    on_the_hub({"owner/name/part/model.safetensors": tmp_path / "model.safetensors"})
+@pytest.mark.usefixtures("completed_from_diffusers")
+def test_a_converted_file_has_the_settings_of_its_preset(diffusers, tmp_path, fake_hub):
+    """Its other components are those of the base model, which has other settings."""
+    save_safetensors(tmp_path / "model.safetensors", authors_tensors(diffusers, "transformer"))
+    fake_hub({"owner/name/part/model.safetensors": tmp_path / "model.safetensors"})
     preset = registry.presets()["wan2.1-t2v-1.3b-causvid"]
-    few = replace(preset, name="few", source="owner/name/part/model.safetensors", model=None)
-    with registered(presets=(few,)):
+    file_preset = replace(preset, name="few", source="owner/name/part/model.safetensors", model=None)
+    with registered(presets=(file_preset,)):
         succeeded(command("convert", "few", tmp_path / "converted"))
         pipe = loading.load(tmp_path / "converted")
     assert (pipe.scheduler, pipe.defaults.steps) == (preset.scheduler, 3)
@@ -291,14 +294,14 @@ def save(path, tensors):
     (save_pth if path.suffix == ".pth" else save_safetensors)(path, tensors)
 
 
-@pytest.mark.parametrize("options", [0, 1])
+@pytest.mark.parametrize("passed", [0, 1])
 @pytest.mark.parametrize("names", EXPERTS)
-def test_two_files_are_two_experts(names, options, diffusers, tmp_path):
-    """Either file can be passed; the expert of high noise is the first."""
-    tensors = theirs(diffusers, "transformer")
-    for name, more in zip(names, (0, 1), strict=True):
-        save(tmp_path / name, {key: x + np.float32(more) for key, x in tensors.items()})
-    source = open_source(tmp_path / names[options])
+def test_files_of_two_experts_are_read_as_two_transformers(names, passed, diffusers, tmp_path):
+    """Either file can be passed; the first transformer is the expert for high noise."""
+    tensors = authors_tensors(diffusers, "transformer")
+    for name, change in zip(names, (0, 1), strict=True):
+        save(tmp_path / name, {key: x + np.float32(change) for key, x in tensors.items()})
+    source = open_source(tmp_path / names[passed])
     assert source.index["transformer_2"] == source.index["transformer"]
     assert (source.index["boundary_ratio"], source["scheduler"].config()["flow_shift"]) == (0.875, 12.0)
     high, low = (source[name].weights() for name in ("transformer", "transformer_2"))
@@ -307,10 +310,10 @@ def test_two_files_are_two_experts(names, options, diffusers, tmp_path):
     assert [reader.paths[0].name for reader in (high, low)] == [*names]
 
 
-@pytest.mark.usefixtures("lent")
+@pytest.mark.usefixtures("completed_from_diffusers")
 def test_metadata_has_digests_of_both_files(diffusers, tmp_path):
     """A video is not reproduced if either file differs."""
-    names, tensors = EXPERTS[0], theirs(diffusers, "transformer")
+    names, tensors = EXPERTS[0], authors_tensors(diffusers, "transformer")
     for name in names:
         save(tmp_path / name, tensors)
     pipe = loading.load(tmp_path / names[0])
@@ -323,11 +326,11 @@ def test_metadata_has_digests_of_both_files(diffusers, tmp_path):
         check_files(record, ["model"])
 
 
-@pytest.mark.usefixtures("lent")
-def test_two_files_are_converted(diffusers, tmp_path):
-    tensors = theirs(diffusers, "transformer")
-    for name, more in zip(EXPERTS[0], (0, 1), strict=True):
-        save(tmp_path / name, {key: x + np.float32(more) for key, x in tensors.items()})
+@pytest.mark.usefixtures("completed_from_diffusers")
+def test_files_of_two_experts_are_converted(diffusers, tmp_path):
+    tensors = authors_tensors(diffusers, "transformer")
+    for name, change in zip(EXPERTS[0], (0, 1), strict=True):
+        save(tmp_path / name, {key: x + np.float32(change) for key, x in tensors.items()})
     assert ToWanjax(open_source(tmp_path / EXPERTS[0][1]), tmp_path / "converted", NETWORKS).run()
     pipe = loading.load(tmp_path / "converted")
     assert pipe.model.spec.denoisers == ("transformer", "transformer_2")
@@ -335,29 +338,29 @@ def test_two_files_are_converted(diffusers, tmp_path):
     np.testing.assert_array_equal(low, high + 1)
 
 
-def test_the_name_of_a_single_file_is_ignored(diffusers, tmp_path):
+def test_a_single_file_is_not_mistaken_for_an_expert_by_its_name(diffusers, tmp_path):
     for name in ("wan-low-vram.safetensors", "highland.safetensors"):
-        save_safetensors(tmp_path / name, theirs(diffusers, "transformer"))
+        save_safetensors(tmp_path / name, authors_tensors(diffusers, "transformer"))
         assert "transformer_2" not in open_source(tmp_path / name).index
-    save_safetensors(tmp_path / "wan-high-vram.safetensors", theirs(diffusers, "vae"))
+    save_safetensors(tmp_path / "wan-high-vram.safetensors", authors_tensors(diffusers, "vae"))
     assert "transformer_2" not in open_source(tmp_path / "wan-low-vram.safetensors").index
 
 
-def test_the_other_file_of_the_hub_is_downloaded_too(diffusers, tmp_path, on_the_hub):
-    requested = on_the_hub({f"owner/name/{EXPERTS[0][0]}": tmp_path / EXPERTS[0][0]})
+def test_the_file_of_the_other_expert_is_downloaded_too(diffusers, tmp_path, fake_hub):
+    requested = fake_hub({f"owner/name/{EXPERTS[0][0]}": tmp_path / EXPERTS[0][0]})
     for name in EXPERTS[0]:
-        save(tmp_path / name, theirs(diffusers, "transformer"))
+        save(tmp_path / name, authors_tensors(diffusers, "transformer"))
     assert "transformer_2" in open_source(f"owner/name/{EXPERTS[0][0]}").index
     assert [files for _, files, _ in requested] == [[EXPERTS[0][1]]]
 
 
-def test_a_file_with_everything(diffusers, tmp_path):
+def test_a_file_may_contain_every_network(diffusers, tmp_path):
     prefixes = {
         "transformer": "model.diffusion_model.",
         "vae": "vae.",
         "text_encoder": "text_encoders.umt5xxl.transformer.",
     }
-    tensors = {p + key: x for name, p in prefixes.items() for key, x in theirs(diffusers, name).items()}
+    tensors = {p + key: x for name, p in prefixes.items() for key, x in authors_tensors(diffusers, name).items()}
     text = SafetensorsFolder(diffusers / "text_encoder")  # ComfyUI uses the names of transformers here
     tensors = {key: value for key, value in tensors.items() if not key.startswith(prefixes["text_encoder"])}
     tensors |= {prefixes["text_encoder"] + key: text.read(key) for key in text.specs}
@@ -368,11 +371,11 @@ def test_a_file_with_everything(diffusers, tmp_path):
         assert_same_weights(source[component].weights(), SafetensorsFolder(diffusers / component))
 
 
-def test_scaled_eight_bit_weights_are_multiplied_out(diffusers, tmp_path):
-    tensors, scaled = theirs(diffusers, "transformer"), "blocks.0.self_attn.q"
-    eight = (tensors[f"{scaled}.weight"] * 100).astype(ml_dtypes.float8_e4m3fn)
+def test_scaled_fp8_weights_are_multiplied_by_their_scales(diffusers, tmp_path):
+    tensors, scaled = authors_tensors(diffusers, "transformer"), "blocks.0.self_attn.q"
+    fp8_weight = (tensors[f"{scaled}.weight"] * 100).astype(ml_dtypes.float8_e4m3fn)
     tensors |= {
-        f"{scaled}.weight": eight,
+        f"{scaled}.weight": fp8_weight,
         f"{scaled}.scale_weight": np.array(0.01, np.float32),
         f"{scaled}.scale_input": np.array(1, np.float32),
         "scaled_fp8": np.zeros(2, ml_dtypes.float8_e4m3fn),
@@ -382,13 +385,13 @@ def test_scaled_eight_bit_weights_are_multiplied_out(diffusers, tmp_path):
     reference = SafetensorsFolder(diffusers / "transformer")
     assert weights.specs.keys() == reference.specs.keys()
     key = "blocks.0.attn1.to_q.weight"
-    assert weights.specs[key] == Spec(eight.shape, np.dtype(np.float32))
-    np.testing.assert_array_equal(weights.read(key), eight.astype(np.float32) * np.float32(0.01))
+    assert weights.specs[key] == Spec(fp8_weight.shape, np.dtype(np.float32))
+    np.testing.assert_array_equal(weights.read(key), fp8_weight.astype(np.float32) * np.float32(0.01))
     np.testing.assert_allclose(weights.read(key), reference.read(key), atol=0.02)
 
 
 class Shapes:
-    """A reader of the published shapes of a transformer by the authors' names, without values."""
+    """A reader with only the published shapes of a transformer, by the authors' names."""
 
     def __init__(self, config):
         shapes = transformer_keys(config).items()
@@ -418,7 +421,7 @@ TURBO = "TurboDiffusion/TurboWan2.1-T2V-{0}/TurboWan2.1-T2V-{0}.pth"
         ),
     ],
 )
-def test_missing_components_are_those_of_the_published_model(
+def test_missing_components_come_from_the_published_model(
     config, file, published_name, repository, monkeypatch, diffusers
 ):
     monkeypatch.setattr(wan_layouts, "open_tensors", lambda path: Shapes(config))
@@ -433,7 +436,7 @@ def test_missing_components_are_those_of_the_published_model(
     assert source["transformer"].config()["num_layers"] == config.layers
 
 
-def test_one_of_two_experts_is_not_enough(monkeypatch, tmp_path):
+def test_a_file_of_one_of_two_experts_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(wan_layouts, "open_tensors", lambda path: Shapes(replace(I2V_A14B, sparse_linear=SPARSE)))
     path = tmp_path / EXPERTS[0][0]
     with pytest.raises(WanjaxError, match=line_with_words(f"{path.name} {EXPERTS[0][1]}")):
@@ -457,13 +460,17 @@ def refusal(path):
 @pytest.mark.parametrize(
     ("name", "words"), [("flux", "flux.safetensors transformer"), ("tiny", "tiny.safetensors vae transformer")]
 )
-def test_a_file_of_another_model_is_named(tmp_path, diffusers, name, words):
-    tensors = theirs(diffusers, "transformer") if name == "tiny" else {"double_blocks.0.weight": np.ones(2, np.float32)}
+def test_a_file_of_another_model_is_refused(tmp_path, diffusers, name, words):
+    tensors = (
+        authors_tensors(diffusers, "transformer")
+        if name == "tiny"
+        else {"double_blocks.0.weight": np.ones(2, np.float32)}
+    )
     save_safetensors(tmp_path / f"{name}.safetensors", tensors)
     assert has_line_with(refusal(tmp_path / f"{name}.safetensors"), words)
 
 
-def test_an_image_encoder_by_the_authors_is_that_of_transformers(tmp_path):
+def test_an_image_encoder_of_the_authors_equals_that_of_transformers(tmp_path):
     sizes = {"hidden_size": 160, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2}
     config = CLIPVisionConfig(**sizes, image_size=28, patch_size=14, hidden_act="gelu", layer_norm_eps=1e-5)
     torch.manual_seed(0)
@@ -491,10 +498,10 @@ def test_an_image_encoder_by_the_authors_is_that_of_transformers(tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
-def test_a_gguf_file_is_the_same_transformer(prefix, diffusers, lent, tmp_path):
-    """By the authors' names, large kernels in Q8_0 and the rest in F32, as ComfyUI-GGUF writes them."""
+def test_a_gguf_file_is_read_as_the_same_transformer(prefix, diffusers, completed_from_diffusers, tmp_path):
+    """Write it as ComfyUI-GGUF does: the authors' names, large kernels in Q8_0 and the rest in F32."""
     tensors, expected = {}, {}
-    for key, x in theirs(diffusers, "transformer").items():
+    for key, x in authors_tensors(diffusers, "transformer").items():
         x = np.asarray(x, np.float32)
         quantised = x.ndim == 2 and x.shape[1] % 32 == 0 and "blocks." in key
         raw = quants.quantize(x, Kind.Q8_0) if quantised else x

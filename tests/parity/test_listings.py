@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the library expects of published files, against listings of these files: names, shapes, sizes and configs."""
+"""Names, shapes, sizes and configs that the library expects in published files, against listings of these files."""
 
 import hashlib
 import json
@@ -64,7 +64,7 @@ def authors_keys(network: str) -> TensorShapes:
         tensors = {name: np.broadcast_to(np.int8(0), shape) for name, shape in keys.items()}
         return {name: x.shape for name, x in hunyuan_authors.authors_transformer(tensors).items()}
     if network == "HUNYUAN_VAE":
-        return {hunyuan_authors.renamed(name, hunyuan_authors.VAE_RENAMES): shape for name, shape in keys.items()}
+        return {hunyuan_authors.rename_key(name, hunyuan_authors.VAE_RENAMES): shape for name, shape in keys.items()}
     return {str(names_of(network).to_authors(name)): shape for name, shape in keys.items()}
 
 
@@ -78,7 +78,7 @@ def names_of(network: str) -> NameMap:
 @pytest.mark.parametrize("file", FILES)
 def test_names_shapes_and_bytes_are_those_of_the_published_file(file):
     listed = FILES[file]
-    if listed["network"] == "CLIP_VIT_H":  # of whose file a part is read: see test_repositories.py
+    if listed["network"] == "CLIP_VIT_H":  # the file has more tensors than the network: see test_repositories.py
         keys = authors_image_encoder_file()
     elif listed.get("layout") == "diffusers":
         keys = keys_of(listed["network"])
@@ -93,8 +93,8 @@ def test_names_shapes_and_bytes_are_those_of_the_published_file(file):
         assert 4 * sum(map(math.prod, keys.values())) == listed["bytes of all"]
 
 
-def test_the_authors_config_is_the_published_one():
-    """The text that the published file has, byte for byte."""
+def test_the_config_of_the_test_folder_equals_the_published_file():
+    """Compare the texts byte for byte."""
     text = json.dumps(published.AUTHORS_WAN, indent=2, sort_keys=True).encode() + b"\n"
     listed = LISTED["configs"]["Wan-AI/Wan2.1-T2V-1.3B/config.json"]
     assert (len(text), hashlib.sha256(text).hexdigest()) == (listed["bytes"], listed["sha256"])
@@ -138,12 +138,12 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize(("kind", "name", "expected"), CONFIGS, ids=[name for _, name, _ in CONFIGS])
-def test_a_published_config_is_the_presets(kind, name, expected):
+def test_a_published_config_is_read_as_that_of_the_preset(kind, name, expected):
     assert read_network(kind, getattr(published, name), kinds()).config == expected
 
 
-# The entries of a class in the first release of diffusers that had it (0.30.0, 0.33.0, 0.34.0 and 0.36.0): what its
-# first files hold. Later releases give the others a default.
+# The entries of a class in its first release of diffusers (0.30.0, 0.33.0, 0.34.0 and 0.36.0), which its first files
+# have. In later releases, the other entries have defaults.
 FIRST_ENTRIES = {
     "CogVideoXTransformer3DModel": """num_attention_heads attention_head_dim in_channels out_channels flip_sin_to_cos
         freq_shift time_embed_dim text_embed_dim num_layers dropout attention_bias sample_width sample_height
@@ -175,7 +175,7 @@ FIRST_MODELS += ["HUNYUAN_VAE"]
     [pytest.param(*case, id=case[1]) for case in CONFIGS if case[1] in FIRST_MODELS],
 )
 def test_a_config_of_the_first_release_is_read(kind, name, expected):
-    """Entries that a class has been given since have diffusers' defaults."""
+    """Entries that were added to a class later have diffusers' defaults."""
     entries = {key: value for key, value in getattr(published, name).items() if key in FIRST_ENTRIES[kind].split()}
     assert read_network(kind, {"_class_name": kind} | entries, kinds()).config == expected
 
@@ -219,13 +219,13 @@ DEFAULTS = {name: values for listed in LISTED["defaults"] for name, values in li
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_defaults_are_those_of_the_authors(name):
-    """Those of models that tests/test_presets.py and test_cogvideox_published.py do not have."""
+def test_default_settings_are_those_of_the_authors(name):
+    """tests/test_presets.py and test_cogvideox_published.py test the other models."""
     assert {field: getattr(presets()[name].defaults, field) for field in DEFAULTS[name]} == DEFAULTS[name]
 
 
-def checked(networks: Mapping[str, Any]) -> list[str]:
-    """Return how a model's networks were checked, as docs/models.md has it: by column, with the tensors of each."""
+def reference_cells(networks: Mapping[str, Any]) -> list[str]:
+    """Return the reference of each of a model's networks and its number of tensors, as docs/models.md lists them."""
     listed = [keys_of(listed["network"]) for listed in FILES.values()]
     cells = {}
     for component, config in networks.items():
@@ -235,7 +235,7 @@ def checked(networks: Mapping[str, Any]) -> list[str]:
     return ["; ".join(cells[name] for name in names if name in cells) for names in columns]
 
 
-def test_the_page_of_models_names_each_reference():
+def test_the_page_of_models_lists_every_reference():
     text = (ROOT / "docs/models.md").read_text(encoding="utf-8")
     section = text[text.index("## Names and shapes") : text.index("## Prices on v6e-8")]
     rows: dict[str, list[str]] = {}
@@ -244,7 +244,7 @@ def test_the_page_of_models_names_each_reference():
             assert name not in rows, name
             rows[name] = [cell.strip() for cell in cells.split("|")]
     models = [name for name, preset in presets().items() if not preset.bundled]
-    assert rows == {name: checked(model_description(name).model.spec.networks) for name in models}
+    assert rows == {name: reference_cells(model_description(name).model.spec.networks) for name in models}
     assert f"{len(FILES)} files" in section
     assert f"{len(CONFIGS)} configs" in section
     assert f"{len(models)} models" in section

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA in every dialect that diffusers or PEFT reads: the merged weights are the same."""
+"""LoRA in every format that diffusers or PEFT reads: the merged weights are the same."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ BLOCK = {  # a block's projections: diffusers' names and the authors'
     **{f"attn2.to_{x}": f"cross_attn.{x}" for x in "qkv"} | {"attn2.to_out.0": "cross_attn.o"},
     **{"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"},
 }
-AROUND = {
+OUTSIDE_BLOCKS = {
     "condition_embedder.text_embedder.linear_1": "text_embedding.0",
     "condition_embedder.text_embedder.linear_2": "text_embedding.2",
     "condition_embedder.time_embedder.linear_1": "time_embedding.0",
@@ -40,7 +40,7 @@ AROUND = {
     "condition_embedder.time_proj": "time_projection.1",
     "proj_out": "head.head",
 }
-NAMES = {f"blocks.{i}.{ours}": f"blocks.{i}.{theirs}" for i in range(2) for ours, theirs in BLOCK.items()}
+NAMES = {f"blocks.{i}.{name}": f"blocks.{i}.{authors_name}" for i in range(2) for name, authors_name in BLOCK.items()}
 RANK, ALPHA = 4, 3.0
 
 
@@ -71,7 +71,7 @@ def biases(names):
 
 def diffusers_file(path):
     tensors = {}
-    for name, (down, up) in factors(NAMES | AROUND).items():
+    for name, (down, up) in factors(NAMES | OUTSIDE_BLOCKS).items():
         tensors |= {f"transformer.{name}.lora_A.weight": down, f"transformer.{name}.lora_B.weight": up}
     save_file(tensors, path)
 
@@ -81,7 +81,7 @@ def diffusers_file_with_metadata(path):
     diffusers_file(path)
     config = {
         **{"transformer.r": RANK, "transformer.lora_alpha": 2.5, "transformer.use_rslora": True},
-        "transformer.target_modules": list(NAMES | AROUND),
+        "transformer.target_modules": list(NAMES | OUTSIDE_BLOCKS),
         "transformer.alpha_pattern": {
             "blocks.1.attn1.to_q": 7,
             r"^blocks\..*\.net\.2": 1,
@@ -95,28 +95,28 @@ def comfy_file(path):
     """Write a file with `diffusion_model.`, lora_down and lora_up, alpha, and changes of biases."""
     tensors, names = {}, NAMES
     for name, (down, up) in factors(names).items():
-        theirs = f"diffusion_model.{names[name]}"
-        tensors |= {f"{theirs}.lora_down.weight": down, f"{theirs}.lora_up.weight": up}
-        tensors |= {f"{theirs}.alpha": torch.tensor(ALPHA), f"{theirs}.diff_b": biases([name])[name]}
+        authors_name = f"diffusion_model.{names[name]}"
+        tensors |= {f"{authors_name}.lora_down.weight": down, f"{authors_name}.lora_up.weight": up}
+        tensors |= {f"{authors_name}.alpha": torch.tensor(ALPHA), f"{authors_name}.diff_b": biases([name])[name]}
     save_file(tensors, path)
 
 
 def comfy_file_of_all_modules(path):
     """Write a file with `diffusion_model.`, lora_A and lora_B, and modules outside the blocks."""
-    tensors, names = {}, NAMES | AROUND
+    tensors, names = {}, NAMES | OUTSIDE_BLOCKS
     for name, (down, up) in factors(names).items():
-        theirs = f"diffusion_model.{names[name]}"
-        tensors |= {f"{theirs}.lora_A.weight": down, f"{theirs}.lora_B.weight": up}
-        tensors |= {f"{theirs}.diff_b": biases([name])[name]}
+        authors_name = f"diffusion_model.{names[name]}"
+        tensors |= {f"{authors_name}.lora_A.weight": down, f"{authors_name}.lora_B.weight": up}
+        tensors |= {f"{authors_name}.diff_b": biases([name])[name]}
     save_file(tensors, path)
 
 
 def kohya_file(path):
     tensors = {}
     for name, (down, up) in factors(NAMES).items():
-        theirs = f"lora_unet_{NAMES[name].replace('.', '_')}"
-        tensors |= {f"{theirs}.lora_down.weight": down, f"{theirs}.lora_up.weight": up}
-        tensors |= {f"{theirs}.alpha": torch.tensor(ALPHA)}
+        authors_name = f"lora_unet_{NAMES[name].replace('.', '_')}"
+        tensors |= {f"{authors_name}.lora_down.weight": down, f"{authors_name}.lora_up.weight": up}
+        tensors |= {f"{authors_name}.alpha": torch.tensor(ALPHA)}
     save_file(tensors, path)
 
 
@@ -130,7 +130,7 @@ def comfy_file_with_whole_alphas(path):
     save_file(tensors, path)
 
 
-DIALECTS = [
+FORMATS = [
     comfy_file_with_whole_alphas,
     diffusers_file,
     diffusers_file_with_metadata,
@@ -140,15 +140,15 @@ DIALECTS = [
 ]
 
 
-def merged(*files):
-    """Return the reference's weights with pairs (path, strength) merged by us, and the matches."""
+def merge(*files):
+    """Return the reference's weights with pairs (path, strength) merged by wanjax, and the matches."""
     base = StateDict(reference())
     specs = base.specs
     opened = [(lora.LoraFile(Path(path), specs, original.TRANSFORMER), strength) for path, strength in files]
     return lora.MergedLoraReader(base, opened), [file.matches for file, _ in opened]
 
 
-def fused(*files):
+def fuse_with_diffusers(*files):
     """Return the reference's weights with pairs (path, strength) merged by diffusers."""
     module = reference()
     for i, (path, strength) in enumerate(files):
@@ -159,39 +159,39 @@ def fused(*files):
     return StateDict(module)
 
 
-def assert_equal(ours, theirs):
+def assert_equal(result, expected):
     base, changed = StateDict(reference()), 0
-    assert list(ours.specs) == list(theirs.specs)
-    for key, weights in theirs.tensors.items():
-        assert np.abs(ours.read(key) - weights).max() <= 1e-6 * np.abs(weights).max(), key
+    assert list(result.specs) == list(expected.specs)
+    for key, weights in expected.tensors.items():
+        assert np.abs(result.read(key) - weights).max() <= 1e-6 * np.abs(weights).max(), key
         changed += not np.array_equal(weights, base.read(key))
-        assert ours.specs[key] == (ours.read(key).shape, ours.read(key).dtype)
+        assert result.specs[key] == (result.read(key).shape, result.read(key).dtype)
     assert changed >= len(NAMES)
 
 
-@pytest.mark.parametrize("write", DIALECTS, ids=lambda write: write.__name__)
-def test_every_dialect_is_merged_as_diffusers_merges_it(write, tmp_path):
+@pytest.mark.parametrize("write", FORMATS, ids=lambda write: write.__name__)
+def test_every_format_is_merged_as_in_diffusers(write, tmp_path):
     write(tmp_path / "lora.safetensors")
-    ours, (matches,) = merged((tmp_path / "lora.safetensors", -0.35))
+    result, (matches,) = merge((tmp_path / "lora.safetensors", -0.35))
     assert not matches.unmatched
-    assert_equal(ours, fused((tmp_path / "lora.safetensors", -0.35)))
+    assert_equal(result, fuse_with_diffusers((tmp_path / "lora.safetensors", -0.35)))
 
 
-def test_several_loras_are_merged_at_their_strengths_into_the_network(tmp_path):
-    """The whole way includes stacked blocks, and q and k in the order of RoPE."""
+def test_several_loras_are_merged_at_their_strengths(tmp_path):
+    """Loading the network also stacks blocks, and reorders q and k for RoPE."""
     files = [(tmp_path / "comfy.safetensors", 0.5), (tmp_path / "diffusers.safetensors", 1.5)]
     comfy_file(files[0][0])
     diffusers_file_with_metadata(files[1][0])
-    ours, theirs = merged(*files)[0], fused(*files)
-    assert_equal(ours, theirs)
-    ours, theirs, base = (load(reader) for reader in (ours, theirs, StateDict(reference())))
-    for path, weights in theirs.items():
-        assert np.abs(ours[path] - weights).max() <= 1e-6 * np.abs(weights).max(), path
-    assert not np.array_equal(theirs["blocks.self_attn.q.kernel"], base["blocks.self_attn.q.kernel"])
+    result, expected = merge(*files)[0], fuse_with_diffusers(*files)
+    assert_equal(result, expected)
+    result, expected, base = (load(reader) for reader in (result, expected, StateDict(reference())))
+    for path, weights in expected.items():
+        assert np.abs(result[path] - weights).max() <= 1e-6 * np.abs(weights).max(), path
+    assert not np.array_equal(expected["blocks.self_attn.q.kernel"], base["blocks.self_attn.q.kernel"])
 
 
 def load(reader):
-    """Return our network's weights from a checkpoint."""
+    """Return the network's weights from a checkpoint."""
     config = wan.transformer_config(reference().config)
     abstract = as_shapes(lambda rngs: WanTransformer(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs))
     return modules.parameters(modules.load(abstract, wan.transformer_weight_rules(config), reader))
@@ -210,7 +210,7 @@ def load(reader):
         {"rank_pattern": {"^proj_out": 1}, "alpha_pattern": {r"blocks\.(?!0)\d\..*": 7}, "use_rslora": True},
     ],
 )
-def test_files_by_peft_are_merged_as_peft_does(options, tmp_path):
+def test_files_of_peft_are_merged_as_in_peft(options, tmp_path):
     targets = [name.removeprefix("blocks.0.") for name in NAMES if name.startswith("blocks.0.")] + ["proj_out"]
     config = peft.LoraConfig(r=RANK, lora_alpha=9, target_modules=targets, init_lora_weights=False, **options)
     module = peft.get_peft_model(reference(), config)
@@ -218,16 +218,16 @@ def test_files_by_peft_are_merged_as_peft_does(options, tmp_path):
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(i))
     module.save_pretrained(tmp_path)
-    ours, (matches,) = merged((Lora(str(tmp_path)).resolve_folder().file, 1.0))
+    result, (matches,) = merge((Lora(str(tmp_path)).resolve_folder().file, 1.0))
     assert not matches.is_partial
-    assert_equal(ours, StateDict(module.merge_and_unload()))
+    assert_equal(result, StateDict(module.merge_and_unload()))
 
 
 TARGETS = [name.removeprefix("blocks.0.") for name in NAMES if name.startswith("blocks.0.")]
 
 
-def adapter(config, path):
-    """Return the reference with an adapter of random weights by PEFT, which is saved in a folder."""
+def save_adapter(config, path):
+    """Save a PEFT adapter of random weights in a folder; return the reference with it."""
     module = peft.get_peft_model(reference(), config)
     for i, parameter in enumerate(module.parameters()):
         if parameter.requires_grad:
@@ -236,42 +236,44 @@ def adapter(config, path):
     return module
 
 
-def peft_options(how: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return how | more
+def peft_options(options: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return options | changes
 
 
-MERGED = {
-    "DoRA": lambda **how: peft.LoraConfig(**how, lora_alpha=9, use_dora=True),
-    "DoRA of a kernel": lambda **how: peft.LoraConfig(
-        **peft_options(how, target_modules=["patch_embedding"]), use_dora=True
+SUPPORTED_ADAPTERS = {
+    "DoRA": lambda **options: peft.LoraConfig(**options, lora_alpha=9, use_dora=True),
+    "DoRA of a kernel": lambda **options: peft.LoraConfig(
+        **peft_options(options, target_modules=["patch_embedding"]), use_dora=True
     ),
-    "biases of the modules": lambda **how: peft.LoraConfig(**how, bias="lora_only"),
-    "all biases": lambda **how: peft.LoraConfig(**how, bias="all"),
-    "a module": lambda **how: peft.LoraConfig(**how, modules_to_save=["proj_out"]),
-    "LoHa": lambda **how: peft.LoHaConfig(**how, alpha=6, alpha_pattern={"to_q": 3}, rank_pattern={"to_v": 2}),
-    "LoKr": lambda **how: peft.LoKrConfig(**peft_options(how, r=2), alpha=6, alpha_pattern={"to_q": 3}),
-    "LoKr of four factors": lambda **how: peft.LoKrConfig(**peft_options(how, r=1), alpha=6, decompose_both=True),
-    "whole LoKr": lambda **how: peft.LoKrConfig(**peft_options(how, r=16), alpha=6),
-    "AdaLoRA": lambda **how: peft.AdaLoraConfig(
-        target_modules=how["target_modules"], init_r=RANK, target_r=2, lora_alpha=9, total_step=100
+    "biases of the modules": lambda **options: peft.LoraConfig(**options, bias="lora_only"),
+    "all biases": lambda **options: peft.LoraConfig(**options, bias="all"),
+    "a module": lambda **options: peft.LoraConfig(**options, modules_to_save=["proj_out"]),
+    "LoHa": lambda **options: peft.LoHaConfig(**options, alpha=6, alpha_pattern={"to_q": 3}, rank_pattern={"to_v": 2}),
+    "LoKr": lambda **options: peft.LoKrConfig(**peft_options(options, r=2), alpha=6, alpha_pattern={"to_q": 3}),
+    "LoKr of four factors": lambda **options: peft.LoKrConfig(
+        **peft_options(options, r=1), alpha=6, decompose_both=True
     ),
-    "VeLoRA": lambda **how: peft.LoraConfig(**how, velora_config=peft.VeloraConfig()),
+    "whole LoKr": lambda **options: peft.LoKrConfig(**peft_options(options, r=16), alpha=6),
+    "AdaLoRA": lambda **options: peft.AdaLoraConfig(
+        target_modules=options["target_modules"], init_r=RANK, target_r=2, lora_alpha=9, total_step=100
+    ),
+    "VeLoRA": lambda **options: peft.LoraConfig(**options, velora_config=peft.VeloraConfig()),
 }
 
 
-@pytest.mark.parametrize("kind", MERGED)
-def test_adapters_of_other_kinds_are_merged_as_peft_does(kind, tmp_path):
-    module = adapter(MERGED[kind](r=RANK, target_modules=TARGETS), tmp_path)
-    ours, (matches,) = merged((Lora(str(tmp_path)).resolve_folder().file, 1.0))
+@pytest.mark.parametrize("kind", SUPPORTED_ADAPTERS)
+def test_adapters_of_other_kinds_are_merged_as_in_peft(kind, tmp_path):
+    module = save_adapter(SUPPORTED_ADAPTERS[kind](r=RANK, target_modules=TARGETS), tmp_path)
+    result, (matches,) = merge((Lora(str(tmp_path)).resolve_folder().file, 1.0))
     assert not matches.is_partial
     base, changed = StateDict(reference()), 0
     for key, weights in StateDict(module.merge_and_unload()).tensors.items():
-        assert np.abs(ours.read(key) - weights).max() <= 1e-6 * np.abs(weights).max(), key
+        assert np.abs(result.read(key) - weights).max() <= 1e-6 * np.abs(weights).max(), key
         changed += not np.array_equal(weights, base.read(key))
     assert changed >= (1 if kind == "DoRA of a kernel" else len(NAMES))
 
 
-REFUSED = {
+REFUSED_ADAPTERS = {
     "BD-LoRA": (lambda: peft.LoraConfig(use_bdlora=BLOCKS, target_modules=["to_q", "net.2"], r=RANK), "use_bdlora"),
     "KaSA": (lambda: peft.LoraConfig(kasa_config=peft.KasaConfig(), target_modules=["to_q"], r=RANK), "kasa_config"),
     "HiRA": (lambda: peft.HiraConfig(target_modules=["to_q"], r=RANK), "HIRA"),
@@ -281,9 +283,9 @@ REFUSED = {
 BLOCKS = peft.BdLoraConfig(target_modules_bd_a=["net.2"], target_modules_bd_b=["to_q"], nblocks=2)
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_adapters_of_other_formulas_are_refused_by_name(kind, tmp_path):
-    config, name = REFUSED[kind]
-    adapter(config(), tmp_path)
+@pytest.mark.parametrize("kind", REFUSED_ADAPTERS)
+def test_adapters_of_unsupported_kinds_are_refused_by_name(kind, tmp_path):
+    config, name = REFUSED_ADAPTERS[kind]
+    save_adapter(config(), tmp_path)
     with pytest.raises(WanjaxError, match=line_with_words(f"adapter_config.json {name}")):
-        merged((Lora(str(tmp_path)).resolve_folder().file, 1.0))
+        merge((Lora(str(tmp_path)).resolve_folder().file, 1.0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bundled model's tokenizer, as transformers reads its folder."""
+"""The tokenizer of the bundled model against transformers, which reads its folder."""
 
 import sys
 from pathlib import Path
@@ -28,10 +28,10 @@ AWKWARD = [
 @pytest.mark.parametrize("reader", [transformers.AutoTokenizer, transformers.T5TokenizerFast])
 def test_transformers_gives_the_same_ids(reader, tmp_path):
     tokenizer.write(tmp_path)
-    built, loaded = tokenizer.build(), reader.from_pretrained(tmp_path)
+    tokenizer_of_nano, of_transformers = tokenizer.build(), reader.from_pretrained(tmp_path)
     rng = np.random.default_rng(0)
     texts = [captions.caption(spec, rng) for spec in sample_specs(rng, 200)] + AWKWARD
-    assert loaded(texts)["input_ids"] == [encoding.ids for encoding in built.encode_batch(texts)]
-    assert len(loaded) == built.get_vocab_size()
-    assert (loaded.pad_token_id, loaded.eos_token_id, loaded.unk_token_id) == (0, 1, 2)
-    assert loaded.model_max_length == tokenizer.MAX_LENGTH
+    assert of_transformers(texts)["input_ids"] == [encoding.ids for encoding in tokenizer_of_nano.encode_batch(texts)]
+    assert len(of_transformers) == tokenizer_of_nano.get_vocab_size()
+    assert (of_transformers.pad_token_id, of_transformers.eos_token_id, of_transformers.unk_token_id) == (0, 1, 2)
+    assert of_transformers.model_max_length == tokenizer.MAX_LENGTH

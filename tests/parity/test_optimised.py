@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pipeline of each family, compiled as users compile it: the other tests let XLA optimise nothing."""
+"""One pipeline of each family, optimised by XLA as for users; the other tests disable its optimisations."""
 
 import os
 import subprocess
@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 TESTS = [
-    "test_pipeline.py::test_every_step_and_every_frame[UniPCMultistepScheduler-diffusers]",
-    "test_cogvideox_pipeline.py::test_dynamic_guidance",
-    "test_hunyuan_pipeline.py::test_text_to_video",
+    "test_pipeline.py::test_every_step_and_every_frame_equal_those_of_diffusers[UniPCMultistepScheduler-diffusers]",
+    "test_cogvideox_pipeline.py::test_dynamic_guidance_equals_diffusers",
+    "test_hunyuan_pipeline.py::test_text_to_video_equals_diffusers",
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("test", TESTS)
-def test_within_the_same_bounds(test):
-    """In a process of its own, because XLA reads its flags once; without any it optimises as by default."""
+def test_an_optimised_pipeline_stays_within_the_same_bounds(test):
+    """Run the test in another process without XLA flags, because XLA reads its flags once."""
     folder = Path(__file__).parent
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "", folder / test],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole pipeline against diffusers' WanPipeline: one checkpoint that diffusers wrote, one prompt, one noise."""
+"""The whole pipeline against diffusers' WanPipeline, with the same checkpoint, prompt and noise."""
 
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 import wanjax
 from tests.parity.references import (
-    BAR,
+    MAX_LATENT_ERROR,
     NEGATIVE_PROMPT,
     PROMPT,
     emphasise_mlps,
@@ -39,7 +39,7 @@ HEIGHT, WIDTH, FRAMES, STEPS, GUIDANCE, SHIFT = 32, 48, 9, 8, 5.0, 3.0
 
 UNIPC = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT)
 EULER = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
-OFFICIAL = {  # the levels before the schedulers shift them
+OFFICIAL = {  # the noise levels before the schedulers shift them
     UNIPC: np.linspace(np.float32(0.999), 0, STEPS + 1)[:-1],
     EULER: np.linspace(1, 0, STEPS + 1)[:-1],
 }
@@ -83,7 +83,7 @@ NOISE = torch.randn(1, 4, (FRAMES + 3) // 4, HEIGHT // 8, WIDTH // 8, generator=
 
 
 @torch.no_grad()
-def expected(pipe: WanPipeline, scheduler, sigmas: str) -> tuple[list[np.ndarray], np.ndarray]:
+def expected_video(pipe: WanPipeline, scheduler, sigmas: str) -> tuple[list[np.ndarray], np.ndarray]:
     """Return diffusers' latents after every step, and its frames."""
     pipe.scheduler = type(scheduler).from_config(scheduler.config)
     if sigmas == "official":
@@ -97,37 +97,36 @@ def expected(pipe: WanPipeline, scheduler, sigmas: str) -> tuple[list[np.ndarray
     return latents, frames
 
 
-def answer(folder: Path, sigmas: str) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return our latents after every step, and our frames."""
+def make_video(folder: Path, sigmas: str) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return the latents after every step, and the frames."""
     pipe = wanjax.load(folder)
     embeddings = pipe.encode(PROMPT, NEGATIVE_PROMPT)
     latents = []
-    last = pipe.denoise(
+    final_latents = pipe.denoise(
         embeddings, size=(HEIGHT, WIDTH), frames=FRAMES, steps=STEPS, guidance_scale=GUIDANCE, flow_shift=SHIFT,
         sigmas=sigmas, noise=jnp.asarray(NOISE.numpy()), callback=lambda step: latents.append(np.asarray(step.latents)),
     )  # fmt: skip
-    np.testing.assert_array_equal(last, latents[-1])
-    return latents, pipe.decode(last, jnp.float32)
+    np.testing.assert_array_equal(final_latents, latents[-1])
+    return latents, pipe.decode(final_latents, jnp.float32)
 
 
 @pytest.mark.parametrize("sigmas", quick(["diffusers"], ["diffusers", "official"]))
 @pytest.mark.parametrize("scheduler", OFFICIAL, ids=lambda scheduler: type(scheduler).__name__)
-def test_every_step_and_every_frame(reference, folder, scheduler, sigmas):
+def test_every_step_and_every_frame_equal_those_of_diffusers(reference, folder, scheduler, sigmas):
     scheduler.save_pretrained(folder / "scheduler")
-    latents, frames = answer(folder, sigmas)
-    exact_latents, exact_frames = expected(reference, scheduler, sigmas)
+    latents, frames = make_video(folder, sigmas)
+    exact_latents, exact_frames = expected_video(reference, scheduler, sigmas)
     assert len(latents) == STEPS
-    assert largest_error(latents, exact_latents) <= BAR
+    assert largest_error(latents, exact_latents) <= MAX_LATENT_ERROR
     assert frames.shape == (FRAMES, HEIGHT, WIDTH, 3)
     assert psnr(frames, exact_frames) >= 60
 
 
-def test_another_gelu_exceeds_the_bound(reference, folder, monkeypatch):
-    monkeypatch.setattr(
-        network_kinds, "_abstract", network_kinds._abstract.__wrapped__
-    )  # keeps modules with the right one
+def test_an_exact_gelu_exceeds_the_bound(reference, folder, monkeypatch):
+    # its cache has modules with the right GELU
+    monkeypatch.setattr(network_kinds, "_abstract", network_kinds._abstract.__wrapped__)
     UNIPC.save_pretrained(folder / "scheduler")
     monkeypatch.setattr(transformer, "gelu_tanh", partial(jax.nn.gelu, approximate=False))
-    latents, _ = answer(folder, "diffusers")
-    exact, _ = expected(reference, UNIPC, "diffusers")
-    assert largest_error(latents, exact) > BAR
+    latents, _ = make_video(folder, "diffusers")
+    exact, _ = expected_video(reference, UNIPC, "diffusers")
+    assert largest_error(latents, exact) > MAX_LATENT_ERROR

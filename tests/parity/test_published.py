@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lists of keys and the presets against the modules of diffusers and transformers for the real configs."""
+"""The lists of keys and the presets against the modules of diffusers and transformers with the published configs."""
 
 from fnmatch import fnmatchcase
 
@@ -26,14 +26,14 @@ from wanjax.models.wan.config import (
     VAE_2_2,
 )
 
-FOURTEEN = {"num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824}
-ATTENDED = FOURTEEN | {"in_channels": 36, "out_channels": 16, "image_dim": 1280, "added_kv_proj_dim": 5120}
+SIZES_14B = {"num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824}
+SIZES_I2V_14B = SIZES_14B | {"in_channels": 36, "out_channels": 16, "image_dim": 1280, "added_kv_proj_dim": 5120}
 TRANSFORMERS = {
     "1.3B": (T2V_1_3B, {"num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960}),
-    "14B": (T2V_14B, FOURTEEN),
-    "I2V 14B": (I2V_14B, ATTENDED),
-    "FLF2V 14B": (FLF2V_14B, ATTENDED | {"pos_embed_seq_len": 514}),
-    "2.2 I2V-A14B": (I2V_A14B, FOURTEEN | {"in_channels": 36}),
+    "14B": (T2V_14B, SIZES_14B),
+    "I2V 14B": (I2V_14B, SIZES_I2V_14B),
+    "FLF2V 14B": (FLF2V_14B, SIZES_I2V_14B | {"pos_embed_seq_len": 514}),
+    "2.2 I2V-A14B": (I2V_A14B, SIZES_14B | {"in_channels": 36}),
     "2.2 TI2V-5B": (
         TI2V_5B,
         {"num_layers": 30, "num_attention_heads": 24, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48},
@@ -64,7 +64,7 @@ def keys_of(reference: torch.nn.Module) -> TensorShapes:
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_transformer(name):
+def test_published_transformers_have_the_keys_of_diffusers(name):
     config, sizes = TRANSFORMERS[name]
     with torch.device("meta"):
         reference = WanTransformer3DModel(**sizes)
@@ -76,11 +76,11 @@ def test_transformer(name):
     ("config", "sizes"),
     [
         (VACE_1_3B, {"num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960, "vace_layers": range(0, 30, 2)}),
-        (VACE_14B, FOURTEEN),
+        (VACE_14B, SIZES_14B),
     ],
     ids=["1.3B", "14B"],
 )
-def test_control_transformer(config, sizes):
+def test_published_vace_transformers_have_the_keys_of_diffusers(config, sizes):
     with torch.device("meta"):
         reference = WanVACETransformer3DModel(**sizes)
     assert wan.transformer_config(reference.config) == config
@@ -88,7 +88,7 @@ def test_control_transformer(config, sizes):
 
 
 @pytest.mark.parametrize("name", VAES)
-def test_vae(name):
+def test_published_autoencoders_have_the_keys_of_diffusers(name):
     config, sizes = VAES[name]
     with torch.device("meta"):
         reference = AutoencoderKLWan(**sizes)
@@ -97,7 +97,7 @@ def test_vae(name):
     assert config.spatial_factor == reference.spatial_compression_ratio
 
 
-def test_text_encoder():
+def test_the_published_text_encoder_has_the_keys_of_transformers():
     sizes = {"vocab_size": 256384, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
     with torch.device("meta"):
         reference = UMT5EncoderModel(UMT5Config(**sizes, feed_forward_proj="gated-gelu"))
@@ -106,7 +106,7 @@ def test_text_encoder():
     assert text_encoder_keys(UMT5_XXL) == keys
 
 
-def test_image_encoder():
+def test_the_published_image_encoder_has_the_keys_of_transformers():
     sizes = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16}
     with torch.device("meta"):
         reference = CLIPVisionModelWithProjection(

@@ -9,7 +9,7 @@ import torch
 from flax import nnx
 from transformers import Qwen2_5_VLTextConfig
 
-from tests.parity.encoder_references import QWEN_SIZES, converted, qwen_reference
+from tests.parity.encoder_references import QWEN_SIZES, convert_reference, qwen_reference
 from tests.parity.references import relative_l2, run
 from tests.support.words import line_with_words
 from wanjax.checkpoints import modules
@@ -28,30 +28,30 @@ LENGTHS = [1, 64, 1108]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     reference = qwen_reference()
-    return reference, converted(reference, QWEN2_VL, tmp_path_factory.mktemp("text_encoder"))
+    return reference, convert_reference(reference, QWEN2_VL, tmp_path_factory.mktemp("text_encoder"))
 
 
 def prompt(length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random tokens, and masks with padding at the end of the second row."""
+    """Return random tokens, and a mask with padding at the end of the second row."""
     tokens = torch.randint(0, QWEN_SIZES["vocab_size"], (2, length), generator=torch.Generator().manual_seed(length))
-    real = torch.tensor([length, max(1, length // 2)])
-    return tokens, (torch.arange(length)[None, :] < real[:, None]).long()
+    lengths = torch.tensor([length, max(1, length // 2)])
+    return tokens, (torch.arange(length)[None, :] < lengths[:, None]).long()
 
 
-def ours(x: torch.Tensor) -> np.ndarray:
+def to_numpy(x: torch.Tensor) -> np.ndarray:
     return x.detach().numpy()
 
 
-def error(result, reference: torch.Tensor, mask: torch.Tensor) -> float:
+def relative_error(result, reference: torch.Tensor, mask: torch.Tensor) -> float:
     """Return the relative error at the real tokens; `pytest -rP` shows it."""
-    real = mask.numpy().astype(bool)
-    error = relative_l2(np.asarray(result)[real], reference.detach().float().numpy()[real])
+    is_real = mask.numpy().astype(bool)
+    error = relative_l2(np.asarray(result)[is_real], reference.detach().float().numpy()[is_real])
     print(f"relative error {error:.1e}")
     return error
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_angles_are_those_of_multimodal_positions(models, length):
+def test_the_angles_of_text_equal_those_of_transformers(models, length):
     """Text has the same position in time, height and width, so the sections of channels do not matter."""
     reference, model = models
     angles = text_angles(length, model.config)
@@ -59,11 +59,12 @@ def test_angles_are_those_of_multimodal_positions(models, length):
     cos, sin = reference.rotary_emb(torch.zeros(()), positions)
     half = model.config.head_dim // 2
     for table, expected in ((angles.cos, cos[0]), (angles.sin, sin[0])):
-        np.testing.assert_allclose(table, expected[:, :half], atol=1e-4 if length > 64 else 5e-6)  # theirs are float32
+        # the reference computes in float32
+        np.testing.assert_allclose(table, expected[:, :half], atol=1e-4 if length > 64 else 5e-6)
         np.testing.assert_array_equal(expected[:, :half], expected[:, half:])
 
 
-def test_positions_of_pictures_have_other_angles(models):
+def test_the_angles_of_pictures_would_differ(models):
     reference, model = models
     positions = torch.arange(64).expand(3, 1, -1) * torch.tensor([1, 2, 3])[:, None, None]
     cos, _ = reference.rotary_emb(torch.zeros(()), positions)
@@ -72,7 +73,7 @@ def test_positions_of_pictures_have_other_angles(models):
 
 @torch.no_grad()
 @pytest.mark.parametrize("length", LENGTHS)
-def test_parts_of_a_block(models, length):
+def test_every_part_of_a_block_equals_that_of_transformers(models, length):
     reference, model = models
     layer = reference.layers[1]
     x = torch.randn(2, length, QWEN_SIZES["hidden_size"], generator=torch.Generator().manual_seed(length)) * 2
@@ -91,13 +92,13 @@ def test_parts_of_a_block(models, length):
         block, angles = block_at(model.blocks, 1), text_angles(length, model.config)
         return block.norm1(x), block.mlp(x), block.attn(x, angles), block(x, angles)
 
-    for result, part in zip(parts(model, ours(x)), expected, strict=True):
-        assert error(result, part, everywhere) <= 1e-5
+    for result, part in zip(parts(model, to_numpy(x)), expected, strict=True):
+        assert relative_error(result, part, everywhere) <= 1e-5
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("length", LENGTHS)
-def test_every_block_s_output(models, length):
+def test_the_output_of_every_block_equals_that_of_transformers(models, length):
     reference, model = models
     tokens, mask = prompt(length)
     states = reference(tokens, attention_mask=mask, output_hidden_states=True).hidden_states
@@ -110,41 +111,41 @@ def test_every_block_s_output(models, length):
             x.append(block_at(model.blocks, layer)(x[-1], text_angles(length, model.config)))
         return x
 
-    embedded, *answers = outputs(model, ours(tokens))
+    embedded, *outputs_of_blocks = outputs(model, to_numpy(tokens))
     np.testing.assert_array_equal(embedded, states[0])
-    for result, expected in zip(answers, states[1 : len(answers) + 1], strict=True):
-        assert error(result, expected, mask) <= 1e-5
+    for result, expected in zip(outputs_of_blocks, states[1 : len(outputs_of_blocks) + 1], strict=True):
+        assert relative_error(result, expected, mask) <= 1e-5
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("length", LENGTHS)
-def test_whole(models, length):
+def test_the_features_equal_those_of_transformers(models, length):
     reference, model = models
     tokens, mask = prompt(length)
     expected = reference(tokens, attention_mask=mask, output_hidden_states=True).hidden_states[-3]
-    result = run(model, ours(tokens))
-    assert error(result, expected, mask) <= 1e-5
+    result = run(model, to_numpy(tokens))
+    assert relative_error(result, expected, mask) <= 1e-5
     assert np.isfinite(result).all()
 
 
-def test_padding_changes_no_real_token(models):
+def test_padding_changes_no_other_token(models):
     _, model = models
     tokens, mask = prompt(64)
     features, padded, longer = (
         np.asarray(run(model, options))
         for options in (
-            ours(tokens),
-            np.where(ours(mask) == 1, ours(tokens), 5),
-            np.pad(ours(tokens), ((0, 0), (0, 9))),
+            to_numpy(tokens),
+            np.where(to_numpy(mask) == 1, to_numpy(tokens), 5),
+            np.pad(to_numpy(tokens), ((0, 0), (0, 9))),
         )
     )
-    longer, real = longer[:, :64], mask.numpy().astype(bool)
-    np.testing.assert_array_equal(features[real], padded[real])
-    np.testing.assert_allclose(features[real], longer[real], atol=1e-5 * float(np.abs(features).max()))
-    assert not np.allclose(features[~real], padded[~real])
+    longer, is_real = longer[:, :64], mask.numpy().astype(bool)
+    np.testing.assert_array_equal(features[is_real], padded[is_real])
+    np.testing.assert_allclose(features[is_real], longer[is_real], atol=1e-5 * float(np.abs(features).max()))
+    assert not np.allclose(features[~is_real], padded[~is_real])
 
 
-def test_the_last_blocks_and_the_last_norm_are_left_out_on_purpose(models):
+def test_only_the_last_blocks_and_the_last_norm_are_left_out(models):
     reference, model = models
     assert model.config.layers == QWEN_SIZES["num_hidden_layers"] - 2
     assert model.blocks.norm1.scale.get_value().shape[0] == model.config.layers
@@ -163,15 +164,17 @@ def test_the_last_blocks_and_the_last_norm_are_left_out_on_purpose(models):
 
 
 @torch.no_grad()
-def test_half_precision_is_no_worse_than_torch_s(tmp_path):
+def test_bfloat16_is_as_accurate_as_in_torch(tmp_path):
     reference = qwen_reference()
     tokens, _ = prompt(64)
     exact = reference(tokens, output_hidden_states=True).hidden_states[-3]
-    half = reference.to(torch.bfloat16)
-    theirs = relative_l2(half(tokens, output_hidden_states=True).hidden_states[-3].float(), exact)
-    result = run(converted(half, QWEN2_VL, tmp_path, jnp.bfloat16), ours(tokens))
+    reference_bfloat16 = reference.to(torch.bfloat16)
+    reference_error = relative_l2(
+        reference_bfloat16(tokens, output_hidden_states=True).hidden_states[-3].float(), exact
+    )
+    result = run(convert_reference(reference_bfloat16, QWEN2_VL, tmp_path, jnp.bfloat16), to_numpy(tokens))
     assert result.dtype == jnp.bfloat16
-    assert relative_l2(result, exact) <= 1.1 * theirs
+    assert relative_l2(result, exact) <= 1.1 * reference_error
 
 
 def test_rotation_keeps_lengths_and_depends_only_on_distances():
@@ -194,7 +197,7 @@ def test_rotation_keeps_lengths_and_depends_only_on_distances():
         {"rope_parameters": None},
     ],
 )
-def test_rotary_settings_of_older_files(change):
+def test_the_rotary_settings_of_older_files_are_read(change):
     entries = Qwen2_5_VLTextConfig(**QWEN_SIZES).to_dict() | change
     entries = {key: value for key, value in entries.items() if value is not None}
     assert (
@@ -203,7 +206,7 @@ def test_rotary_settings_of_older_files(change):
 
 
 @pytest.mark.parametrize(
-    ("change", "output"),
+    ("change", "words"),
     [
         ({"model_type": "qwen2"}, "model_type 'qwen2' 'qwen2_5_vl_text'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -212,7 +215,7 @@ def test_rotary_settings_of_older_files(change):
         ({"num_key_value_heads": None}, "no num_key_value_heads"),
     ],
 )
-def test_unsupported_configs_are_refused(change, output):
+def test_unsupported_configs_are_refused(change, words):
     entries = Qwen2_5_VLTextConfig(**QWEN_SIZES).to_dict() | change
-    with pytest.raises(WanjaxError, match=line_with_words(output)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         read_config("config.json", {key: value for key, value in entries.items() if value is not None}, qwen2_vl_config)

@@ -12,7 +12,7 @@ from PIL import Image
 from transformers import SiglipVisionConfig, SiglipVisionModel
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from tests.parity.encoder_references import SIGLIP_SIZES, converted, siglip_reference
+from tests.parity.encoder_references import SIGLIP_SIZES, convert_reference, siglip_reference
 from tests.parity.references import StateDict, relative_l2
 from tests.support.words import line_with_words
 from wanjax.checkpoints import modules
@@ -32,7 +32,7 @@ IMAGES = torch.randn(2, 3, 45, 45, generator=torch.Generator().manual_seed(2))
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     reference = siglip_reference()
-    return reference, converted(reference, SIGLIP_VISION, tmp_path_factory.mktemp("image_encoder"))
+    return reference, convert_reference(reference, SIGLIP_VISION, tmp_path_factory.mktemp("image_encoder"))
 
 
 run = nnx.jit(lambda model, x: model(x))
@@ -42,7 +42,7 @@ def channels_last(images: torch.Tensor):
     return jnp.asarray(images.numpy().transpose(0, 2, 3, 1))
 
 
-def error(result, reference: torch.Tensor) -> float:
+def relative_error(result, reference: torch.Tensor) -> float:
     """Return the relative error; `pytest -rP` shows it."""
     error = relative_l2(result, reference.detach().float().numpy())
     print(f"relative error {error:.1e}")
@@ -50,77 +50,79 @@ def error(result, reference: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def test_every_block_s_output(models):
+def test_the_output_of_every_block_equals_that_of_transformers(models):
     reference, model = models
     states = reference(IMAGES, output_hidden_states=True).hidden_states
     pixels = channels_last(IMAGES)[:, None, :42, :42]
     x = model.patch_embed(patchify(pixels, (1, 7, 7))) + model.positions[...][None]
-    assert error(x, states[0]) <= 1e-5
+    assert relative_error(x, states[0]) <= 1e-5
     for layer in range(model.config.layers):
         x = run(block_at(model.blocks, layer), x)
-        assert error(x, states[layer + 1]) <= 1e-5
-    assert error(model.norm(x), reference.post_layernorm(states[-1])) <= 1e-5
+        assert relative_error(x, states[layer + 1]) <= 1e-5
+    assert relative_error(model.norm(x), reference.post_layernorm(states[-1])) <= 1e-5
 
 
 @torch.no_grad()
-def test_whole(models):
+def test_the_features_equal_those_of_transformers(models):
     reference, model = models
     result = run(model, channels_last(IMAGES))
     assert result.shape == (2, 36, 216)
-    assert error(result, reference(IMAGES).last_hidden_state) <= 1e-5
+    assert relative_error(result, reference(IMAGES).last_hidden_state) <= 1e-5
 
 
 @torch.no_grad()
-def test_another_gelu_exceeds_the_bound(models):
+def test_an_exact_gelu_exceeds_the_bound(models):
     reference, _ = models
     with_gelu = SiglipVisionModel(SiglipVisionConfig(**SIGLIP_SIZES, hidden_act="gelu")).eval()
     with_gelu.load_state_dict(reference.state_dict())
-    assert error(with_gelu(IMAGES).last_hidden_state, reference(IMAGES).last_hidden_state) > 1e-5
+    assert relative_error(with_gelu(IMAGES).last_hidden_state, reference(IMAGES).last_hidden_state) > 1e-5
 
 
 @torch.no_grad()
-def test_half_precision_is_no_worse_than_torch_s(tmp_path):
+def test_bfloat16_is_as_accurate_as_in_torch(tmp_path):
     reference = siglip_reference()
     exact = reference(IMAGES).last_hidden_state
-    half = reference.to(torch.bfloat16)
-    theirs = relative_l2(half(IMAGES.bfloat16()).last_hidden_state.float(), exact)
-    result = run(converted(half, SIGLIP_VISION, tmp_path, jnp.bfloat16), channels_last(IMAGES))
+    reference_bfloat16 = reference.to(torch.bfloat16)
+    reference_error = relative_l2(reference_bfloat16(IMAGES.bfloat16()).last_hidden_state.float(), exact)
+    result = run(convert_reference(reference_bfloat16, SIGLIP_VISION, tmp_path, jnp.bfloat16), channels_last(IMAGES))
     assert result.dtype == jnp.bfloat16
-    assert relative_l2(result.astype(jnp.float32), exact) <= 1.1 * theirs
+    assert relative_l2(result.astype(jnp.float32), exact) <= 1.1 * reference_error
 
 
-def test_present_and_former_file_formats(models):
-    """Published files have a prefix, and may have position ids; all have a head that is not used."""
+def test_older_and_newer_files_are_read(models):
+    """Published files have a prefix and may have position ids. All have an unused head."""
     reference, model = models
-    now = StateDict(reference)
-    before = {f"vision_model.{key}": tensor for key, tensor in now.tensors.items()}
-    before["vision_model.embeddings.position_ids"] = np.arange(36)[None]
+    newer = StateDict(reference)
+    older = {f"vision_model.{key}": tensor for key, tensor in newer.tensors.items()}
+    older["vision_model.embeddings.position_ids"] = np.arange(36)[None]
     network = Network(model.config, SIGLIP_VISION)
     abstract = network.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
-    for reader in (now, Tensors(before)):
+    for reader in (newer, Tensors(older)):
         assert any("head.probe" in key for key in reader.specs)
-        again = modules.load(abstract, network.rules, reader, ignore=network.unused)
-        for tensor, same in zip(modules.parameters(model).values(), modules.parameters(again).values(), strict=True):
-            np.testing.assert_array_equal(tensor, same)
+        reloaded = modules.load(abstract, network.rules, reader, ignore=network.unused)
+        for tensor, reloaded_tensor in zip(
+            modules.parameters(model).values(), modules.parameters(reloaded).values(), strict=True
+        ):
+            np.testing.assert_array_equal(tensor, reloaded_tensor)
 
 
 @pytest.mark.parametrize(
-    ("change", "output"),
+    ("change", "words"),
     [
         ({"model_type": "siglip2_vision_model"}, "model_type 'siglip2_vision_model'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' 'gelu_pytorch_tanh'"),
         ({"patch_size": None}, "no patch_size"),
     ],
 )
-def test_unsupported_configs_are_refused(change, output):
+def test_unsupported_configs_are_refused(change, words):
     entries = SiglipVisionConfig(**SIGLIP_SIZES).to_dict() | change
-    with pytest.raises(WanjaxError, match=line_with_words(output)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         read_config("config.json", {key: value for key, value in entries.items() if value is not None}, siglip_config)
 
 
 @pytest.mark.parametrize("resample", [0, 1, 2, 3])
 @pytest.mark.parametrize("size", [(384, 384), (100, 300), (333, 251), (720, 1280), (17, 900)])
-def test_preprocessing(size, resample, tmp_path):
+def test_preprocessed_pictures_equal_those_of_transformers(size, resample, tmp_path):
     picture = np.random.default_rng(size[0]).integers(0, 256, (*size, 3), dtype=np.uint8)
     reference = SiglipImageProcessorPil(
         size={"height": 384, "width": 384}, resample=resample, image_mean=[0.5] * 3, image_std=[0.5] * 3
@@ -134,7 +136,7 @@ def test_preprocessing(size, resample, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "output"),
+    ("change", "words"),
     [
         ({"do_normalize": False}, "do_normalize False True"),
         ({"resample": 77}, "77 Resampling"),
@@ -142,10 +144,10 @@ def test_preprocessing(size, resample, tmp_path):
         ({"image_mean": None}, "no image_mean"),
     ],
 )
-def test_unsupported_preprocessing_is_refused(change, output, tmp_path):
+def test_unsupported_preprocessing_is_refused(change, words, tmp_path):
     SiglipImageProcessorPil().save_pretrained(tmp_path)
     file = tmp_path / "preprocessor_config.json"
     entries = json.loads(file.read_text()) | change
     file.write_text(json.dumps({key: value for key, value in entries.items() if value is not None}))
-    with pytest.raises(WanjaxError, match=line_with_words(output)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         StretchingImageProcessor.load(tmp_path)

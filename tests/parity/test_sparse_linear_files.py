@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TurboDiffusion's files, plain and with 8-bit weights, against its rule in torch.
+"""TurboDiffusion's files, plain and with 8-bit weights, against its computation in torch.
 
 The network is that of turbodiffusion/rcm/networks/wan2pt1.py, the attention that of turbodiffusion/SLA/core.py and
 utils.py, the weights those of turbodiffusion/ops/core.py and ops/quant/quant.hpp of thu-ml/TurboDiffusion.
@@ -63,8 +63,8 @@ def tensors() -> dict[str, torch.Tensor]:
     return result
 
 
-def in_eight_bits(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return 8-bit integers of a matrix, and the scale of each block of 128 × 128: its largest number is 127 too."""
+def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return 8-bit integers of a matrix, and the scale of each block of 128 × 128: its largest number becomes 127."""
     rows, columns = (math.ceil(size / 128) for size in x.shape)
     rounded, scale = torch.zeros(x.shape, dtype=torch.int8), torch.zeros(rows, columns)
     for i in range(rows):
@@ -76,18 +76,18 @@ def in_eight_bits(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rounded, scale
 
 
-def multiplied(rounded: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    return rounded.float() * wide[: rounded.shape[0], : rounded.shape[1]]
+def dequantise(rounded: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    scale_of_elements = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return rounded.float() * scale_of_elements[: rounded.shape[0], : rounded.shape[1]]
 
 
-def with_eight_bits(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a quantised file: all projections of blocks but that of linear attention."""
+def quantise_file(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a quantised file: all projections of blocks except that of linear attention."""
     result = {}
     for key, x in tensors.items():
         module, _, leaf = key.rpartition(".")
         if key.startswith("blocks.") and leaf == "weight" and x.ndim == 2 and not module.endswith("proj_l"):
-            result[f"{module}.int8_weight"], result[f"{module}.scale"] = in_eight_bits(x)
+            result[f"{module}.int8_weight"], result[f"{module}.scale"] = quantise(x)
         else:
             result[key] = x
     return result
@@ -105,9 +105,9 @@ class Reference:
         bias = self.tensors[f"{name}.bias"]
         if f"{name}.int8_weight" not in self.tensors:
             return functional.linear(x, self.tensors[f"{name}.weight"], bias)
-        weight = multiplied(self.tensors[f"{name}.int8_weight"], self.tensors[f"{name}.scale"])
+        weight = dequantise(self.tensors[f"{name}.int8_weight"], self.tensors[f"{name}.scale"])
         flat = x.reshape(-1, x.shape[-1])
-        flat = multiplied(*in_eight_bits(flat)) if self.rounded else flat
+        flat = dequantise(*quantise(flat)) if self.rounded else flat
         return functional.linear(flat.reshape(x.shape), weight, bias)
 
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -119,16 +119,20 @@ class Reference:
     def attend(self, name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Sparse-linear attention [B N L D]."""
         length = q.shape[2]
-        centred = k - k.mean(2, keepdim=True)
-        of_q = torch.stack([x.mean(2) for x in q.split(128, 2)], 2)
-        of_k = torch.stack([x.mean(2) for x in centred.split(64, 2)], 2)
-        chosen = torch.topk(of_q @ of_k.transpose(2, 3), int(TOP * of_k.shape[2])).indices
-        self.blocks.append(chosen.shape[-1])
-        seen = torch.zeros(*of_q.shape[:3], of_k.shape[2], dtype=torch.bool).scatter_(-1, chosen, True)
-        seen = seen.repeat_interleave(128, 2)[:, :, :length].repeat_interleave(64, 3)[..., :length]
-        sparse = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-        of_q, of_k = q.softmax(-1), k.softmax(-1)
-        linear = of_q @ (of_k.transpose(2, 3) @ v) / (1e-5 + (of_q * of_k.sum(2, keepdim=True)).sum(-1, keepdim=True))
+        centred_k = k - k.mean(2, keepdim=True)
+        q_features = torch.stack([x.mean(2) for x in q.split(128, 2)], 2)
+        k_features = torch.stack([x.mean(2) for x in centred_k.split(64, 2)], 2)
+        indices = torch.topk(q_features @ k_features.transpose(2, 3), int(TOP * k_features.shape[2])).indices
+        self.blocks.append(indices.shape[-1])
+        visible = torch.zeros(*q_features.shape[:3], k_features.shape[2], dtype=torch.bool).scatter_(-1, indices, True)
+        visible = visible.repeat_interleave(128, 2)[:, :, :length].repeat_interleave(64, 3)[..., :length]
+        sparse = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+        q_features, k_features = q.softmax(-1), k.softmax(-1)
+        linear = (
+            q_features
+            @ (k_features.transpose(2, 3) @ v)
+            / (1e-5 + (q_features * k_features.sum(2, keepdim=True)).sum(-1, keepdim=True))
+        )
         return sparse + self.linear(name, linear)
 
     def block(self, name: str, x: torch.Tensor, mod: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
@@ -137,7 +141,7 @@ class Reference:
         y = flat(x) * (1 + scale) + shift
         self_attn = f"{name}.self_attn"
         q, k = (
-            rotated(self.heads(self.norm(f"{self_attn}.norm_{n}", self.linear(f"{self_attn}.{n}", y)))) for n in "qk"
+            rotate(self.heads(self.norm(f"{self_attn}.norm_{n}", self.linear(f"{self_attn}.{n}", y)))) for n in "qk"
         )
         y = self.attend(f"{name}.{PROJECTION}", q, k, self.heads(self.linear(f"{self_attn}.v", y)))
         x = x + self.linear(f"{self_attn}.o", y.transpose(1, 2).flatten(2)) * gate
@@ -168,17 +172,17 @@ class Reference:
         return x.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(latents.shape)
 
 
-def rotated(x: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor) -> torch.Tensor:
     """Rotate pairs of channels [B N L D] by the token's frame, row and column: 22, 21 and 21 pairs."""
-    places = torch.cartesian_prod(*(torch.arange(size, dtype=torch.float64) for size in (FRAMES, ROWS, COLUMNS)))
+    positions = torch.cartesian_prod(*(torch.arange(size, dtype=torch.float64) for size in (FRAMES, ROWS, COLUMNS)))
     sizes = (HEAD - 2 * (HEAD // 6 * 2), HEAD // 6 * 2, HEAD // 6 * 2)
     angles = [
-        place[:, None] * 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-        for place, size in zip(places.T, sizes, strict=True)
+        position[:, None] * 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+        for position, size in zip(positions.T, sizes, strict=True)
     ]
-    turn = torch.polar(torch.ones(1, dtype=torch.float64), torch.cat(angles, 1))
+    rotation = torch.polar(torch.ones(1, dtype=torch.float64), torch.cat(angles, 1))
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * turn).flatten(-2).float()
+    return torch.view_as_real(pairs * rotation).flatten(-2).float()
 
 
 @pytest.fixture(scope="module")
@@ -192,8 +196,8 @@ def operands():
 T = 934.0
 
 
-def ours(path, latents, text, param_dtype=jnp.float32):
-    """Return the velocity [B C T H W] by the network of a file."""
+def velocity_of(path, latents, text, param_dtype=jnp.float32):
+    """Return the velocity [B C T H W] of the network in a file."""
     source = open_source(path)
     read = network(source, "transformer", NETWORKS)
     assert read.config.sparse_linear
@@ -206,36 +210,38 @@ def ours(path, latents, text, param_dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("kind", ["exported", "trained"])
-def test_a_plain_file(kind, operands, tmp_path):
-    """Before the export its tensors are in a nested table, and their names have a prefix."""
+def test_a_plain_file_predicts_as_the_reference(kind, operands, tmp_path):
+    """A file of the trainer has its tensors in a nested table, and a prefix in their names."""
     weights, path = tensors(), tmp_path / "model.pth"
     with torch.inference_mode():
         reference = Reference(weights)
         expected = reference(operands[0], T, operands[1]).numpy()
     assert reference.blocks == [2, 2]  # of 22
-    saved = (
+    file_contents = (
         weights if kind == "exported" else {"state_dict": {f"net.{key}": x for key, x in weights.items()}, "step": 7}
     )
-    torch.save(saved, path)
-    measured = error(ours(path, *operands), expected)
+    torch.save(file_contents, path)
+    measured = error(velocity_of(path, *operands), expected)
     print(f"the velocity of a {kind} file: {measured:.1e}")
     assert measured <= PLAIN_BOUND
 
 
-def test_a_quantised_file(operands, tmp_path):
-    """Its weights are read in bfloat16; what they are multiplied by is not rounded to 8 bits, as there."""
-    eight, path = with_eight_bits(tensors()), tmp_path / "model-quant.pth"
-    torch.save(eight, path)
+def test_a_quantised_file_predicts_as_the_reference(operands, tmp_path):
+    """Its weights are read in bfloat16; unlike in the reference, inputs are not rounded to 8 bits."""
+    quantised, path = quantise_file(tensors()), tmp_path / "model-quant.pth"
+    torch.save(quantised, path)
     with torch.inference_mode():
-        weights_alone, both = (Reference(eight, x)(operands[0], T, operands[1]).numpy() for x in (False, True))
-    result = ours(path, *operands, param_dtype=jnp.bfloat16)
-    distance, total = error(result, weights_alone), error(result, both)
+        only_weights, weights_and_inputs = (
+            Reference(quantised, x)(operands[0], T, operands[1]).numpy() for x in (False, True)
+        )
+    result = velocity_of(path, *operands, param_dtype=jnp.bfloat16)
+    distance, total = error(result, only_weights), error(result, weights_and_inputs)
     print(f"the velocity of 8-bit weights: {distance:.1e}, and of 8-bit products {total:.1e}")
     assert distance <= EIGHT_BIT_BOUND
     assert total <= 2 * EIGHT_BIT_BOUND
 
 
-def test_a_file_without_the_projection_of_a_block(tmp_path):
+def test_a_file_without_the_projection_of_a_block_is_refused(tmp_path):
     damaged = {key: x for key, x in tensors().items() if key != f"blocks.1.{PROJECTION}.bias"}
     torch.save(damaged, tmp_path / "model.pth")
     source = open_source(tmp_path / "model.pth")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of torch's generator; and latents from the seed alone against diffusers with this generator, float32."""
+"""The numbers of torch's generator, and latents from a seed against diffusers with this generator, float32."""
 
 from functools import wraps
 from pathlib import Path
@@ -26,7 +26,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 import wanjax
 from tests.parity import cogvideox_references, hunyuan_references
-from tests.parity.references import BAR, emphasise_mlps, randomise, relative_l2, small_parts
+from tests.parity.references import MAX_LATENT_ERROR, emphasise_mlps, randomise, relative_l2, small_components
 from wanjax.pipelines.torch_noise import TorchGenerator
 from wanjax.schedulers import name_of
 
@@ -44,24 +44,24 @@ COGVIDEOX: dict[str, Any] = {"size": (32, 48), "steps": 6, "guidance_scale": 6.0
 
 
 DTYPES = [(torch.float32, np.float32), (torch.bfloat16, ml_dtypes.bfloat16), (torch.float16, np.float16)]
-ROUNDING = 5e-7  # how far the logarithms and cosines of NumPy and torch may be apart, in float32
+ROUNDING = 5e-7  # the largest difference of logarithms and cosines between NumPy and torch, in float32
 
 
-def compare(result: np.ndarray, expected: torch.Tensor) -> None:
-    """Compare numbers. In 16 bits they are equal, but for a few next to the middle between two values."""
-    ours, theirs = result.astype(np.float32), expected.float().numpy()
-    difference = np.abs(ours - theirs)
+def compare(result: np.ndarray, expected_latents: torch.Tensor) -> None:
+    """Compare numbers. In 16 bits they are equal, except for a few close to the middle of two values."""
+    result_float32, expected_float32 = result.astype(np.float32), expected_latents.float().numpy()
+    difference = np.abs(result_float32 - expected_float32)
     print(f"numbers {difference.max():.1e}")
     if result.dtype == np.float32:
         assert difference.max() <= ROUNDING
     else:
         assert (difference > 0).mean() <= 1e-4 or (difference > 0).sum() <= 1
-        assert (difference <= float(ml_dtypes.finfo(result.dtype).eps) * np.abs(theirs)).all()
+        assert (difference <= float(ml_dtypes.finfo(result.dtype).eps) * np.abs(expected_float32)).all()
 
 
-@pytest.mark.parametrize(("theirs", "ours"), DTYPES, ids=["float32", "bfloat16", "float16"])
-def test_numbers(theirs, ours):
-    """Two draws each of 40 shapes and seeds, also of fewer than sixteen numbers."""
+@pytest.mark.parametrize(("torch_dtype", "dtype"), DTYPES, ids=["float32", "bfloat16", "float16"])
+def test_the_numbers_equal_those_of_torch(torch_dtype, dtype):
+    """Compare two arrays for each of 40 shapes and seeds, some of fewer than sixteen numbers."""
     random = np.random.default_rng(0)
     shapes = [(count,) for count in (1, 2, 3, 7, 15, 16, 17, 31, 32, 33)]
     shapes += [(1, 4, *random.integers(1, 12, 3).tolist()) for _ in range(20)]
@@ -70,15 +70,15 @@ def test_numbers(theirs, ours):
     for shape, seed in zip(shapes, seeds, strict=True):
         generator, reference = TorchGenerator(seed), torch.Generator().manual_seed(seed)
         for _ in range(2):
-            compare(generator.normal(shape, ours), torch.randn(shape, generator=reference, dtype=theirs))
+            compare(generator.normal(shape, dtype), torch.randn(shape, generator=reference, dtype=torch_dtype))
 
 
-@pytest.mark.parametrize(("theirs", "ours"), DTYPES, ids=["float32", "bfloat16", "float16"])
-def test_small_arrays_between_large_ones(theirs, ours):
-    """A small array of an odd number keeps the other number of its last pair for the next small array."""
+@pytest.mark.parametrize(("torch_dtype", "dtype"), DTYPES, ids=["float32", "bfloat16", "float16"])
+def test_small_arrays_between_large_ones_equal_those_of_torch(torch_dtype, dtype):
+    """After a small array of odd size, the next small array begins with the unused number of the last pair."""
     generator, reference = TorchGenerator(7), torch.Generator().manual_seed(7)
     for count in (5, 17, 3, 16, 1, 40, 4, 15):
-        compare(generator.normal((count,), ours), torch.randn(count, generator=reference, dtype=theirs))
+        compare(generator.normal((count,), dtype), torch.randn(count, generator=reference, dtype=torch_dtype))
 
 
 def images(pictures: np.ndarray) -> list[Image.Image]:
@@ -86,18 +86,18 @@ def images(pictures: np.ndarray) -> list[Image.Image]:
 
 
 @torch.no_grad()
-def expected(pipe: Any, generator: Any, **arguments: Any) -> np.ndarray:
+def expected_latents(pipe: Any, generator: Any, **arguments: Any) -> np.ndarray:
     """Return diffusers' latents after the last step."""
     latents: list[Any] = []
     step = pipe.scheduler.step
 
     @wraps(step)  # a pipeline reads its signature
-    def recorded(*args: Any, **options: Any) -> Any:
+    def recording_step(*args: Any, **options: Any) -> Any:
         result = step(*args, **options)
         latents.append(result[0])
         return result
 
-    pipe.scheduler.step = recorded
+    pipe.scheduler.step = recording_step
     pipe.set_progress_bar_config(disable=True)
     pipe(**{"prompt": PROMPT, "negative_prompt": NEGATIVE, "generator": generator, "output_type": "latent"} | arguments)
     return latents[-1].numpy()
@@ -109,10 +109,10 @@ def reference_settings(size: tuple[int, int], steps: int, guidance_scale: float,
     return {"height": height, "width": width, "num_inference_steps": steps, "guidance_scale": guidance_scale, **frames}
 
 
-def answer(
+def make_latents(
     folder: Path, *, pictures: dict[str, Any] | None = None, resize: str = "stretch", **settings: Any
 ) -> np.ndarray:
-    """Return our latents after the last step, with the frames that are dropped at the end."""
+    """Return the latents after the last step, with the frames that the pipeline later removes."""
     pipe = wanjax.load(folder)
     settings = {"seed": SEED, "rng": "torch", "follow": "diffusers"} | settings
     encoded = pipe.encode(PROMPT, NEGATIVE, **pictures or {}, resize=resize, **settings)
@@ -121,10 +121,10 @@ def answer(
     return latents[-1]
 
 
-def check(ours: np.ndarray, theirs: np.ndarray) -> None:
-    error = relative_l2(ours, theirs)
+def compare_latents(latents: np.ndarray, expected: np.ndarray) -> None:
+    error = relative_l2(latents, expected)
     print(f"latents {error:.1e}")
-    assert error <= BAR
+    assert error <= MAX_LATENT_ERROR
 
 
 def generator(seed: int = SEED) -> torch.Generator:
@@ -192,14 +192,14 @@ WAN_TASKS = {
 
 
 @pytest.mark.parametrize("task", WAN_TASKS)
-def test_wan(tmp_path, task):
+def test_wan_equals_diffusers(tmp_path, task):
     kind, networks, pictures = WAN_TASKS[task]()
-    parts, size = small_parts(tmp_path / "tokenizer") | networks, (32, 64) if "5B" in task else (32, 48)
-    if kind is WanVideoToVideoPipeline or "5B" in task:  # the published checkpoint is the text pipeline's
-        WanPipeline(**parts).save_pretrained(tmp_path / "checkpoint")
+    components, size = small_components(tmp_path / "tokenizer") | networks, (32, 64) if "5B" in task else (32, 48)
+    if kind is WanVideoToVideoPipeline or "5B" in task:  # the published checkpoint is of the text pipeline
+        WanPipeline(**components).save_pretrained(tmp_path / "checkpoint")
         reference = kind.from_pretrained(tmp_path / "checkpoint")
     else:
-        reference = kind(**parts)
+        reference = kind(**components)
         reference.save_pretrained(tmp_path / "checkpoint")
     settings = WAN | {"size": size} | ({"strength": 0.6} if "video" in pictures else {})
     options: dict[str, Any] = {
@@ -209,50 +209,50 @@ def test_wan(tmp_path, task):
     if "video" in pictures:
         del options["num_frames"]
         options["strength"] = settings["strength"]
-    theirs = expected(reference, generator(), **options)
-    check(answer(tmp_path / "checkpoint", pictures=pictures, **settings), theirs)
+    expected = expected_latents(reference, generator(), **options)
+    compare_latents(make_latents(tmp_path / "checkpoint", pictures=pictures, **settings), expected)
 
 
-def test_control(tmp_path):
-    """The noise of a video with two reference pictures has two frames more."""
+def test_vace_equals_diffusers(tmp_path):
+    """Two reference pictures add two frames to the noise."""
     torch.manual_seed(0)
     network = WanVACETransformer3DModel(**SIZES, vace_layers=[0], vace_in_channels=2 * 4 + 64).eval()
     randomise(network, 1)
-    reference = WanVACEPipeline(transformer=network, **small_parts(tmp_path / "tokenizer"))
+    reference = WanVACEPipeline(transformer=network, **small_components(tmp_path / "tokenizer"))
     reference.save_pretrained(tmp_path / "checkpoint")
     options = {"video": images(PICTURES), "reference_images": images(PICTURES[1::-1])}
-    theirs = expected(reference, generator(), **options, **reference_settings(**WAN))
+    expected = expected_latents(reference, generator(), **options, **reference_settings(**WAN))
     pictures = {"video": PICTURES, "references": [*PICTURES[:2]]}
-    check(answer(tmp_path / "checkpoint", pictures=pictures, **WAN), theirs)
+    compare_latents(make_latents(tmp_path / "checkpoint", pictures=pictures, **WAN), expected)
 
 
-def test_steps_that_add_noise(tmp_path):
-    """WanPipeline gives its scheduler no generator, so the reference draws all noise from the generator of torch."""
-    parts = small_parts(tmp_path / "tokenizer") | {"scheduler": FlowMatchLCMScheduler(shift=3.0)}
-    reference = WanPipeline(transformer=transformer(), **parts)
+def test_steps_that_add_noise_equal_those_of_diffusers(tmp_path):
+    """WanPipeline passes no generator to its scheduler, so the reference uses the global generator of torch."""
+    components = small_components(tmp_path / "tokenizer") | {"scheduler": FlowMatchLCMScheduler(shift=3.0)}
+    reference = WanPipeline(transformer=transformer(), **components)
     reference.save_pretrained(tmp_path / "checkpoint")
     assert name_of(wanjax.load(tmp_path / "checkpoint").scheduler) == "consistency"
     settings = WAN | {"guidance_scale": 1.0}
     torch.manual_seed(SEED)
-    theirs = expected(reference, None, **reference_settings(**settings))
-    check(answer(tmp_path / "checkpoint", **settings), theirs)
+    expected = expected_latents(reference, None, **reference_settings(**settings))
+    compare_latents(make_latents(tmp_path / "checkpoint", **settings), expected)
 
 
-def test_several_videos(tmp_path):
-    """In diffusers, each video of a prompt has a generator of its own."""
-    reference = WanPipeline(transformer=transformer(), **small_parts(tmp_path / "tokenizer"))
+def test_several_videos_equal_those_of_diffusers(tmp_path):
+    """In diffusers, each video of a prompt has a separate generator."""
+    reference = WanPipeline(transformer=transformer(), **small_components(tmp_path / "tokenizer"))
     reference.save_pretrained(tmp_path / "checkpoint")
     generators = [generator(seed) for seed in (3, 4)]
-    theirs = expected(reference, generators, num_videos_per_prompt=2, **reference_settings(**WAN))
-    for seed, latents in zip((3, 4), theirs, strict=True):
-        check(answer(tmp_path / "checkpoint", seed=seed, **WAN), latents[None])
+    expected = expected_latents(reference, generators, num_videos_per_prompt=2, **reference_settings(**WAN))
+    for seed, latents in zip((3, 4), expected, strict=True):
+        compare_latents(make_latents(tmp_path / "checkpoint", seed=seed, **WAN), latents[None])
 
 
 @pytest.mark.parametrize(
     ("name", "solver", "frames", "pictures"),
     [
         ("cogvideox1.5-5b", "ddim", 13, {}),
-        ("cogvideox1.5-5b", "dpm", 9, {}),  # with a frame that is dropped at the end
+        ("cogvideox1.5-5b", "dpm", 9, {}),  # with a frame that is removed at the end
         ("cogvideox-2b", "dpm", 9, {}),
         ("cogvideox1.5-5b-i2v", "ddim", 9, {"image": PICTURES[0]}),
         ("cogvideox1.5-5b-i2v", "dpm", 9, {"image": PICTURES[0]}),
@@ -261,8 +261,8 @@ def test_several_videos(tmp_path):
         ("cogvideox-2b", "ddim", 9, {"video": PICTURES}),
     ],
 )
-def test_cogvideox(tmp_path, name, solver, frames, pictures):
-    """The latents of a picture or a clip are drawn first, and frames precede channels in the noise of a video."""
+def test_cogvideox_equals_diffusers(tmp_path, name, solver, frames, pictures):
+    """The noise for a picture or clip is generated first; frames precede channels in the noise of a video."""
     reference = cogvideox_references.reference(name, solver, tmp_path)
     settings = COGVIDEOX | {"frames": frames}
     options: dict[str, Any] = {"max_sequence_length": 12, **reference_settings(**settings)}
@@ -273,27 +273,29 @@ def test_cogvideox(tmp_path, name, solver, frames, pictures):
         settings |= {"strength": 0.6}
     elif pictures:
         options["image"] = Image.fromarray(PICTURES[0])
-    theirs = expected(reference, generator(), **options).swapaxes(1, 2)
-    check(answer(tmp_path / "checkpoint", pictures=pictures, **settings), theirs)
+    expected = expected_latents(reference, generator(), **options).swapaxes(1, 2)
+    compare_latents(make_latents(tmp_path / "checkpoint", pictures=pictures, **settings), expected)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 8])
-def test_numbers_of_steps(tmp_path, steps):
-    """The reference draws once in its first step and in a last step that ends without noise, and else twice."""
+def test_any_number_of_steps_equals_diffusers(tmp_path, steps):
+    """The reference generates noise twice in a step, but once in the first step and a last step without noise."""
     reference = cogvideox_references.reference("cogvideox-2b", "dpm", tmp_path)
     settings = COGVIDEOX | {"frames": 9, "steps": steps}
-    theirs = expected(reference, generator(), max_sequence_length=12, **reference_settings(**settings)).swapaxes(1, 2)
-    check(answer(tmp_path / "checkpoint", **settings), theirs)
+    expected = expected_latents(
+        reference, generator(), max_sequence_length=12, **reference_settings(**settings)
+    ).swapaxes(1, 2)
+    compare_latents(make_latents(tmp_path / "checkpoint", **settings), expected)
 
 
 @pytest.mark.parametrize("image", [None, pytest.param(PICTURES[0], marks=pytest.mark.slow)], ids=["text", "picture"])
-def test_hunyuanvideo(tmp_path, image):
+def test_hunyuanvideo_equals_diffusers(tmp_path, image):
     reference = (hunyuan_references.text_to_video if image is None else hunyuan_references.image_to_video)(tmp_path)
     settings: dict[str, Any] = {"steps": 3, "frames": 5, "size": (48, 64)}
     options: dict[str, Any] = {"num_frames": 5, "num_inference_steps": 3}
     options |= {"height": 48, "width": 64} if image is None else {"image": Image.fromarray(image)}
-    theirs = expected(reference, generator(), **options)
+    expected = expected_latents(reference, generator(), **options)
     if image is not None:
-        settings["size"] = tuple(16 * cells for cells in theirs.shape[3:])
+        settings["size"] = tuple(16 * cells for cells in expected.shape[3:])
     pictures = {} if image is None else {"image": image}
-    check(answer(tmp_path / "checkpoint", pictures=pictures, resize="crop", **settings), theirs)
+    compare_latents(make_latents(tmp_path / "checkpoint", pictures=pictures, resize="crop", **settings), expected)

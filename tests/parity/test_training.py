@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training steps against torch's: diffusers' model, PEFT's LoRA, torch's AdamW, the same noise and timesteps."""
+"""Training against torch: diffusers' model, PEFT's LoRA, torch's AdamW, the same noise and timesteps."""
 
 from functools import cached_property
 from types import SimpleNamespace
@@ -74,13 +74,15 @@ class Wan:
         s = torch.tensor(self.fractions).reshape(-1, 1, 1, 1, 1)
         x = (1 - s) * x0 + s * noise
         text = torch.tensor(normal(2, *self.text))
-        prediction = model(self.joined(x), 1000 * torch.tensor(self.fractions), text, **self.more(), return_dict=False)
+        prediction = model(
+            self.model_input(x), 1000 * torch.tensor(self.fractions), text, **self.image_options(), return_dict=False
+        )
         return torch.mean((prediction[0] - (noise - x0)) ** 2)
 
-    def joined(self, x):
+    def model_input(self, x):
         return x
 
-    def more(self):
+    def image_options(self):
         return {}
 
 
@@ -95,15 +97,15 @@ class WanImage(Wan):
     def write_checkpoint(self, folder):
         return tiny_image_checkpoint(folder)
 
-    def joined(self, x):
+    def model_input(self, x):
         return torch.cat([x, torch.tensor(self.inputs["condition"])], 1)
 
-    def more(self):
+    def image_options(self):
         return {"encoder_hidden_states_image": torch.tensor(self.inputs["image_embeds"])}
 
 
 class WanExpert(Wan):
-    """The second of two experts, at its own noise levels."""
+    """The second of two experts, at its noise levels."""
 
     component, fractions = "transformer_2", np.array([0.12, 0.8], np.float32)
 
@@ -115,7 +117,7 @@ class WanExpert(Wan):
 
 
 class CogVideoX:
-    """CogVideoX-1.5; the reference weights the error of the clean sample, as its training script does."""
+    """CogVideoX-1.5, whose training script weights the error of the clean sample."""
 
     component, text = "transformer", (BATCH_SIZE, TEXT_LENGTH, TEXT_WIDTH)
     timesteps = np.array([310, 771])
@@ -130,16 +132,16 @@ class CogVideoX:
     def loss(self, model, x0, noise):
         entries = {k: v for k, v in COGVIDEOX_SCHEDULER.items() if not k.startswith("_")}
         scheduler, t = CogVideoXDDIMScheduler(**entries), torch.tensor(self.timesteps)
-        x0 = torch.cat([x0[:, :, :1], x0], 2).transpose(1, 2)  # [B T C H W], filled up to patches of two frames
+        x0 = torch.cat([x0[:, :, :1], x0], 2).transpose(1, 2)  # [B T C H W], padded to patches of two frames
         noise = noise.transpose(1, 2)
         x = scheduler.add_noise(x0, noise, t)
-        maker = SimpleNamespace(
+        pipeline = SimpleNamespace(
             vae_scale_factor_spatial=8,
             transformer=SimpleNamespace(config=self.reference.config),
         )
         frames, (height, width) = x.shape[1], LATENTS[3:]
         rope = CogVideoXPipeline._prepare_rotary_positional_embeddings(
-            maker, 8 * height, 8 * width, frames, torch.device("cpu")
+            pipeline, 8 * height, 8 * width, frames, torch.device("cpu")
         )
         prediction = model(x, torch.tensor(normal(2, *self.text)), t, image_rotary_emb=rope, return_dict=False)[0]
         clean = scheduler.get_velocity(prediction, x, t)
@@ -163,14 +165,14 @@ def noise_of(case):
     return normal(1, *case.pipe.model.spec.to_training_latents(x).shape)
 
 
-def our_batch(case):
+def make_batch(case):
     text = normal(2, *case.text)
     texts = {"prompt_embeds": text, "negative_prompt_embeds": text}
     encoded = case.pipe.model.conditioning_type(**{name: jnp.asarray(x) for name, x in (texts | case.inputs).items()})
     return Batch(jnp.asarray(normal(0, *LATENTS)), encoded)
 
 
-def our_loss(case):
+def make_loss(case):
     def loss(network, batch, key):
         value = denoising_error(case.pipe, network, *batch, key)
         return value, {}
@@ -178,17 +180,17 @@ def our_loss(case):
     return loss
 
 
-def our_data(case):
-    return our_batch(case), jnp.asarray(case.fractions), jnp.asarray(noise_of(case))
+def make_data(case):
+    return make_batch(case), jnp.asarray(case.fractions), jnp.asarray(noise_of(case))
 
 
-def their_loss(case, model):
+def reference_loss(case, model):
     noise = torch.tensor(np.moveaxis(noise_of(case), -1, 1).copy())
     return case.loss(model, torch.tensor(normal(0, *LATENTS)), noise)
 
 
-def gradients_of(network, chosen, loss, data):
-    graphdef, weights, rest = nnx.split(network, chosen, ...)
+def gradients_of(network, trainable, loss, data):
+    graphdef, weights, rest = nnx.split(network, trainable, ...)
 
     @jax.jit
     def compute(weights):
@@ -198,21 +200,21 @@ def gradients_of(network, chosen, loss, data):
     return float(value), nnx.merge(graphdef, gradients, rest)
 
 
-def trained(case, network, chosen, tmp_path):
-    trainer = Trainer(network, our_loss(case), make_optimizer(OPTIMIZER, STEPS), tmp_path, 0, trained=chosen)
-    trainer.run(STEPS, lambda step, generator: our_data(case))
+def train(case, network, trainable, tmp_path):
+    trainer = Trainer(network, make_loss(case), make_optimizer(OPTIMIZER, STEPS), tmp_path, 0, trained=trainable)
+    trainer.run(STEPS, lambda step, generator: make_data(case))
     trainer.close()
     return trainer.network()
 
 
-def their_training(case, model):
+def train_reference(case, model):
     """Train a reference for some steps; return the first loss, the first gradients, and the model's parameters."""
     weights = {name: x for name, x in model.named_parameters() if x.requires_grad}
     adam = torch.optim.AdamW(weights.values(), lr=RATE, betas=(0.9, 0.999), weight_decay=0.01)
     first = None
     for _ in range(STEPS):
         adam.zero_grad()
-        loss = their_loss(case, model)
+        loss = reference_loss(case, model)
         loss.backward()
         if first is None:
             first = (
@@ -223,93 +225,95 @@ def their_training(case, model):
     return *first, {name: x.detach().numpy() for name, x in weights.items()}
 
 
-def assert_near(ours, theirs, bar, what):
-    assert ours.keys() == theirs.keys()
-    worst = max(np.abs(ours[key] - theirs[key]).max() / max(np.abs(theirs[key]).max(), 1e-6) for key in theirs)
-    total = np.sqrt(
-        sum(((ours[k] - theirs[k]) ** 2).sum() for k in theirs) / sum((theirs[k] ** 2).sum() for k in theirs)
+def assert_near(result, expected, bound, description):
+    assert result.keys() == expected.keys()
+    largest = max(
+        np.abs(result[key] - expected[key]).max() / max(np.abs(expected[key]).max(), 1e-6) for key in expected
     )
-    print(f"{what}: worst {worst:.1e}, together {total:.1e}")
-    assert total <= bar
-    return worst
+    total = np.sqrt(
+        sum(((result[k] - expected[k]) ** 2).sum() for k in expected) / sum((expected[k] ** 2).sum() for k in expected)
+    )
+    print(f"{description}: largest {largest:.1e}, together {total:.1e}")
+    assert total <= bound
+    return largest
 
 
-def test_a_lora_step_is_torch_s(case, tmp_path):
+def test_training_a_lora_equals_torch(case, tmp_path):
     rules = network_of(case.pipe.model.spec.networks[case.component], case.pipe.components.kinds).rules
-    network, chosen = adapted(case, rules)
+    network, trainable = adapt_network(case, rules)
     model = case.reference
     model.add_adapter(peft.LoraConfig(r=4, lora_alpha=6, target_modules=list(LORA.targets), init_lora_weights=False))
-    begun = {_their_name(name): x for name, x in export_factors(network, rules, chosen).items()}
+    initial_factors = {_peft_name(name): x for name, x in export_factors(network, rules, trainable).items()}
     with torch.no_grad():
         for name, x in model.named_parameters():
             x.requires_grad_("lora_" in name)
             if "lora_" in name:
-                x.copy_(torch.tensor(begun[name]))
-    loss, gradients, weights = their_training(case, model)
-    value, result = gradients_of(network, is_factor, our_loss(case), our_data(case))
+                x.copy_(torch.tensor(initial_factors[name]))
+    loss, gradients, weights = train_reference(case, model)
+    value, result = gradients_of(network, is_factor, make_loss(case), make_data(case))
     assert abs(value - loss) <= 1e-6 * max(1, abs(loss))
-    ours = {_their_name(name): x for name, x in export_factors(result, rules, chosen).items()}
-    assert_near(ours, gradients, 1e-5, f"gradients of {type(case).__name__}")
-    after = export_factors(trained(case, network, is_factor, tmp_path), rules, chosen)
-    worst = assert_near({_their_name(k): x for k, x in after.items()}, weights, 1e-5, "weights")
-    assert worst <= 1e-4
+    factors = {_peft_name(name): x for name, x in export_factors(result, rules, trainable).items()}
+    assert_near(factors, gradients, 1e-5, f"gradients of {type(case).__name__}")
+    trained_factors = export_factors(train(case, network, is_factor, tmp_path), rules, trainable)
+    largest = assert_near({_peft_name(k): x for k, x in trained_factors.items()}, weights, 1e-5, "weights")
+    assert largest <= 1e-4
     model.delete_adapters("default")
     case.pipe.free()
 
 
-def test_the_file_is_read_by_diffusers(case, tmp_path):
-    """The adapted network, the file in diffusers, and the file merged here answer alike."""
+def test_a_trained_lora_is_the_same_in_diffusers(case, tmp_path):
+    """Compare the adapted network, the file loaded by diffusers, and the file merged by wanjax."""
     info = network_of(case.pipe.model.spec.networks[case.component], case.pipe.components.kinds)
-    network, chosen = adapted(case, info.rules, size=1.0)
+    network, trainable = adapt_network(case, info.rules, size=1.0)
     file = tmp_path / "lora.safetensors"
-    save_lora(file, export_factors(network, info.rules, chosen), LORA, info)
+    save_lora(file, export_factors(network, info.rules, trainable), LORA, info)
     model = type(case.reference).from_pretrained(case.folder / case.component)
-    unadapted = float(their_loss(case, model).detach())
+    unadapted = float(reference_loss(case, model).detach())
     pipeline = CogVideoXPipeline if isinstance(case, CogVideoX) else WanPipeline
     state = pipeline.lora_state_dict(str(file), return_lora_metadata=True)
     assert not [key for key in state[0] if not key.startswith("transformer.")]
-    pipeline.load_lora_into_transformer(state[0], model, adapter_name="ours", metadata=state[1])
+    pipeline.load_lora_into_transformer(state[0], model, adapter_name="trained", metadata=state[1])
     with torch.no_grad():
-        theirs = float(their_loss(case, model))
-    value, _ = gradients_of(network, is_factor, our_loss(case), our_data(case))
-    assert abs(value - theirs) <= 1e-6 * max(1, abs(theirs))
-    assert abs(unadapted - theirs) > 1e-4 * abs(theirs)
+        expected = float(reference_loss(case, model))
+    value, _ = gradients_of(network, is_factor, make_loss(case), make_data(case))
+    assert abs(value - expected) <= 1e-6 * max(1, abs(expected))
+    assert abs(unadapted - expected) > 1e-4 * abs(expected)
     expert = "low=" if case.component == "transformer_2" else ""
     merged = wanjax.load(case.folder, lora=f"{expert}{file}", note=lambda text: None)
     network = merged.components.get(case.component)
-    value, _ = gradients_of(network, all_parameters, our_loss(case), our_data(case))
-    assert abs(value - theirs) <= 2e-6 * max(1, abs(theirs))
+    value, _ = gradients_of(network, all_parameters, make_loss(case), make_data(case))
+    assert abs(value - expected) <= 2e-6 * max(1, abs(expected))
 
 
-def adapted(case, rules, size=0.1):
+def adapt_network(case, rules, size=0.1):
     """Return the adapted network with factors that all differ from zero, and the names of the adapted layers."""
-    network, chosen = adapt(case.pipe.components.get(case.component), rules, LORA, 0)
+    network, trainable = adapt(case.pipe.components.get(case.component), rules, LORA, 0)
     for seed, (_, module) in enumerate(nnx.iter_modules(network)):
         if isinstance(module, LoraLinear):  # at zeros, half of the gradients would be zero
             kernel = module.lora_up.kernel
             kernel[...] = jnp.asarray(size * normal(100 + seed, *kernel.shape))
-    return network, chosen
+    return network, trainable
 
 
-def _their_name(name):
+def _peft_name(name):
     return name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")
 
 
 @pytest.mark.slow
-def test_a_full_step_is_torch_s(case, tmp_path):
+def test_training_all_weights_equals_torch(case, tmp_path):
     info = network_of(case.pipe.model.spec.networks[case.component], case.pipe.components.kinds)
     kind = type(case.reference)
     model = kind.from_pretrained(case.folder / case.component).requires_grad_(True)
-    loss, gradients, weights = their_training(case, model)
+    loss, gradients, weights = train_reference(case, model)
     network = case.pipe.components.get(case.component)
-    value, result = gradients_of(network, all_parameters, our_loss(case), our_data(case))
+    value, result = gradients_of(network, all_parameters, make_loss(case), make_data(case))
     assert abs(value - loss) <= 1e-6 * max(1, abs(loss))
-    assert_near(_exported(result, info.rules, gradients), gradients, 1e-5, f"gradients of {type(case).__name__}")
-    after = trained(case, network, all_parameters, tmp_path)
-    assert_near(_exported(after, info.rules, weights), weights, 1e-5, "weights")
+    assert_near(_export(result, info.rules, gradients), gradients, 1e-5, f"gradients of {type(case).__name__}")
+    trained_network = train(case, network, all_parameters, tmp_path)
+    assert_near(_export(trained_network, info.rules, weights), weights, 1e-5, "weights")
     case.pipe.free()
 
 
-def _exported(network, rules, like):
+def _export(network, rules, keys):
     exported = ExportedTensors({name: np.asarray(x) for name, x in parameters(network).items()}, rules)
-    return {key: np.asarray(exported.read(key)) for key in exported.specs if key in like}
+    return {key: np.asarray(exported.read(key)) for key in exported.specs if key in keys}

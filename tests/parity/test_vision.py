@@ -39,74 +39,76 @@ def load(json: dict, reader) -> CLIPVision:
 
 @torch.no_grad()
 def features(model: CLIPVisionModel, images: torch.Tensor) -> np.ndarray:
-    """Return the features that diffusers uses: the output of the last block but one."""
+    """Return the features that diffusers uses: the output of the second-to-last block."""
     return model(images, output_hidden_states=True).hidden_states[-2].numpy()
 
 
 IMAGES = torch.randn(2, 3, 28, 28, generator=torch.Generator().manual_seed(2))
 
 
-def test_features(reference):
+def test_the_features_equal_those_of_transformers(reference):
     model = load(reference.config.to_dict(), StateDict(reference))
     graphdef, weights = nnx.split(model)
     run = jax.jit(lambda weights, images: nnx.merge(graphdef, weights)(images))
-    ours = run(weights, jnp.asarray(IMAGES.numpy().transpose(0, 2, 3, 1)))
-    assert relative_l2(ours, features(reference, IMAGES)) <= 1e-5
+    result = run(weights, jnp.asarray(IMAGES.numpy().transpose(0, 2, 3, 1)))
+    assert relative_l2(result, features(reference, IMAGES)) <= 1e-5
 
 
-def test_another_gelu_exceeds_the_bound(reference):
+def test_quick_gelu_exceeds_the_bound(reference):
     quick_gelu = CLIPVisionModel(CLIPVisionConfig(**SIZES, image_size=28, patch_size=7, hidden_act="quick_gelu")).eval()
     quick_gelu.load_state_dict(reference.state_dict())
     assert relative_l2(features(quick_gelu, IMAGES), features(reference, IMAGES)) > 1e-4
 
 
-def test_present_and_former_file_formats(reference, tmp_path):
-    """Published files have a prefix and position ids, which today's transformers omit."""
+def test_older_and_newer_files_are_read(reference, tmp_path):
+    """Published files have a prefix and position ids, which current transformers omits."""
     reference.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert (tmp_path / "model.safetensors").is_file()
     model = load(config, SafetensorsFolder(tmp_path))
-    before = {f"vision_model.{key}": tensor for key, tensor in StateDict(reference).tensors.items()}
-    again = load(config, Tensors(before | {"vision_model.embeddings.position_ids": np.arange(17)[None]}))
-    for ours, same in zip(modules.parameters(model).values(), modules.parameters(again).values(), strict=True):
-        np.testing.assert_array_equal(ours, same)
+    older = {f"vision_model.{key}": tensor for key, tensor in StateDict(reference).tensors.items()}
+    reloaded = load(config, Tensors(older | {"vision_model.embeddings.position_ids": np.arange(17)[None]}))
+    for tensor, reloaded_tensor in zip(
+        modules.parameters(model).values(), modules.parameters(reloaded).values(), strict=True
+    ):
+        np.testing.assert_array_equal(tensor, reloaded_tensor)
 
 
-def test_the_projection_after_the_tower_is_left(reference, tmp_path):
-    """Wan's published image encoders hold one, and their config.json names the class that has it."""
+def test_a_projection_after_the_encoder_is_ignored(reference, tmp_path):
+    """Wan's published image encoders contain one, and their config.json names the class that has it."""
     projected = CLIPVisionModelWithProjection(reference.config).eval()
     randomise(projected, seed=4)
     projected.save_pretrained(tmp_path)
     reader = SafetensorsFolder(tmp_path)
     assert "visual_projection.weight" in reader.specs
     model = load(json.loads((tmp_path / "config.json").read_text()), reader)
-    ours = model(jnp.asarray(IMAGES.numpy().transpose(0, 2, 3, 1)))
-    assert relative_l2(ours, features(projected, IMAGES)) <= 1e-5
+    result = model(jnp.asarray(IMAGES.numpy().transpose(0, 2, 3, 1)))
+    assert relative_l2(result, features(projected, IMAGES)) <= 1e-5
 
 
 @pytest.mark.parametrize("size", [(224, 224), (100, 300), (3, 5), (720, 1280)])
-def test_all_features_of_a_picture(size):
-    """As the authors' code has it: torch's bicubic, which does not smooth, on pixels in [-1, 1]."""
+def test_a_stretched_picture_equals_that_of_the_authors(size):
+    """Like the authors' code: torch's bicubic without antialiasing, on pixels in [-1, 1]."""
     picture = np.random.default_rng(size[0]).integers(0, 256, (*size, 3), dtype=np.uint8)
-    ours = ImageProcessor(224, (224, 224), (0.48, 0.46, 0.41), (0.27, 0.26, 0.28))
+    processor = ImageProcessor(224, (224, 224), (0.48, 0.46, 0.41), (0.27, 0.26, 0.28))
     pixels = torch.from_numpy(picture).permute(2, 0, 1)[None].float().div(255).sub(0.5).div(0.5)
     exact = torch.nn.functional.interpolate(pixels, (224, 224), mode="bicubic", align_corners=False).mul(0.5).add(0.5)
-    exact = (exact[0].permute(1, 2, 0).numpy() - np.float32(ours.mean)) / np.float32(ours.std)
-    (result,) = ours([picture], stretch=True)
+    exact = (exact[0].permute(1, 2, 0).numpy() - np.float32(processor.mean)) / np.float32(processor.std)
+    (result,) = processor([picture], stretch=True)
     assert result.dtype == np.float32
     np.testing.assert_allclose(result, exact, atol=1e-4)
-    assert size == (224, 224) or np.abs(result - ours([picture])[0]).max() > 0.1
+    assert size == (224, 224) or np.abs(result - processor([picture])[0]).max() > 0.1
 
 
 @pytest.mark.parametrize("size", [(224, 224), (100, 300), (333, 251), (37, 41), (720, 1280)])
-def test_preprocessing(size, tmp_path):
+def test_preprocessed_pictures_equal_those_of_transformers(size, tmp_path):
     rng = np.random.default_rng(size[0])
     picture = rng.integers(0, 256, (*size, 3), dtype=np.uint8)
     reference = CLIPImageProcessorPil()
     reference.save_pretrained(tmp_path)
-    ours = ImageProcessor.load(tmp_path)
+    processor = ImageProcessor.load(tmp_path)
     exact = reference(images=picture, return_tensors="np")["pixel_values"].transpose(0, 2, 3, 1)
-    result = ours([picture])
+    result = processor([picture])
     assert result.dtype == np.float32
     assert np.abs((result - exact) * np.float32(reference.image_std)).max() <= 1 / 255  # in pixels from 0 to 1
     assert np.abs(result - exact).max() <= 1e-5

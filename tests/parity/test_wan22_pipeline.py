@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines of two experts, of a clean first frame, and of an input video, against those of diffusers."""
+"""Pipelines with two experts, with a clean first frame, and with an input video, against those of diffusers."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 import wanjax
 from tests.parity.references import (
-    BAR,
+    MAX_LATENT_ERROR,
     NEGATIVE_PROMPT,
     PROMPT,
     emphasise_mlps,
@@ -31,7 +31,7 @@ from tests.parity.references import (
 )
 from tests.support.toy_tokenizer import save_tokenizer
 from wanjax.pipelines.observers import Switch
-from wanjax.pipelines.pipeline import Pipeline as Ours
+from wanjax.pipelines.pipeline import Pipeline as OurPipeline
 
 pytestmark = pytest.mark.usefixtures("cached_programs")
 
@@ -59,7 +59,7 @@ def transformer(seed: int, channels_in: int = 4) -> WanTransformer3DModel:
 
 @pytest.fixture(scope="module")
 def common(tmp_path_factory) -> dict[str, Any]:
-    """The components that all the pipelines share."""
+    """Return the components that all the pipelines share."""
     torch.manual_seed(0)
     config = UMT5Config(
         vocab_size=512, d_model=48, d_kv=16, d_ff=96, num_layers=1, num_heads=2,
@@ -85,7 +85,7 @@ def noise(factor: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def expected(pipe: Any, **options: Any) -> tuple[list[np.ndarray], np.ndarray]:
+def expected_video(pipe: Any, **options: Any) -> tuple[list[np.ndarray], np.ndarray]:
     """Return diffusers' latents after every step, and its frames."""
     latents = []
     pipe.set_progress_bar_config(disable=True)
@@ -96,76 +96,80 @@ def expected(pipe: Any, **options: Any) -> tuple[list[np.ndarray], np.ndarray]:
     return latents, frames
 
 
-def answer(
+def make_latents(
     folder: Path, noise: torch.Tensor, pictures: dict[str, Any], **settings: Any
-) -> tuple[Ours, list, Any, list]:
-    """Return our pipeline, its latents after every step, the last latents and the switches."""
+) -> tuple[OurPipeline, list, Any, list]:
+    """Return the pipeline, its latents after every step, the last latents and the switches."""
     pipe = wanjax.load(folder)
     settings |= {"size": (HEIGHT, WIDTH), "frames": FRAMES, "steps": STEPS, "flow_shift": SHIFT, "sigmas": "diffusers"}
     latents, switches = [], []
-    last = pipe.denoise(
+    final_latents = pipe.denoise(
         pipe.encode(PROMPT, NEGATIVE_PROMPT, **pictures, **settings), noise=jnp.asarray(noise.numpy()),
         callback=lambda step: latents.append(np.asarray(step.latents)), switched=switches.append, **settings,
     )  # fmt: skip
-    return pipe, latents, last, switches
+    return pipe, latents, final_latents, switches
 
 
-def compare(pipe: Ours, latents: list, last: Any, exact: list[np.ndarray], frames: np.ndarray) -> None:
+def compare(pipe: OurPipeline, latents: list, final_latents: Any, exact: list[np.ndarray], frames: np.ndarray) -> None:
     assert len(latents) == len(exact)
-    assert largest_error(latents, exact) <= BAR
-    assert psnr(pipe.decode(last, jnp.float32), frames) >= 60
+    assert largest_error(latents, exact) <= MAX_LATENT_ERROR
+    assert psnr(pipe.decode(final_latents, jnp.float32), frames) >= 60
 
 
 @pytest.mark.parametrize("image", [pytest.param(None, marks=pytest.mark.slow), IMAGE], ids=["text", "image"])
-def test_two_experts(common, tmp_path, image):
-    """The experts have different guidance scales; in diffusers the scale at high noise is first."""
+def test_two_experts_equal_those_of_diffusers(common, tmp_path, image):
+    """The experts have different guidance scales; in diffusers, the scale at high noise is first."""
     kind = WanPipeline if image is None else WanImageToVideoPipeline
     channels = 4 if image is None else 12
     experts = {"transformer": transformer(1, channels), "transformer_2": transformer(2, channels)}
     reference = kind(**common, **experts, vae=vae(VAE), boundary_ratio=0.875)
     reference.save_pretrained(tmp_path)
     options = {} if image is None else {"image": Image.fromarray(image)}
-    exact, frames = expected(
+    exact, frames = expected_video(
         reference, num_frames=FRAMES, guidance_scale=4.0, guidance_scale_2=3.0, latents=noise(8), **options
     )
     pictures = {} if image is None else {"image": image}
-    pipe, latents, last, switches = answer(tmp_path, noise(8), pictures, guidance_scale=4.0, guidance_scale_2=3.0)
-    compare(pipe, latents, last, exact, frames)
+    pipe, latents, final_latents, switches = make_latents(
+        tmp_path, noise(8), pictures, guidance_scale=4.0, guidance_scale_2=3.0
+    )
+    compare(pipe, latents, final_latents, exact, frames)
     high = int((reference.scheduler.timesteps >= 875).sum())
     assert 0 < high < STEPS
     assert [switch[:3] for switch in switches] == [Switch("transformer_2", high, STEPS, 0.0)[:3]]
 
 
-def test_text_with_the_5b_autoencoder(common, tmp_path):
+def test_text_to_video_of_the_5b_model_equals_diffusers(common, tmp_path):
     """All tokens have the same timestep without a picture; the reference passes it for each token."""
     reference = WanPipeline(**common, transformer=transformer(1), vae=vae(RESIDUAL_VAE), expand_timesteps=True)
     reference.save_pretrained(tmp_path)
-    exact, frames = expected(reference, num_frames=FRAMES, guidance_scale=5.0, latents=noise(16))
-    pipe, latents, last, _ = answer(tmp_path, noise(16), {}, guidance_scale=5.0)
-    compare(pipe, latents, last, exact, frames)
+    exact, frames = expected_video(reference, num_frames=FRAMES, guidance_scale=5.0, latents=noise(16))
+    pipe, latents, final_latents, _ = make_latents(tmp_path, noise(16), {}, guidance_scale=5.0)
+    compare(pipe, latents, final_latents, exact, frames)
 
 
-def test_a_first_frame_without_noise(common, tmp_path):
+def test_image_to_video_of_the_5b_model_equals_diffusers(common, tmp_path):
     network = transformer(1)
     published = WanPipeline(**common, transformer=network, vae=vae(RESIDUAL_VAE), expand_timesteps=True)
-    published.save_pretrained(tmp_path)  # as a text pipeline; the reference builds the other one from the same folder
+    published.save_pretrained(tmp_path)  # as a text pipeline; the image pipeline is loaded from the same folder
     reference = WanImageToVideoPipeline.from_pretrained(tmp_path)
-    exact, frames = expected(
+    exact, frames = expected_video(
         reference, image=Image.fromarray(IMAGE), num_frames=FRAMES, guidance_scale=5.0, latents=noise(16)
     )
-    pipe, latents, last, _ = answer(tmp_path, noise(16), {"image": IMAGE}, guidance_scale=5.0)
-    compare(pipe, latents, last, exact, frames)
+    pipe, latents, final_latents, _ = make_latents(tmp_path, noise(16), {"image": IMAGE}, guidance_scale=5.0)
+    compare(pipe, latents, final_latents, exact, frames)
 
 
 @pytest.mark.parametrize("strength", [0.5, 1.0])
-def test_from_a_video(common, tmp_path, strength):
+def test_video_to_video_equals_diffusers(common, tmp_path, strength):
     networks = {"transformer": transformer(1), "vae": vae(VAE)}
     WanPipeline(**common, **networks).save_pretrained(tmp_path)
     reference = WanVideoToVideoPipeline(**common, **networks)
     generator = torch.Generator().manual_seed(7)  # its first numbers are those of `noise`
-    exact, frames = expected(
+    exact, frames = expected_video(
         reference, video=[Image.fromarray(frame) for frame in VIDEO], strength=strength, guidance_scale=5.0,
         generator=generator,
     )  # fmt: skip
-    pipe, latents, last, _ = answer(tmp_path, noise(8), {"video": VIDEO}, guidance_scale=5.0, strength=strength)
-    compare(pipe, latents, last, exact, frames)
+    pipe, latents, final_latents, _ = make_latents(
+        tmp_path, noise(8), {"video": VIDEO}, guidance_scale=5.0, strength=strength
+    )
+    compare(pipe, latents, final_latents, exact, frames)

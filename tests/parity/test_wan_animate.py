@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan Animate 2's transformer against that of diffusers: the pass over the clip, and a step."""
+"""Wan Animate 2's transformer against that of diffusers: the computation of the clip's keys, and a step."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ import torch
 from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 from flax import nnx
 
-from tests.parity.animate_references import SIZES, animate_transformer, on_a_cpu
+from tests.parity.animate_references import SIZES, animate_transformer, uncompiled_mask
 from tests.parity.references import channels_last, relative_l2, wan_transformer
 from wanjax.models.wan.animate import AnimateContext
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
 FRAMES, HEIGHT, WIDTH = 3, 6, 10  # of the clip's latents
-BAR = 1e-5
+BOUND = 1e-5
 RANDOM = torch.Generator().manual_seed(0)
 INPUTS: dict[str, torch.Tensor] = {
     "clip": torch.randn(16, FRAMES, HEIGHT, WIDTH, generator=RANDOM),
@@ -30,8 +30,8 @@ INPUTS: dict[str, torch.Tensor] = {
 
 
 @torch.no_grad()
-def expected(network: Any, *, negative: bool) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return the values that diffusers keeps of each layer, and its velocity [T H W C] at timestep 700."""
+def expected_outputs(network: Any, *, negative: bool) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return the values that diffusers caches in each layer, and its velocity [T H W C] at timestep 700."""
     grid = torch.tensor([[FRAMES, HEIGHT // 2, WIDTH // 2]])
     cache, tokens = WanAnimate2KVCache(len(network.blocks)), HEIGHT * WIDTH // 4
     common: dict[str, Any] = {"timestep": torch.tensor([700.0]), "kv_cache": cache}
@@ -41,7 +41,7 @@ def expected(network: Any, *, negative: bool) -> tuple[list[np.ndarray], np.ndar
         condition_latents=[torch.cat([torch.ones(4, *clip.shape[1:]), clip])], kv_cache_mode="extract",
         seq_len=FRAMES * tokens, offset_grid_sizes=grid, **common,
     )  # fmt: skip
-    with on_a_cpu():
+    with uncompiled_mask():
         velocity = network(
             [INPUTS["x"]], encoder_hidden_states=[*INPUTS["text"]], encoder_hidden_states_image=INPUTS["image"],
             condition_latents=[INPUTS["condition"]], kv_cache_mode="cached", seq_len=(FRAMES + 1) * tokens,
@@ -54,7 +54,7 @@ def expected(network: Any, *, negative: bool) -> tuple[list[np.ndarray], np.ndar
 
 @nnx.jit(static_argnames=("prompts", "negatives"))
 def predict(network: Any, prompts: int, negatives: int) -> tuple[Any, Any]:
-    """Return the keys and values of the clip, and the velocities of equal prompts of which the last are negative."""
+    """Return the keys and values of the clip, and the velocities of equal prompts, the last of which are negative."""
     arrays = {name: jnp.asarray(x.numpy()) for name, x in INPUTS.items()}
     x = jnp.moveaxis(jnp.concatenate([arrays["x"], arrays["condition"]])[None], 1, -1)
     clip = jnp.moveaxis(arrays["clip"][None], 1, -1)
@@ -66,19 +66,19 @@ def predict(network: Any, prompts: int, negatives: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("layers", [2, 10])
-def test_both_passes(layers):
-    """Negative prompts leave out the tenth block, also if they share a batch with prompts."""
+def test_the_clip_s_values_and_a_step_equal_those_of_diffusers(layers):
+    """Negative prompts skip the tenth block, even in a batch with prompts."""
     reference = animate_transformer(layers)
     network: Any = wan_transformer(reference)
-    values, exact = expected(reference, negative=False)
-    _, exact_negative = expected(reference, negative=True)
+    values, exact = expected_outputs(reference, negative=False)
+    _, exact_negative = expected_outputs(reference, negative=True)
     assert (relative_l2(exact, exact_negative) > 1e-3) == (layers > 9)
     keys, [velocity] = predict(network, 1, 0)
     for result, layer_values in zip(keys.v, values, strict=True):
-        assert relative_l2(result, layer_values) <= BAR
-    assert relative_l2(velocity, exact) <= BAR
+        assert relative_l2(result, layer_values) <= BOUND
+    assert relative_l2(velocity, exact) <= BOUND
     _, [negative] = predict(network, 1, 1)
-    assert relative_l2(negative, exact_negative) <= BAR
+    assert relative_l2(negative, exact_negative) <= BOUND
     _, [first, second] = predict(network, 2, 1)
-    assert relative_l2(first, exact) <= BAR
-    assert relative_l2(second, exact_negative) <= BAR
+    assert relative_l2(first, exact) <= BOUND
+    assert relative_l2(second, exact_negative) <= BOUND

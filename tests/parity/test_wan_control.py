@@ -11,7 +11,7 @@ from tests.parity.references import channels_last, randomise, relative_l2, wan_t
 from wanjax.models.wan.control import WanControlTransformer
 
 
-def test_whole():
+def test_the_velocity_with_control_equals_that_of_diffusers():
     torch.manual_seed(0)
     reference = WanVACETransformer3DModel(
         num_attention_heads=3, attention_head_dim=32, in_channels=4, out_channels=4, text_dim=48, freq_dim=64,

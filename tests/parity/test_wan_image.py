@@ -11,7 +11,7 @@ from flax import nnx
 from tests.parity.references import channels_last, randomise, relative_l2, wan_transformer
 from wanjax.models.wan.image import ImageContext, WanImageTransformer
 
-TEXT = 512  # the reference takes the last TEXT tokens as the prompt's
+TEXT = 512  # in the reference, the last TEXT tokens are those of the prompt
 IMAGE_TOKENS, IMAGE_WIDTH = 5, 40
 
 
@@ -26,11 +26,11 @@ def models(request):
     return reference, wan_transformer(reference)
 
 
-def ours(x: torch.Tensor) -> jax.Array:
+def from_torch(x: torch.Tensor) -> jax.Array:
     return jnp.asarray(x.numpy())
 
 
-def test_whole(models):
+def test_the_velocity_with_an_image_equals_that_of_diffusers(models):
     reference, model = models
     assert isinstance(model, WanImageTransformer)
     images = 1 if model.config.image_positions is None else 2
@@ -49,12 +49,16 @@ def test_whole(models):
         return model(latents, t, model.context(text, image), model.rope(model.grid(latents)))
 
     result = run(
-        weights, jnp.asarray(channels_last(latents)), ours(t.float()), ours(text), ours(image).reshape(1, -1, 40)
+        weights,
+        jnp.asarray(channels_last(latents)),
+        from_torch(t.float()),
+        from_torch(text),
+        from_torch(image).reshape(1, -1, 40),
     )
     assert relative_l2(result, velocity) <= 1e-5
 
 
-def test_image_embed_and_cross_attention(models):
+def test_attention_to_an_image_equals_that_of_diffusers(models):
     reference, model = models
     images = 1 if model.config.image_positions is None else 2
     generator = torch.Generator().manual_seed(5)
@@ -64,12 +68,12 @@ def test_image_embed_and_cross_attention(models):
     block = nnx.merge(graphdef, jax.tree.map(lambda w: w[1], weights))
     with torch.no_grad():
         embedded = reference.condition_embedder.image_embedder(image)
-        attended = reference.blocks[1].attn2(x, torch.cat([embedded, text], dim=1), None, None)
-        prompt_alone = reference.blocks[0].attn2(x, torch.cat([embedded * 0, text], dim=1), None, None)
-    embed = jax.jit(lambda image: model.image_embed(image))(ours(image).reshape(1, -1, IMAGE_WIDTH))
+        expected = reference.blocks[1].attn2(x, torch.cat([embedded, text], dim=1), None, None)
+        prompt_only = reference.blocks[0].attn2(x, torch.cat([embedded * 0, text], dim=1), None, None)
+    embed = jax.jit(lambda image: model.image_embed(image))(from_torch(image).reshape(1, -1, IMAGE_WIDTH))
     assert relative_l2(embed, embedded) <= 1e-5
     attention = block.cross_attn
-    context = ImageContext(attention.context(ours(text)), attention.image_context(embed))
-    result = jax.jit(lambda *args: attention(*args))(ours(x), context)
-    assert relative_l2(result, attended) <= 1e-5
-    assert relative_l2(attended, prompt_alone) > 1e-2  # the image matters
+    context = ImageContext(attention.context(from_torch(text)), attention.image_context(embed))
+    result = jax.jit(lambda *args: attention(*args))(from_torch(x), context)
+    assert relative_l2(result, expected) <= 1e-5
+    assert relative_l2(expected, prompt_only) > 1e-2  # the image matters

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The video autoencoder against diffusers' AutoencoderKLWan, on the same small random weights: parts, whole, tiled."""
+"""The video autoencoder and its parts against diffusers' AutoencoderKLWan, on the same small random weights."""
 
 import copy
 from collections.abc import Iterator
@@ -26,9 +26,9 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.wan.tasks import TextToVideo
 from wanjax.registry import presets
 
-BAR = 1e-5
+BOUND = 1e-5
 FRAMES = quick([1, 5, 17], [1, 5, 17, 33])
-FRAMES_OF_TILES = quick([9], [1, 9, 13])  # a first chunk, and later ones that meet a cache
+TILED_FRAMES = quick([9], [1, 9, 13])  # a first chunk, and later ones with a cache
 SIZE = (32, 32)
 LATENTS_MEAN, LATENTS_STD = [0.1, -0.2, 0.3, 0.0], [1.5, 0.7, 2.0, 1.0]
 STATISTICS = {"z_dim": 4, "latents_mean": LATENTS_MEAN, "latents_std": LATENTS_STD}
@@ -39,9 +39,9 @@ KINDS = {
         "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16,
     },
 }  # fmt: skip
-ENCODED = Tiling(32, 24)
-DECODED = {"2.1": Tiling(32, 24), "2.2": Tiling(64, 48)}
-SIZES_OF_TILES = {"row": (24, 56), "column": (40, 24), "both": (40, 56)}
+ENCODE_TILING = Tiling(32, 24)
+DECODE_TILING = {"2.1": Tiling(32, 24), "2.2": Tiling(64, 48)}
+TILED_SIZES = {"row": (24, 56), "column": (40, 24), "both": (40, 56)}
 """Sizes in cells of up to 2 × 3 tiles, smaller at the edges, with all four kinds of seams; 2.2 encodes its cells."""
 
 
@@ -61,13 +61,13 @@ def models(request) -> Models:
 
 @pytest.fixture(scope="module")
 def pipe(models) -> Pipeline:
-    """A pipeline of the autoencoder alone."""
+    """Return a pipeline of only the autoencoder."""
     shapes = TextToVideo(transformer=T2V_1_3B, vae=models.vae.config)
     return Pipeline(Components({"vae": lambda room: models.vae}), shapes, presets()["wan2.1-t2v-1.3b"].defaults)
 
 
 @contextmanager
-def tiled(reference: AutoencoderKLWan, tiling: Tiling) -> Iterator[None]:
+def reference_tiling(reference: AutoencoderKLWan, tiling: Tiling) -> Iterator[None]:
     reference.enable_tiling(tiling.size, tiling.size, tiling.stride, tiling.stride)
     yield
     reference.disable_tiling()
@@ -113,61 +113,61 @@ def decode(pipe: Pipeline, latents: torch.Tensor, tiling: Tiling | None = None) 
 
 
 @pytest.mark.parametrize("frames", FRAMES)
-def test_encode(models, pipe, frames):
+def test_encoded_videos_equal_those_of_diffusers(models, pipe, frames):
     x = video(frames, SIZE)
-    assert relative_l2(encode(pipe, x), reference_latents(models.reference, x)) <= BAR
+    assert relative_l2(encode(pipe, x), reference_latents(models.reference, x)) <= BOUND
 
 
 @pytest.mark.parametrize("frames", FRAMES)
-def test_decode(models, pipe, frames):
+def test_decoded_videos_equal_those_of_diffusers(models, pipe, frames):
     z = latents(models, frames, SIZE)
-    assert relative_l2(decode(pipe, z), reference_frames(models.reference, z)) <= BAR
+    assert relative_l2(decode(pipe, z), reference_frames(models.reference, z)) <= BOUND
 
 
-def size_of_tiles(models: Models, tiles: str) -> tuple[int, int]:
-    height, width = SIZES_OF_TILES[tiles]
+def tiled_size(models: Models, tiles: str) -> tuple[int, int]:
+    height, width = TILED_SIZES[tiles]
     return height * models.vae.config.patch, width * models.vae.config.patch
 
 
-@pytest.mark.parametrize("tiles", quick(["row"], SIZES_OF_TILES))
-@pytest.mark.parametrize("frames", FRAMES_OF_TILES)
+@pytest.mark.parametrize("tiles", quick(["row"], TILED_SIZES))
+@pytest.mark.parametrize("frames", TILED_FRAMES)
 @pytest.mark.parametrize("models", quick(["2.1"], KINDS), indirect=True)
-def test_encode_tiled(models, pipe, frames, tiles):
-    x = video(frames, size_of_tiles(models, tiles))
-    with tiled(models.reference, ENCODED):
+def test_videos_encoded_in_tiles_equal_those_of_diffusers(models, pipe, frames, tiles):
+    x = video(frames, tiled_size(models, tiles))
+    with reference_tiling(models.reference, ENCODE_TILING):
         expected = reference_latents(models.reference, x)
-    assert relative_l2(encode(pipe, x, ENCODED), expected) <= BAR
+    assert relative_l2(encode(pipe, x, ENCODE_TILING), expected) <= BOUND
 
 
-@pytest.mark.parametrize("tiles", quick(["column"], SIZES_OF_TILES))
-@pytest.mark.parametrize("frames", FRAMES_OF_TILES)
+@pytest.mark.parametrize("tiles", quick(["column"], TILED_SIZES))
+@pytest.mark.parametrize("frames", TILED_FRAMES)
 @pytest.mark.parametrize("models", quick(["2.2"], KINDS), indirect=True)
-def test_decode_tiled(models, pipe, frames, tiles):
-    z = latents(models, frames, size_of_tiles(models, tiles))
-    with tiled(models.reference, DECODED[models.kind]):
+def test_videos_decoded_in_tiles_equal_those_of_diffusers(models, pipe, frames, tiles):
+    z = latents(models, frames, tiled_size(models, tiles))
+    with reference_tiling(models.reference, DECODE_TILING[models.kind]):
         expected = reference_frames(models.reference, z)
     assert np.mean(np.abs(expected) == 1) < 0.5  # only some are clipped
-    assert relative_l2(decode(pipe, z, DECODED[models.kind]), expected) <= BAR
+    assert relative_l2(decode(pipe, z, DECODE_TILING[models.kind]), expected) <= BOUND
 
 
 @pytest.mark.parametrize("models", quick(["2.2"], KINDS), indirect=True)
 def test_frames_that_fit_in_a_tile_are_not_tiled(models, pipe):
     z = latents(models, 1, SIZE)
-    with tiled(models.reference, DECODED[models.kind]):
+    with reference_tiling(models.reference, DECODE_TILING[models.kind]):
         expected = reference_frames(models.reference, z)
-    assert relative_l2(decode(pipe, z, DECODED[models.kind]), expected) <= BAR
+    assert relative_l2(decode(pipe, z, DECODE_TILING[models.kind]), expected) <= BOUND
 
 
 @pytest.mark.parametrize("chunks", quick(["2 2"], ["1 1 1 1", "1 2 1", "1 3", "2 2", "3 1", "4"]))
 @pytest.mark.parametrize("models", quick(["2.1"], KINDS), indirect=True)
-def test_any_chunks_equal_the_full_video(models, streams, full_outputs, chunks):
+def test_any_chunks_equal_the_full_video(models, chunk_functions, full_outputs, chunks):
     """Latent frames may be encoded and decoded one or several at a time."""
     x, z = full_outputs[0], full_outputs[2]
     for stream, source, per_latent, expected in (("encode", x, 4, z), ("decode", z, 1, full_outputs[1])):
-        y, cache = streams[stream](models.vae, source[:, :1], None)
+        y, cache = chunk_functions[stream](models.vae, source[:, :1], None)
         parts, start = [y], 1
         for chunk in map(int, chunks.split()):
-            y, cache = streams[stream](models.vae, source[:, start : start + chunk * per_latent], cache)
+            y, cache = chunk_functions[stream](models.vae, source[:, start : start + chunk * per_latent], cache)
             parts.append(y)
             start += chunk * per_latent
         assert start == source.shape[1]
@@ -186,7 +186,7 @@ def decode_chunk(vae, z, cache):
 
 
 @pytest.fixture(scope="module")
-def streams():
+def chunk_functions():
     return {
         "encode": nnx.jit(encode_chunk),
         "decode": nnx.jit(decode_chunk),
@@ -207,17 +207,17 @@ def full_outputs(models) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return x, *map(np.asarray, round_trip(models.vae, x))
 
 
-def test_full_videos(models, full_outputs):
+def test_full_videos_equal_those_of_diffusers(models, full_outputs):
     """Compare a batch of two videos, with all frames in one executable."""
     x, frames, z = full_outputs
     pixels = torch.from_numpy(x).permute(0, 4, 1, 2, 3) / 2 + 0.5
     expected = reference_latents(models.reference, pixels)
-    assert relative_l2(np.moveaxis(z, -1, 1), expected) <= BAR
+    assert relative_l2(np.moveaxis(z, -1, 1), expected) <= BOUND
     expected = reference_frames(models.reference, torch.from_numpy(expected))
-    assert relative_l2(np.moveaxis(frames, -1, 1), expected) <= BAR
+    assert relative_l2(np.moveaxis(frames, -1, 1), expected) <= BOUND
 
 
-STREAMED = {  # by kind: our module, the reference's module, and its channels
+CHUNKED_MODULES = {  # by kind: wanjax's module, the reference's module, and its channels
     "2.1": {
         "encoder.conv_in": ("encoder.conv_in", 3),
         "encoder.levels.1.res.0": ("encoder.down_blocks.2", 8),  # with a shortcut
@@ -239,24 +239,24 @@ STREAMED = {  # by kind: our module, the reference's module, and its channels
 
 
 @torch.no_grad()
-def test_modules_at_the_first_frame_and_later(models):
-    for path, (their_path, channels) in STREAMED[models.kind].items():
-        theirs, ours = models.reference.get_submodule(their_path), submodule(models.vae, path)
+def test_modules_run_chunk_by_chunk_equal_those_of_diffusers(models):
+    for path, (reference_path, channels) in CHUNKED_MODULES[models.kind].items():
+        reference_module, module = models.reference.get_submodule(reference_path), submodule(models.vae, path)
         x = torch.randn(2, channels, 5, 6, 4, generator=torch.Generator().manual_seed(channels))
-        cache, their_cache = None, [None] * 8
+        cache, reference_cache = None, [None] * 8
         for chunk in (x[:, :, :1], x[:, :, 1:3], x[:, :, 3:]):
             if path == "encoder.conv_in":
-                expected = theirs(chunk, their_cache[0])
-                their_cache[0] = chunk
+                expected = reference_module(chunk, reference_cache[0])
+                reference_cache[0] = chunk
             else:
-                first = {"first_chunk": cache is None} if isinstance(theirs, WanResidualUpBlock) else {}
-                expected = theirs(chunk, feat_cache=their_cache, feat_idx=[0], **first)
-            y, cache = run(ours, channels_last(chunk), cache)
-            assert relative_l2(y, channels_last(expected)) <= BAR, path
+                first = {"first_chunk": cache is None} if isinstance(reference_module, WanResidualUpBlock) else {}
+                expected = reference_module(chunk, feat_cache=reference_cache, feat_idx=[0], **first)
+            y, cache = run(module, channels_last(chunk), cache)
+            assert relative_l2(y, channels_last(expected)) <= BOUND, path
 
 
 @pytest.mark.parametrize("patch", [1, 2, 4])
-def test_cells(patch):
+def test_cells_are_converted_as_in_diffusers(patch):
     x = video(3, (8, 16))
     cells = jax.jit(lambda x: space_to_depth(x, patch))(channels_last(x))
     np.testing.assert_array_equal(cells, channels_last(patchify(x, patch)))
@@ -264,31 +264,33 @@ def test_cells(patch):
 
 
 @torch.no_grad()
-def test_attention_and_norm(models):
-    ours, theirs = models.vae.decoder.mid.attention, models.reference.decoder.mid_block.attentions[0]
-    x = torch.randn(2, theirs.dim, 3, 6, 4, generator=torch.Generator().manual_seed(0))
-    assert relative_l2(run(ours, channels_last(x)), channels_last(theirs(x))) <= BAR
-    ours, theirs = models.vae.decoder.mid.res1.norm1, models.reference.decoder.mid_block.resnets[0].norm1
-    assert relative_l2(run(ours, channels_last(x)), channels_last(theirs(x))) <= BAR
+def test_attention_and_norm_equal_those_of_diffusers(models):
+    module, reference_module = models.vae.decoder.mid.attention, models.reference.decoder.mid_block.attentions[0]
+    x = torch.randn(2, reference_module.dim, 3, 6, 4, generator=torch.Generator().manual_seed(0))
+    assert relative_l2(run(module, channels_last(x)), channels_last(reference_module(x))) <= BOUND
+    module, reference_module = models.vae.decoder.mid.res1.norm1, models.reference.decoder.mid_block.resnets[0].norm1
+    assert relative_l2(run(module, channels_last(x)), channels_last(reference_module(x))) <= BOUND
 
 
 @pytest.mark.parametrize("models", quick(["2.2"], KINDS), indirect=True)
-def test_bfloat16_is_no_further_from_float32_than_in_the_reference(models, streams):
+def test_bfloat16_is_no_further_from_float32_than_in_the_reference(models, chunk_functions):
     reference = models.reference
-    half = copy.deepcopy(reference).to(torch.bfloat16)
-    vae = wan_vae(half, jnp.bfloat16, jnp.bfloat16)
-    size = (96, 96)  # of few values, roundings are as large as chance has them: twice the reference's, or half of them
+    reference_bfloat16 = copy.deepcopy(reference).to(torch.bfloat16)
+    vae = wan_vae(reference_bfloat16, jnp.bfloat16, jnp.bfloat16)
+    size = (96, 96)  # with few values, the rounding error may be twice or half that of the reference by chance
     x, z = video(5, size), latents(models, 5, size)
 
     def run_in_two_chunks(direction: str, source: torch.Tensor) -> np.ndarray:
         x_channels_last = channels_last(source)
-        first, cache = streams[direction](vae, x_channels_last[:, :1], None)
-        rest, _ = streams[direction](vae, x_channels_last[:, 1:], cache)
+        first, cache = chunk_functions[direction](vae, x_channels_last[:, :1], None)
+        rest, _ = chunk_functions[direction](vae, x_channels_last[:, 1:], cache)
         return np.moveaxis(np.concatenate([first, rest], axis=1), -1, 1)
 
     exact = reference_latents(reference, x)
     assert relative_l2(run_in_two_chunks("encode", x * 2 - 1), exact) <= 1.1 * relative_l2(
-        reference_latents(half, x), exact
+        reference_latents(reference_bfloat16, x), exact
     )
     exact = reference_frames(reference, z)
-    assert relative_l2(run_in_two_chunks("decode", z), exact) <= 1.1 * relative_l2(reference_frames(half, z), exact)
+    assert relative_l2(run_in_two_chunks("decode", z), exact) <= 1.1 * relative_l2(
+        reference_frames(reference_bfloat16, z), exact
+    )
