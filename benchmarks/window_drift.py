@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     share_table = Table("change in each window", "left, full contrast", "left, half")
     for change in (drifts.gain, drifts.hue, drifts.moving_gradient):
-        shares = (f"{drifts.share_left(change, contrast):.1%}" for contrast in (1.0, 0.5))
+        shares = (f"{drifts.remaining_drift_share(change, contrast):.1%}" for contrast in (1.0, 0.5))
         share_table.add_row(change.__name__, *shares)
     console(stderr=False).print(share_table)
     if not options.videos:

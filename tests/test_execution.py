@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.programs import compiled
+from tests.support.programs import num_compiled
 from tests.support.words import line_with_words
 from wanjax import execution
 from wanjax.errors import WanjaxWarning
@@ -78,7 +78,7 @@ def test_an_unknown_option_is_dropped_and_reported_once(execute, compile_context
     total = execute.call(adds, compile_context, None, x, total)  # warnings are errors here
     np.testing.assert_array_equal(total, [1, 3, 5])
     assert execute.compiler_options(adds, compile_context) == VALID
-    assert compiled(adds, execute) == 1
+    assert num_compiled(adds, execute) == 1
 
 
 def test_an_option_whose_value_is_refused_is_left_out(execute, compile_context):
@@ -133,7 +133,7 @@ def test_sets_with_equal_options_share_an_executable(execute, compile_context):
     both, fast = Program(sums, lambda on: VALID, fast_options=lambda on: {}), compile_context._replace(compiler="fast")
     for where in (fast, compile_context):
         execute.call(both, where, None, jnp.ones(3), jnp.ones(3))
-    assert compiled(both, execute) == 1
+    assert num_compiled(both, execute) == 1
     more = Program(sums, lambda on: VALID, fast_options=lambda on: BOGUS)
     assert more.compiler_options(fast) == {**VALID, **BOGUS}
     assert more.compiler_options(compile_context) == VALID
@@ -197,11 +197,11 @@ def test_programs_of_a_run_are_compiled_in_parallel_once_one_is_missing(compile_
     with execute.compile_ahead(recorded):
         execute.call(adds, compile_context, None, x, x)
         end = time.monotonic() + 60
-        while not compiled(tops, execute) and time.monotonic() < end:
+        while not num_compiled(tops, execute) and time.monotonic() < end:
             time.sleep(0.01)
         execute.call(tops, compile_context, None, x)
     assert requested == [1]
-    assert compiled(strategy=execute) == 2
+    assert num_compiled(strategy=execute) == 2
     with execute.compile_ahead(recorded):
         execute.call(adds, compile_context, None, x, x)  # is there
     assert requested == [1]
@@ -221,4 +221,4 @@ def test_a_callback_before_each_compilation_may_end_all(compile_context):
     with pytest.raises(KeyboardInterrupt):
         execute.compile(*instances, on_start=begin)
     assert on_start == [(1, 3), (2, 3)]
-    assert compiled(strategy=execute) == 1
+    assert num_compiled(strategy=execute) == 1

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as Spec
 
 import wanjax
 from tests.support.compare import error
-from tests.support.devices import MESHES, SPREADING
+from tests.support.devices import MESHES, SHARDED_RULES
 from tests.support.quick import quick
 from tests.support.small_wan import network, partitioner, pipeline, transformer_config
 from tests.support.tiny import tiny_checkpoint
@@ -42,7 +42,9 @@ def denoised(heads, axes=None, rules="fsdp"):
     return pipe.denoise(embeddings, size=(12, 12), frames=5, steps=2, guidance_scale=4.0, seed=0)
 
 
-CASES = [(axes, rules, (4, 12, 40)[(i + j) % 3]) for i, axes in enumerate(MESHES) for j, rules in enumerate(SPREADING)]
+CASES = [
+    (axes, rules, (4, 12, 40)[(i + j) % 3]) for i, axes in enumerate(MESHES) for j, rules in enumerate(SHARDED_RULES)
+]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.support.calls import Counting, differences, recorded_calls, wrong_sha
 from tests.support.clips import write_clips
 from tests.support.compare import error
 from tests.support.families import registered
-from tests.support.programs import compiled
+from tests.support.programs import num_compiled
 from tests.support.toy import LENGTH, TOY
 from tests.support.toy.checkpoint import write_checkpoint
 from tests.support.words import has_line_with
@@ -231,8 +231,8 @@ def test_a_step_cache_needs_one_more_program(toy):
     pipe = wanjax.load(toy)
     encoded = pipe.encode("a red circle")
     uncached = pipe.denoise(encoded, seed=0, steps=4)
-    before = compiled(take_step)
+    before = num_compiled(take_step)
     cached = pipe.denoise(encoded, seed=0, steps=4, cache="deepcache:0,4,2")
-    assert compiled(take_step) == before + 2
+    assert num_compiled(take_step) == before + 2
     assert np.isfinite(cached).all()
     assert error(np.asarray(cached), np.asarray(uncached, np.float64)) > 0

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.support.arrays import save
-from tests.support.devices import most_held, nbytes_on_each, on_eight_devices
+from tests.support.devices import most_bytes_on_a_device, nbytes_on_each, on_eight_devices
 from tests.support.words import has_line_with
 from wanjax.checkpoints import arrays as store
 from wanjax.checkpoints import modules
@@ -226,7 +226,7 @@ def there_and_back():
     largest = max(x.size * x.dtype.itemsize for x in targets.values())
     assert shards < 0.6 * sum(x.size * x.dtype.itemsize for x in targets.values())
     most = []
-    model = modules.restore(abstract, OrbaxCheckpoint(folder / "one"), progress=lambda *_: most.append(most_held()))
+    model = modules.restore(abstract, OrbaxCheckpoint(folder / "one"), progress=lambda *_: most.append(most_bytes_on_a_device()))
     assert max(most) <= shards + largest
     for name, x in modules.parameters(model).items():
         assert x.sharding == targets[name].sharding

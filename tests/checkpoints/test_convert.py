@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import wanjax
-from tests.support.conversion import COMPONENTS, checksums, refused, tensors, wanjax_command
+from tests.support.conversion import COMPONENTS, checksums, convert_command, refused, tensors
 from tests.support.harm import WEIGHTS
 from tests.support.quick import quick
 from tests.support.tiny import (
@@ -132,7 +132,7 @@ def test_a_converted_checkpoint_is_loaded_like_any_other(source, converted):
 
 def test_the_command_says_what_it_reads_and_writes(source, tmp_path):
     target = tmp_path / "made" / "here"
-    status, out, err = wanjax_command(source, target, "--dtype", "bfloat16")
+    status, out, err = convert_command(source, target, "--dtype", "bfloat16")
     assert (status, out) == (0, "")
     for words in (
         r"transformer +19,832 ",
@@ -145,8 +145,8 @@ def test_the_command_says_what_it_reads_and_writes(source, tmp_path):
     assert dtypes["vae"] == {"float32"}
     assert dtypes["transformer"] == {"bfloat16", "float32"}  # norms keep their dtype
     assert dtypes["text_encoder"] == {"bfloat16"}
-    assert "already exists" in wanjax_command(source, target, "--dtype", "bfloat16")[2]
-    status, _, err = wanjax_command("--verify", target)
+    assert "already exists" in convert_command(source, target, "--dtype", "bfloat16")[2]
+    status, _, err = convert_command("--verify", target)
     assert (status, "checksums of" in err) == (0, True)
 
 
@@ -154,7 +154,7 @@ KERNELS = {"text_encoder": "blocks.attn.q.kernel", "transformer": "proj_out.kern
 
 
 def test_each_component_can_have_a_different_dtype(source, tmp_path):
-    wanjax_command(
+    convert_command(
         source, tmp_path / "x", "--dtype", "bfloat16", "--dtype", "text_encoder=float32", "--dtype", "vae=bfloat16"
     )
     arrays = checksums(tmp_path / "x")

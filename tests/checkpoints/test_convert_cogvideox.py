@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import wanjax
-from tests.support.conversion import tensors, wanjax_command
+from tests.support.conversion import convert_command, tensors
 from tests.support.quick import quick
 from tests.support.tiny import tiny_cogvideox_checkpoint
 
@@ -28,8 +28,8 @@ def test_there_and_back_is_equal_bit_for_bit(member, tmp_path):
     source_folder = tiny_cogvideox_checkpoint(tmp_path / "given", **MEMBERS[member])
     (source_folder / "tokenizer" / "tokenizer.json").unlink()
     (source_folder / "tokenizer" / "spiece.model").write_bytes(b"\n\x05\n\x03abc")
-    assert wanjax_command(source_folder, tmp_path / "there")[0] == 0
-    assert wanjax_command(tmp_path / "there", tmp_path / "back", "--to", "diffusers")[0] == 0
+    assert convert_command(source_folder, tmp_path / "there")[0] == 0
+    assert convert_command(tmp_path / "there", tmp_path / "back", "--to", "diffusers")[0] == 0
     assert tensors(tmp_path / "back") == tensors(source_folder)
     assert len(tensors(source_folder)) > 250
     for file in source_folder.rglob("*"):
@@ -43,7 +43,7 @@ def test_there_and_back_is_equal_bit_for_bit(member, tmp_path):
 @pytest.mark.slow  # tests/checkpoints/test_convert.py has a quick one, of Wan
 def test_a_converted_checkpoint_makes_the_same_latents(tmp_path):
     source_folder = tiny_cogvideox_checkpoint(tmp_path / "given", **MEMBERS["1.5 from a picture"])
-    assert wanjax_command(source_folder, tmp_path / "there")[0] == 0
+    assert convert_command(source_folder, tmp_path / "there")[0] == 0
     settings = {"size": (32, 48), "frames": 9, "steps": 2, "guidance_scale": 4.0}
     latents = []
     for folder in (source_folder, tmp_path / "there"):

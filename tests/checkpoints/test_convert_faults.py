@@ -15,8 +15,8 @@ import pytest
 
 import wanjax
 from tests.support import commands
-from tests.support.conversion import COMPONENTS, checksums, flip, refused, tensors, wanjax_command
-from tests.support.disks import no_file_above
+from tests.support.conversion import COMPONENTS, checksums, convert_command, flip_a_bit, refused, tensors
+from tests.support.disks import limit_file_size
 from tests.support.harm import WEIGHTS, corrupt, truncated, with_nan, with_other_keys, without_a_shard
 from tests.support.quick import quick
 from tests.support.words import has_line_with, line_with_words
@@ -105,12 +105,12 @@ def test_a_full_disk_is_reported_before_anything_is_written(source, tmp_path, ma
 
 
 def test_a_disk_that_fills_is_reported_and_the_next_run_resumes(source, converted, tmp_path):
-    with no_file_above(7000):
+    with limit_file_size(7000):
         message = refused(source, tmp_path / "new", status=1)
     assert has_line_with(message, f"{tmp_path / 'new'} File too large resumes")
     assert os.listdir(tmp_path) == [".new.partial"]
     assert list((tmp_path / ".new.partial").rglob("c/*"))
-    wanjax_command(source, tmp_path / "new")
+    convert_command(source, tmp_path / "new")
     assert os.listdir(tmp_path) == ["new"]
     assert checksums(tmp_path / "new") == checksums(converted)
 
@@ -149,10 +149,10 @@ def test_finished_chunks_are_not_written_again(source, converted, tmp_path, monk
 
 def test_a_chunk_damaged_before_the_end_is_detected_and_rewritten(source, converted, tmp_path, monkeypatch):
     stop_in(monkeypatch, "_copy_files", source, tmp_path / "new")
-    flip(tmp_path / ".new.partial" / "transformer")
+    flip_a_bit(tmp_path / ".new.partial" / "transformer")
     assert "proj_out.kernel is damaged" in refused(source, tmp_path / "new")
     assert not (tmp_path / "new").exists()
-    wanjax_command(source, tmp_path / "new")
+    convert_command(source, tmp_path / "new")
     assert checksums(tmp_path / "new") == checksums(converted)
 
 
@@ -229,7 +229,7 @@ def test_killed_at_random_moments_each_rerun_completes(source, converted, tmp_pa
 
 
 def lost_chunk(folder: Path) -> Path:
-    flip(folder / "transformer").unlink()
+    flip_a_bit(folder / "transformer").unlink()
     return folder / "transformer" / "weights" / "proj_out.kernel"
 
 
@@ -239,7 +239,7 @@ def lost_array(folder: Path) -> Path:
 
 
 def flipped(folder: Path) -> Path:
-    flip(folder / "transformer")
+    flip_a_bit(folder / "transformer")
     return folder / "transformer" / "weights" / "proj_out.kernel"
 
 
@@ -346,7 +346,7 @@ def test_nothing_broken_is_loaded(converted, tmp_path, monkeypatch, harm, verify
 
 
 def cut(folder: Path) -> Path:
-    file = flip(folder / "transformer")
+    file = flip_a_bit(folder / "transformer")
     os.truncate(file, file.stat().st_size - 1)
     return file
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import wanjax
-from tests.support.comfy_files import convrot, json_bytes, largest, per_row
+from tests.support.comfy_files import block_scales, convrot, json_bytes, per_row
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import has_line_with
 from wanjax.checkpoints import modules
@@ -36,7 +36,7 @@ def weight(shape):
 
 
 def per_tensor(x):
-    return largest(x, *x.shape)
+    return block_scales(x, *x.shape)
 
 
 def flat(x):
@@ -45,20 +45,20 @@ def flat(x):
 
 
 def parts(x):
-    scale, full_scale = largest(x, 1, 32)
+    scale, full_scale = block_scales(x, 1, 32)
     return scale[..., None], full_scale
 
 
 def without_axis(x):
-    return largest(x, 1, 32)
+    return block_scales(x, 1, 32)
 
 
 def squares(x):
-    return largest(x, 128, 128)
+    return block_scales(x, 128, 128)
 
 
 def small_squares(x):
-    return largest(x, 32, 32)
+    return block_scales(x, 32, 32)
 
 
 def one_value(x):

@@ -14,7 +14,7 @@ from contextlib import suppress
 import pytest
 from huggingface_hub.utils import _http
 
-from tests.support.hub import FILES, ID, TRANSFORMER, VAE, checksum, fetched, files_in, wait_until
+from tests.support.hub import FILES, ID, TRANSFORMER, VAE, checksum, download_components, files_in, wait_until
 from tests.support.words import has_line_with, line_with_words
 from wanjax.checkpoints import hub
 from wanjax.errors import WanjaxError
@@ -26,7 +26,7 @@ WEIGHTS = "vae/diffusion_pytorch_model.safetensors"
 def fault(components):
     """Return the message with which a download fails."""
     with pytest.raises(WanjaxError) as caught:
-        fetched(ID, components)
+        download_components(ID, components)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -35,7 +35,7 @@ def fault(components):
 def test_a_dropped_download_resumes(server):
     server.files[WEIGHTS] = bytes(range(256)) * 100_000  # more than two of the pieces of 10 MiB that the client writes
     server.drops = 1
-    folder = fetched(ID, ["vae"])
+    folder = download_components(ID, ["vae"])
     assert (folder / WEIGHTS).read_bytes() == server.files[WEIGHTS]
     assert [start for name, start in server.downloads if name == WEIGHTS] == [0, 10 << 20]
 
@@ -52,8 +52,8 @@ def impatient(monkeypatch):
 def test_a_busy_hub_is_retried(server, impatient):
     server.refusals = [429, 503, 429]
     with suppress(WanjaxError):  # a 503 for a file's bytes is an error, and the next run resumes
-        fetched(ID, ["vae"])
-    folder = fetched(ID, ["vae"])
+        download_components(ID, ["vae"])
+    folder = download_components(ID, ["vae"])
     assert (folder / WEIGHTS).read_bytes() == FILES[WEIGHTS]
     assert not server.refusals
 
@@ -71,25 +71,25 @@ def test_an_unreachable_file_is_reported(server, status, what):
     server.refusals = [status] * 100
     assert has_line_with(fault(["vae"]), what)
     server.refusals = []
-    assert files_in(fetched(ID, ["vae"])) == {"model_index.json"} | VAE
+    assert files_in(download_components(ID, ["vae"])) == {"model_index.json"} | VAE
 
 
 @pytest.mark.usefixtures("online")
 def test_a_file_of_another_length_than_the_hub_lists_is_refused(server):
-    fetched(ID, ())
+    download_components(ID, ())
     server.short = 7
     assert has_line_with(fault(["vae"]), "Consistency check failed")
     server.short = 0
-    folder = fetched(ID, ["vae"])
+    folder = download_components(ID, ["vae"])
     assert all((folder / name).read_bytes() == FILES[name] for name in VAE)
 
 
 ATTEMPTS = """
 import os, sys
-from tests.support.hub import fetched
+from tests.support.hub import download_components
 for _ in sys.stdin:
     if (child := os.fork()) == 0:
-        fetched("owner/video", ["vae", "transformer"])
+        download_components("owner/video", ["vae", "transformer"])
         os._exit(0)
     print(child, flush=True)
     print(os.waitpid(child, 0)[1], flush=True)
@@ -144,7 +144,7 @@ def test_a_file_that_differs_from_its_checksum_is_downloaded_again(server):
     assert has_line_with(message, f"{WEIGHTS.rpartition('/')[2]} {listed} {arrived}")
     assert len(message.splitlines()) == 1
     server.flip = None
-    folder = fetched(ID, ["vae"])
+    folder = download_components(ID, ["vae"])
     assert (folder / WEIGHTS).read_bytes() == server.files[WEIGHTS]
     assert hub.cached_checksum(folder / WEIGHTS) == checksum(server.files[WEIGHTS])
     assert hub.cached_checksum(folder / "vae/config.json") is None

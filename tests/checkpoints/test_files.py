@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tests.support.disks import no_file_above
+from tests.support.disks import limit_file_size
 from tests.support.words import has_line_with
 from wanjax.checkpoints.files import (
     DTYPES,
@@ -201,7 +201,7 @@ def test_numbers_that_are_not_finite_leave_the_old_file(tmp_path, dtype):
 def test_a_full_disk_leaves_only_the_old_file(tmp_path):
     path = tmp_path / "x.safetensors"
     save_safetensors(path, {"a": np.ones(1, np.float32)})
-    with no_file_above(1000):
+    with limit_file_size(1000):
         message = fault(save_safetensors, path, {"a": np.zeros(5000, np.float32)})
     assert has_line_with(message, f"{path} File too large")
     assert os.listdir(tmp_path) == ["x.safetensors"]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import wanjax
-from tests.support.disks import no_file_above
-from tests.support.hub import COMMIT, FILES, ID, OLDER, TRANSFORMER, VAE, fetched, files_in
+from tests.support.disks import limit_file_size
+from tests.support.hub import COMMIT, FILES, ID, OLDER, TRANSFORMER, VAE, download_components, files_in
 from tests.support.words import has_line_with
 from wanjax.checkpoints import hub
 from wanjax.checkpoints.lora_source import Lora
@@ -25,7 +25,7 @@ OPENED = "from wanjax.registry import open_source"
 def fault(name, components=None, **options):
     """Return the message with which a checkpoint, or the download of its components, fails."""
     with pytest.raises(WanjaxError) as caught:
-        open_source(name, **options) if components is None else fetched(name, components)
+        open_source(name, **options) if components is None else download_components(name, components)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -37,10 +37,10 @@ def test_an_existing_folder_is_used_as_it_is(tmp_path):
 
 @pytest.mark.usefixtures("online")
 def test_only_the_required_files_are_downloaded(server):
-    folder = fetched(ID, ["transformer"])
+    folder = download_components(ID, ["transformer"])
     assert files_in(folder) == {"model_index.json"} | TRANSFORMER
     assert all((folder / name).read_bytes() == FILES[name] for name in files_in(folder))
-    assert fetched(ID, ["transformer", "vae"]) == folder  # existing files are not fetched again
+    assert download_components(ID, ["transformer", "vae"]) == folder  # existing files are not fetched again
     assert files_in(folder) == {"model_index.json"} | TRANSFORMER | VAE
     assert sorted(server.downloads) == sorted((name, 0) for name in files_in(folder))
 
@@ -49,17 +49,17 @@ def test_only_the_required_files_are_downloaded(server):
 @pytest.mark.parametrize("name", ["spiece.model", "tokenizer.json", "tokenizer_config.json"])
 def test_either_form_of_a_tokenizer_is_downloaded(server, name):
     server.files[f"tokenizer/{name}"] = b"{}"
-    assert (fetched(ID, ["tokenizer"]) / "tokenizer" / name).read_bytes() == b"{}"
+    assert (download_components(ID, ["tokenizer"]) / "tokenizer" / name).read_bytes() == b"{}"
 
 
 def test_offline_the_cache_is_used_and_missing_files_are_named(server, set_hub_url):
     set_hub_url(server.url, offline=True)
     assert "unset HF_HUB_OFFLINE" in fault(ID, ["vae"])
     set_hub_url(server.url)
-    folder = fetched(ID, ["vae"])
+    folder = download_components(ID, ["vae"])
     server.downloads.clear()
     set_hub_url(server.url, offline=True)
-    assert fetched(ID, ["vae"]) == folder
+    assert download_components(ID, ["vae"]) == folder
     assert "unset HF_HUB_OFFLINE" in fault(ID, ["transformer"])
     assert not server.downloads
 
@@ -168,8 +168,8 @@ HARMS = [  # what makes a hub wrong, what the sentence about its model names, an
 def test_a_refusal_of_the_hub_is_explained(server, set_hub_url, harm, room, words, fails):
     server.set_hub_url = set_hub_url
     harm(server)
-    with no_file_above(room) if room else nullcontext(), pytest.raises(WanjaxError) as caught:
-        fetched(ID, ["transformer"]) if room else open_source(ID)
+    with limit_file_size(room) if room else nullcontext(), pytest.raises(WanjaxError) as caught:
+        download_components(ID, ["transformer"]) if room else open_source(ID)
     assert has_line_with(str(caught.value), words)
     assert is_failure(caught.value) == fails
 
@@ -197,7 +197,11 @@ def test_the_clients_settings_come_from_the_environment(server, tmp_path):
     """Run a new process, because the client reads the environment when it is imported."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     run = subprocess.run(
-        [sys.executable, "-c", f"from tests.support.hub import fetched; print(fetched({ID!r}, ['vae']))"],
+        [
+            sys.executable,
+            "-c",
+            f"from tests.support.hub import download_components; print(download_components({ID!r}, ['vae']))",
+        ],
         env=environment | {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path), "NO_PROXY": "*"},
         capture_output=True,
         text=True,

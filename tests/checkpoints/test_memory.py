@@ -14,7 +14,7 @@ import wanjax
 from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as command
 from tests.support.hub import ID
-from tests.support.machine import Idle
+from tests.support.machine import RefuseExecution
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import has_line_with, line_with_words
 from wanjax import loading, registry
@@ -83,9 +83,9 @@ def test_the_memory_of_all_stages_is_checked_before_any_is_computed(published, t
 
     machine.has_memory(needed)
     with pytest.raises(AssertionError, match="executed"):
-        wanjax.load(ID, offload="stages").with_strategy(Idle())("a", **how)
+        wanjax.load(ID, offload="stages").with_strategy(RefuseExecution())("a", **how)
     with pytest.raises(WanjaxError, match=line_with_words("64x64 memory")):
-        wanjax.load(ID, offload="none").with_strategy(Idle())("a", **how)
+        wanjax.load(ID, offload="none").with_strategy(RefuseExecution())("a", **how)
 
 
 def test_the_exact_dtype_is_used_when_a_network_is_loaded(tiny, machine):

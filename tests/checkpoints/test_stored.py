@@ -10,7 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import wanjax
 from tests.support.conversion import tensors
-from tests.support.stores import failing, forget, objects
+from tests.support.stores import clear_memory_store, failing, objects
 from tests.support.words import has_line_with
 from wanjax.checkpoints.arrays import OrbaxCheckpoint
 from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
@@ -27,10 +27,10 @@ LOST = ConnectionError("the connection was lost")
 
 @pytest.fixture(autouse=True)
 def _in_memory(tmp_path, monkeypatch):
-    forget()
+    clear_memory_store()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield
-    forget()
+    clear_memory_store()
 
 
 @pytest.fixture

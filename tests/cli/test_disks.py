@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.support.commands import refused, succeeded, wanjax
-from tests.support.disks import no_file_above
+from tests.support.disks import limit_file_size
 from tests.support.quick import quick
 from wanjax.checkpoints.convert import ToWanjax
 
@@ -81,7 +81,7 @@ def test_a_disk_that_cannot_be_written(inputs, monkeypatch, command):
 def test_a_disk_that_is_full(stages, command):
     """A full disk is nobody's mistake, so the status is 1."""
     before = files(stages)
-    with no_file_above(100):
+    with limit_file_size(100):
         assert str(stages) in refused(*arguments(command, stages), status=1)
     resumable = ("trained", ".converted.partial")  # from which the same command goes on
     assert not [path for path in files(stages) if path not in before and not {*resumable} & {*path.parts}]
@@ -93,7 +93,7 @@ def test_the_command_restarts_if_no_work_is_complete(stages, command, monkeypatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(ToWanjax, "_write", full)
-    with no_file_above(100) if command == "train" else nullcontext():
+    with limit_file_size(100) if command == "train" else nullcontext():
         result = wanjax(*arguments(command, stages))
     assert result.exit_code == 1
     last = result.stderr.splitlines()[-1]

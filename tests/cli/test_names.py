@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from tests.support.commands import files, refused, succeeded, wanjax
-from tests.support.disks import no_file_above
+from tests.support.disks import limit_file_size
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import has_line_with
@@ -407,7 +407,7 @@ def test_a_full_cache_loses_no_video(model, cached):
     """A home folder has a quota, the stages' files nobody asked for; those in --dir are asked for."""
     options = ("a", "--model", model, *SMALL, "--out", "a.mp4", "--force")
     succeeded(wanjax(*options))  # its programs are kept from now on
-    with no_file_above(4000):
+    with limit_file_size(4000):
         result = succeeded(wanjax(*options))
         assert re.search(f"note: .*{stage_files.EMBEDDINGS_FILE}.*too large", result.stderr)
         assert files(".") == ["a.mp4"]

@@ -13,7 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from PIL import Image
 
 from tests.support.commands import refused, succeeded, wanjax
-from tests.support.disks import no_file_above
+from tests.support.disks import limit_file_size
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import has_line_with
@@ -128,7 +128,7 @@ def test_a_full_compilation_cache_is_reported_once(tmp_path, capsys):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
     compilation_cache.reset_cache()
     try:
-        with no_file_above(10), compile_cache(), Report().print_warnings():
+        with limit_file_size(10), compile_cache(), Report().print_warnings():
             for i in range(2):
                 jax.jit(lambda x, i=i: x + 271828 + i)(1)
     finally:

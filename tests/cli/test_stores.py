@@ -13,7 +13,7 @@ from s3fs import S3FileSystem
 
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.quick import quick
-from tests.support.stores import BUCKET, GOOGLES, running_gcs, running_s3
+from tests.support.stores import BUCKET, GCS_BUCKET, running_gcs, running_s3
 from tests.support.words import has_line_with
 from wanjax.media.pictures import read_clip
 from wanjax.stores.paths import local_copy, parse_path
@@ -40,9 +40,9 @@ def frames(file: str) -> np.ndarray:
         return read_clip(here, 5, 8)
 
 
-@pytest.fixture(params=quick([BUCKET], [BUCKET, GOOGLES]))
+@pytest.fixture(params=quick([BUCKET], [BUCKET, GCS_BUCKET]))
 def bucket(request):
-    with running_gcs() if request.param == GOOGLES else nullcontext():
+    with running_gcs() if request.param == GCS_BUCKET else nullcontext():
         yield request.param
 
 

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.compilations import compilations
-from tests.support.disks import no_file_above
+from tests.support.disks import limit_file_size
 from wanjax.compile_cache import executables
 from wanjax.compile_cache.cache import without_cache
 from wanjax.compile_cache.compilations import Compilation
@@ -231,7 +231,7 @@ def test_a_folder_that_cannot_be_created_stops_nothing(tmp_path, compiled):
 
 @pytest.mark.skipif(os.name != "posix", reason="sets a limit of POSIX")
 def test_a_full_disk_leaves_no_partial_file(cache, compiled):
-    with no_file_above(100):
+    with limit_file_size(100):
         cache.store(KEY, compiled)
     assert list(cache.folder.iterdir()) == []
 

@@ -20,7 +20,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tests.support.commands import refused
 from tests.support.compilations import compilations
-from tests.support.stores import BUCKET, failing, forget, running_s3
+from tests.support.stores import BUCKET, clear_memory_store, failing, running_s3
 from tests.support.words import has_line_with, line_with_words
 from wanjax.compile_cache import shared
 from wanjax.compile_cache.cache import SHARED_CACHE_VARIABLE, TRUST_CACHE_VARIABLE, compile_cache, set_cache_folder
@@ -37,9 +37,9 @@ SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_enable_xla_caches
 
 @pytest.fixture(params=["a folder", "a store"])
 def folder(request, tmp_path):
-    forget()
+    clear_memory_store()
     yield tmp_path if request.param == "a folder" else parse_path("memory://cache/programs")
-    forget()
+    clear_memory_store()
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_reading_without_leasing_writes_no_lease(folder):
 
 
 def test_a_lost_store_is_reported_once_and_stops_nothing():
-    forget()
+    clear_memory_store()
     cache = SharedCache(parse_path("memory://cache/programs"))
     error = ConnectionError("lost")
     with failing("cat_file", error), failing("pipe_file", error), cache.leasing():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.support.compilations import compilations
-from tests.support.devices import most_held, nbytes_on_each, on_eight_devices
+from tests.support.devices import most_bytes_on_a_device, nbytes_on_each, on_eight_devices
 from tests.support.words import has_line_with
 from wanjax.checkpoints import modules, to_devices
 from wanjax.checkpoints.files import SafetensorsFile, Tensors, aligned_empty
@@ -360,7 +360,7 @@ def load_onto_a_mesh(way):
             to_devices, "aligned_empty", lambda shape, dtype: host_shapes.append(shape) or aligned_empty(shape, dtype)
         )
         patch.setattr(to_devices, "_fits_in_host_memory", lambda target: way == "assembled")
-        model = modules.load(meshed, RULES, source, progress=lambda *_: held.append(most_held()))
+        model = modules.load(meshed, RULES, source, progress=lambda *_: held.append(most_bytes_on_a_device()))
         with compilations() as compiled:
             modules.load(meshed, RULES, source)
     assert compiled == []  # equal stacks share their programs

@@ -20,7 +20,7 @@ from benchmarks.workloads import WORKLOADS
 from tests.support.attention import BOUND, SMALL_TILES, count_calls, exact, operands, run
 from tests.support.compare import error
 from tests.support.configs import TRANSFORMER
-from tests.support.plan_programs import attend, attend_round, attend_small
+from tests.support.plan_programs import attend, attend_ring, attend_small
 from tests.support.quick import quick
 from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
@@ -317,7 +317,7 @@ needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, t
 def test_the_kernel_compiles_for_each_generation_of_tpu(programs, rings):
     calls = [(attend_small(abstract_mesh(find_slice(chip)), **settings), chip) for chip, settings in programs]
     mesh = {"dp": 1, "sp": 4, "tp": 1}
-    calls += [(attend_round(abstract_mesh(find_slice(chip), mesh), **settings), chip) for chip, settings in rings]
+    calls += [(attend_ring(abstract_mesh(find_slice(chip), mesh), **settings), chip) for chip, settings in rings]
     for program, compiled in zip(calls, compile_programs(calls), strict=True):
         assert isinstance(compiled, Compiled), (program, compiled)
         assert "tpu_custom_call" in compiled.module, program

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.attention import BOUND, exact, normal, with_waiting_weights
+from tests.support.attention import BOUND, attend_while_gathering, exact, normal
 from tests.support.compare import error
 from tests.support.devices import on_meshes
 from wanjax.kernels.attention import VideoTextPair, flash_tpu, joint, joint_attention
@@ -139,7 +139,7 @@ def test_several_devices_give_the_exact_result(axes, rules, window):
 def test_joint_attention_gathers_weights(axes):
     q, k, v = operands(heads=4, size=8)
     partitioner = Partitioner(make_mesh(*axes), SHARDING_RULES["fsdp"])
-    out = with_waiting_weights(
+    out = attend_while_gathering(
         partitioner, partial(attend, partitioner=partitioner), q, k, v, jnp.asarray(TEXTS, jnp.int32)
     )
     assert error(join_video_and_text(out, TEXT), exact_output(q, k, v)) <= BOUND["float32"]

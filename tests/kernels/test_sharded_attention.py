@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.attention import SMALL_TILES, exact, exact_gradients, normal, operands, with_waiting_weights
+from tests.support.attention import SMALL_TILES, attend_while_gathering, exact, exact_gradients, normal, operands
 from tests.support.compare import error
-from tests.support.devices import MESHES, SPREADING
+from tests.support.devices import MESHES, SHARDED_RULES
 from tests.support.quick import quick
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import attention
@@ -44,7 +44,9 @@ def run(partitioner, q, k, v, **options):
     return executable(*arguments)
 
 
-CASES = [(axes, rules, (4, 12, 40)[(i + j) % 3]) for i, axes in enumerate(MESHES) for j, rules in enumerate(SPREADING)]
+CASES = [
+    (axes, rules, (4, 12, 40)[(i + j) % 3]) for i, axes in enumerate(MESHES) for j, rules in enumerate(SHARDED_RULES)
+]
 CASES += [((1, 1, 8), "fsdp", 12), ((2, 2, 2), "fsdp", 3)]
 SLOW_CASES = [((2, 1, 4), "fsdp", 12), ((2, 2, 2), "fsdp", 40), ((1, 4, 2), "tp", 12), ((1, 8, 1), "fsdp", 12)]
 
@@ -139,7 +141,7 @@ def test_a_key_mask_applies_to_shared_heads(axes):
     assert error(out, exact(q, k, v, key_mask=mask)) <= BOUND
 
 
-@pytest.mark.parametrize("rules", SPREADING)
+@pytest.mark.parametrize("rules", SHARDED_RULES)
 @pytest.mark.parametrize("option", ["bias", "window"])
 def test_a_bias_or_a_window_is_sharded(rules, option):
     q, k, v = operands(2, 19, 19, 4, 4, 4)
@@ -187,7 +189,7 @@ def test_attention_gathers_weights(name, axes):
     def attend(q, k, v):
         return attention(constrain(q, TOKENS), k, v, implementation=name, config=config)
 
-    assert error(with_waiting_weights(partitioner(axes), attend, q, k, v), exact(q, k, v)) <= BOUND
+    assert error(attend_while_gathering(partitioner(axes), attend, q, k, v), exact(q, k, v)) <= BOUND
 
 
 @pytest.mark.parametrize(("axes", "kv_length"), [((1, 1, 1), 0), ((1, 1, 1), 6)])

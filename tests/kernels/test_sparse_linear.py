@@ -15,7 +15,7 @@ from flax import nnx
 from tests.support.attention import normal, operands
 from tests.support.compare import error
 from tests.support.configs import TRANSFORMER
-from tests.support.devices import MESHES, SPREADING
+from tests.support.devices import MESHES, SHARDED_RULES
 from tests.support.quick import quick
 from tests.support.words import line_with_words
 from wanjax.errors import UnsupportedError, WanjaxError
@@ -162,7 +162,7 @@ def test_gradients_equal_those_of_the_reference(dtype, bound):
         assert gradient.shape[1:2] != (150,) or not np.asarray(gradient[:, 131:], np.float32).any()
 
 
-SHARDED = [(axes, rules, heads) for axes in MESHES for rules in SPREADING for heads in (3, 4)]
+SHARDED = [(axes, rules, heads) for axes in MESHES for rules in SHARDED_RULES for heads in (3, 4)]
 QUICK_SHARDED = [((1, 1, 8), "fsdp", 3), ((2, 2, 2), "tp", 4), ((1, 4, 2), "fsdp", 4)]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.harm import unchecked
-from tests.support.media import SETTINGS, leftovers
+from tests.support.media import SETTINGS, names_in
 from tests.support.words import line_with_words
 from wanjax.checkpoints.files import SafetensorsFile, save_safetensors
 from wanjax.errors import WanjaxError
@@ -45,7 +45,7 @@ def test_stage_files_return_what_was_written(tmp_path, dtype, result):
     assert read.dtype == dtype
     np.testing.assert_array_equal(read, latents)
     assert SafetensorsFile(tmp_path / stage_files.LATENTS_FILE).specs["latents"].shape == (1, 4, 3, 2, 2)
-    assert leftovers(tmp_path) == [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE, stage_files.LATENTS_FILE]
+    assert names_in(tmp_path) == [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE, stage_files.LATENTS_FILE]
 
 
 def test_settings_that_do_not_affect_a_stage_do_not_separate_its_files(tmp_path):

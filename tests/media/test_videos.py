@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.media import SETTINGS, leftovers
+from tests.support.media import SETTINGS, names_in
 from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.media import video as video_files
@@ -62,7 +62,7 @@ def test_video_formats(tmp_path, suffix, codec):
     frames = decoded(path)
     assert frames.shape == (5, 32, 64, 3)
     assert np.abs(frames.astype(int) - clip()).max() <= 6  # 8-bit YUV with half the chroma
-    assert leftovers(path.parent) == [f"clip{suffix}"]
+    assert names_in(path.parent) == [f"clip{suffix}"]
 
 
 def test_a_video_of_odd_sizes(tmp_path):
@@ -91,9 +91,9 @@ def test_settings_may_be_long(tmp_path, monkeypatch, name):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     settings = {"prompt": "红" * 25_000 + "\n;#=\\"}
     video_files.write_trial_video(tmp_path / name, 1, (32, 64), 16, settings)
-    assert leftovers(tmp_path) == ["temporary"]
+    assert names_in(tmp_path) == ["temporary"]
     assert video_files.read_metadata(video_files.write_video(tmp_path / name, clip(1), 16, settings)) == settings
-    assert leftovers(tmp_path / "temporary") == []
+    assert names_in(tmp_path / "temporary") == []
 
 
 @pytest.mark.parametrize("suffix", [".gif", ".webp"])
@@ -109,15 +109,15 @@ def test_animations(tmp_path, suffix):
             assert np.abs(np.asarray(image.convert("RGB")).astype(int) - clip(height=31, width=33)[index]).max() <= 8
     assert total == pytest.approx(5 * 1000 / 16, abs=10)  # rounding a frame to 10 ms does not add up
     assert video_files.read_metadata(path) == SETTINGS
-    assert leftovers(tmp_path) == [path.name]
+    assert names_in(tmp_path) == [path.name]
 
 
 @pytest.mark.parametrize("name", ["frames", "frames.mp4/", "frames/"])
 def test_folder_of_png(tmp_path, name):
     path = video_files.write_video(f"{tmp_path}/{name}", clip(7, 5, 3), 16, SETTINGS)
     video_files.write_video(f"{tmp_path}/{name}", clip(2, 5, 3), 16, SETTINGS)  # replaces the first
-    assert leftovers(path) == ["frame_00000.png", "frame_00001.png"]
-    assert leftovers(tmp_path) == [path.name]
+    assert names_in(path) == ["frame_00000.png", "frame_00001.png"]
+    assert names_in(tmp_path) == [path.name]
     np.testing.assert_array_equal(np.asarray(Image.open(path / "frame_00001.png")), clip(2, 5, 3)[1])
     assert video_files.read_metadata(path) == SETTINGS
 
@@ -149,7 +149,7 @@ def test_refused_videos_leave_nothing(tmp_path, monkeypatch, name, frames, messa
         monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", missing)
     with pytest.raises(WanjaxError, match=line_with_words(message)):
         video_files.write_video(f"{tmp_path}/{name}", frames, 16)
-    assert leftovers(tmp_path) == ["file"]
+    assert names_in(tmp_path) == ["file"]
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -165,7 +165,7 @@ def test_an_interrupted_write_leaves_the_earlier_file(tmp_path, name, failure):
     with pytest.raises((KeyboardInterrupt, RuntimeError)):
         video_files.write_video(tmp_path / name, frames(), 16, {"seed": 2})
     assert video_files.read_metadata(before) == {"seed": 1}
-    assert leftovers(tmp_path) == [name]
+    assert names_in(tmp_path) == [name]
 
 
 def test_frames_that_cannot_be_replaced_stay(tmp_path, monkeypatch):
@@ -180,7 +180,7 @@ def test_frames_that_cannot_be_replaced_stay(tmp_path, monkeypatch):
     with pytest.raises(WanjaxError, match=line_with_words("frames written")):
         video_files.write_video(tmp_path / "frames", clip(1), 16, {"seed": 2})
     assert video_files.read_metadata(before) == {"seed": 1}
-    assert leftovers(tmp_path) == ["frames"]
+    assert names_in(tmp_path) == ["frames"]
 
 
 @pytest.mark.parametrize("name", ["clip.gif", "clip.webp", "frames"])
@@ -192,7 +192,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, name, monkeypatch):
     monkeypatch.setattr(Image.Image, "save", full)
     with pytest.raises(WanjaxError, match=line_with_words(f"{name} No space left on device")):
         video_files.write_video(tmp_path / name, clip(), 16)
-    assert leftovers(tmp_path) == []
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.parametrize(("name", "kilobytes"), [("clip.mp4", 8), ("clip.mp4", 0), ("clip.mov", 0), ("clip.webm", 0)])
@@ -204,7 +204,7 @@ def test_a_full_disk_leaves_no_partial_video(tmp_path, monkeypatch, name, kiloby
     noise = np.random.default_rng(0).integers(0, 256, (40, 64, 64, 3), np.uint8)
     with pytest.raises(WanjaxError, match=line_with_words(f"{name} File too large")):
         video_files.write_video(tmp_path / name, noise, 16)
-    assert leftovers(tmp_path) == []
+    assert names_in(tmp_path) == []
 
 
 def without(kind: str, folder: Path) -> str:
@@ -239,13 +239,13 @@ def test_an_unwritable_video_is_reported_before_the_run(tmp_path, monkeypatch, m
     monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: program)
     if name == "room":
         machine.has_disk(1000)
-    before = leftovers(tmp_path)
+    before = names_in(tmp_path)
     if message is None:
         video_files.write_trial_video(tmp_path / name, 15, size, 16, {"seed": 1})
     else:
         with pytest.raises(WanjaxError, match=line_with_words(message)):
             video_files.write_trial_video(tmp_path / name, 15, size, 16, {"seed": 1})
-    assert leftovers(tmp_path) == before
+    assert names_in(tmp_path) == before
     assert (tmp_path / "a.mp4").read_text() == "mine"
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from tests.support.compare import error
-from tests.support.devices import most_held, on_meshes
+from tests.support.devices import most_bytes_on_a_device, on_meshes
 from tests.support.programs import caller
 from tests.support.quick import quick
 from tests.support.small_wan import network, partitioner
@@ -74,7 +74,7 @@ def test_memory_does_not_grow_with_the_clip():
     peaks = []
     for frames in decode_latents(make_vae(), [z], (3, 2), jnp.float32, None, caller()):
         frames.block_until_ready()
-        peaks.append(most_held())
+        peaks.append(most_bytes_on_a_device())
     assert len(peaks) == 6
     assert len(set(peaks[1:])) == 1
 

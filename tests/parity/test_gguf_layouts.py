@@ -13,7 +13,7 @@ from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
 from tests.parity import hunyuan_authors
 from tests.support import tiny
-from tests.support.ggufs import in_llama_cpp, write_gguf
+from tests.support.ggufs import as_llama_cpp, write_gguf
 from tests.support.published import text_encoder_keys
 from tests.support.words import has_line_with
 from wanjax import loading, registry
@@ -79,7 +79,7 @@ def tokenizer_fields(spm):
 
 def write_umt5(path, fields=None):
     """Write a UMT5 in the layout of `city96/umt5-xxl-encoder-gguf`; return the weights by transformers' names."""
-    tensors, numbers = in_llama_cpp(MODEL_ARCH.T5ENCODER, UMT5.layers, random_tensors(text_encoder_keys(UMT5)))
+    tensors, numbers = as_llama_cpp(MODEL_ARCH.T5ENCODER, UMT5.layers, random_tensors(text_encoder_keys(UMT5)))
     assert {"token_embd.weight", "enc.blk.1.attn_rel_b.weight", "enc.output_norm.weight"} <= tensors.keys()
     write_gguf(path, tensors, fields, arch="t5encoder")
     return numbers
@@ -266,7 +266,7 @@ def write_qwen(path, **changes):
     config = Qwen2_5_VLTextConfig(**QWEN)
     shapes = {key: tuple(x.shape) for key, x in Qwen2_5_VLTextModel(config).state_dict().items()}
     prefixed = {f"model.{key}": x for key, x in random_tensors(shapes).items()}
-    tensors, numbers = in_llama_cpp(MODEL_ARCH.QWEN2VL, config.num_hidden_layers, prefixed)
+    tensors, numbers = as_llama_cpp(MODEL_ARCH.QWEN2VL, config.num_hidden_layers, prefixed)
     assert {"token_embd.weight", "blk.3.attn_k.bias", "blk.0.attn_output.weight"} <= tensors.keys()
     tensors["output.weight"] = np.ones((96, 64), np.float32)
     fields = {

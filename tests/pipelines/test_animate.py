@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import wanjax
-from tests.support.attention import with_waiting_weights
+from tests.support.attention import attend_while_gathering
 from tests.support.devices import on_eight_devices
 from tests.support.small_wan import animate_conditioning, animate_pipeline
 from tests.support.tiny import tiny_animate_checkpoint
@@ -174,7 +174,7 @@ def test_attention_by_frames_gathers_weights(axes):
         clip = store_clip_kv(clip_k, clip_v, 15, in_int8=False)
         return attention_with_frames(kernel_with_lse(q, k, v), q, k, v, clip, length=20, frame_tokens=5)
 
-    np.testing.assert_allclose(with_waiting_weights(partitioner, attend, *operands()), attend(*operands()), atol=2e-6)
+    np.testing.assert_allclose(attend_while_gathering(partitioner, attend, *operands()), attend(*operands()), atol=2e-6)
 
 
 def test_keys_and_values_in_int8_have_a_scale_for_each_token_and_head():

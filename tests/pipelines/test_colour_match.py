@@ -19,11 +19,11 @@ pytestmark = pytest.mark.usefixtures("cached_programs")
 @pytest.mark.parametrize("contrast", [1.0, 0.5])
 @pytest.mark.parametrize("change", [drifts.gain, drifts.hue, drifts.moving_gradient])
 def test_a_colour_drift_over_eight_windows_is_removed(change, contrast):
-    assert drifts.share_left(change, contrast) <= 0.1
+    assert drifts.remaining_drift_share(change, contrast) <= 0.1
 
 
 def test_a_drift_of_brightness_is_removed_from_dull_pictures():
-    assert drifts.share_left(drifts.gain, 0.1) <= 0.1
+    assert drifts.remaining_drift_share(drifts.gain, 0.1) <= 0.1
 
 
 @pytest.mark.parametrize("colour", ["grey", "one"])

@@ -11,7 +11,7 @@ import wanjax
 from tests.support import small_wan
 from tests.support.commands import succeeded
 from tests.support.commands import wanjax as command
-from tests.support.programs import begun
+from tests.support.programs import init_state
 from tests.support.quick import quick
 from wanjax.media.pictures import read_clip
 from wanjax.pipelines.observers import Cancelled
@@ -56,7 +56,7 @@ def test_the_initial_noise_is_scaled_by_the_first_sigma():
     settings = pipeline("rcm").settings(**SETTINGS)
     scales = {"rcm": 80 / 81, "rcm:sigma_max=200": 200 / 201, "rcm-ode": 200 / 201, "consistency": 1, "unipc": 1}
     for solver, scale in scales.items():
-        _, state = begun(pipeline(solver), make_conditioning(), settings, noise)
+        _, state = init_state(pipeline(solver), make_conditioning(), settings, noise)
         np.testing.assert_allclose(np.moveaxis(state.x, -1, 1), scale * noise, rtol=1e-6)
 
 

@@ -15,9 +15,9 @@ from flax import nnx
 from tests.support.commands import succeeded
 from tests.support.commands import wanjax as command
 from tests.support.compare import error
-from tests.support.programs import begun, compiled, prepared
+from tests.support.programs import init_state, num_compiled, prepare_steps
 from tests.support.quick import quick
-from tests.support.tabled import STEPS, tabled
+from tests.support.tabled import STEPS, pipeline_with_tables
 from tests.support.tiny import (
     tiny_causal_checkpoint,
     tiny_checkpoint,
@@ -54,7 +54,7 @@ def load(tmp_path_factory) -> Callable[..., Any]:
     """Return a function that loads the pipeline of a model, with tables for step caches."""
     root = tmp_path_factory.mktemp("models")
     folder: Callable[[str], Path] = functools.cache(lambda model: MODELS[model](root / model.replace(" ", "_")))
-    return functools.cache(lambda model, mesh=None: tabled(folder(model), mesh=mesh))
+    return functools.cache(lambda model, mesh=None: pipeline_with_tables(folder(model), mesh=mesh))
 
 
 def encode(pipe: Any, negative: str = "a dog") -> Any:
@@ -106,9 +106,9 @@ def test_every_step_follows_the_published_formula(load, model, rule):
     text = {"cfg-zero": "cfg-zero:zero_steps=2", "apg": "apg:eta=0.25,norm=3,momentum=-0.5"}[rule]
     run(pipe, text, callback=lambda step: states.append(jax.tree.map(np.array, step.state)))
     settings, conditioning = pipe.settings(steps=4, guidance_scale=3.0, **SMALL), encode(pipe)
-    schedule, state = begun(pipe, conditioning, settings)
+    schedule, state = init_state(pipe, conditioning, settings)
     [phase] = pipe.model.spec.phases(schedule, settings)
-    step, inputs = prepared(pipe, pipe.transformer, phase, conditioning, state.x)
+    step, inputs = prepare_steps(pipe, pipe.transformer, phase, conditioning, state.x)
     denoiser = step.denoiser
 
     @jax.jit
@@ -201,9 +201,9 @@ def test_changed_numbers_of_a_rule_compile_nothing(load):
     pipe = load("wan")
     for first, second in (("nag", "nag:scale=3,alpha=1"), ("apg", "apg:eta=1,norm=7,momentum=.5,of=prediction")):
         run(pipe, first)
-        count = compiled(take_step)
+        count = num_compiled(take_step)
         run(pipe, second, guidance_scale=2.0)
-        assert compiled(take_step) == count
+        assert num_compiled(take_step) == count
     assert error(run(pipe, "none"), run(pipe, "nag")) > 1e-4
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 import wanjax
 from tests.support.commands import refused
-from tests.support.machine import Idle
+from tests.support.machine import RefuseExecution
 from tests.support.quick import quick
 from tests.support.tiny import (
     tiny_checkpoint,
@@ -156,7 +156,7 @@ def test_a_video_that_is_too_large_is_refused_before_anything_is_compiled(name, 
     pipe = wanjax.load(model_path(name, tmp_path))
     pipe.progress = False
     conditioning = pipe.encode("a") if name == "text" else None
-    pipe = pipe.with_strategy(Idle())
+    pipe = pipe.with_strategy(RefuseExecution())
     machine.has_memory(4_000_000_000)
     with pytest.raises(WanjaxError, match=line_with_words("9600x9600 memory")):
         pipe("a", size=(9600, 9600))
@@ -179,7 +179,7 @@ def test_a_picture_that_is_too_large_to_be_encoded_is_refused_before_anything_is
     Image.new("RGB", (64, 64), (200, 30, 30)).save(tmp_path / "a.png")
     requested = {"size": (2880, 2880), "frames": 5, "image": tmp_path / "a.png"}
     command = ("encode", "a", "--model", "nano", "--size", "2880x2880", "--frames", "5", "--dir", tmp_path / "d")
-    pipe = wanjax.load("nano").with_strategy(Idle())
+    pipe = wanjax.load("nano").with_strategy(RefuseExecution())
     pipe.progress = False
     machine.has_memory(1_500_000_000)
     with pytest.raises(WanjaxError, match=line_with_words("2880x2880 memory encode")):

@@ -14,7 +14,7 @@ import wanjax
 from tests.support.commands import succeeded
 from tests.support.commands import wanjax as run
 from tests.support.compare import error
-from tests.support.programs import begun
+from tests.support.programs import init_state
 from tests.support.quick import quick
 from tests.support.tiny import tiny_hunyuan_checkpoint
 from tests.support.words import line_with_words
@@ -140,7 +140,7 @@ def test_texts_are_cut_to_the_shortest_allowed_length(tokens, length):
 def test_the_distilled_network_gets_the_next_timestep(tmp_path, picture):
     pipe = wanjax.load(tiny_hunyuan_checkpoint(tmp_path, pictured=True, use_meanflow=True))
     conditioning, settings = pipe.encode("a cat", image=picture), pipe.settings(size=(32, 64))
-    schedule, _ = begun(pipe, conditioning, settings)
+    schedule, _ = init_state(pipe, conditioning, settings)
     denoiser = pipe.model.denoiser
     for index, next_timestep in enumerate([*schedule.timesteps[1:], 0.0]):
         timestep, result_next = denoiser.timesteps(one_step(schedule, index))

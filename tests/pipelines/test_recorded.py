@@ -19,7 +19,7 @@ import wanjax
 from tests.support import tiny
 from tests.support.calls import Call, Counting, differences, recorded_calls, steps, wrong_shardings
 from tests.support.compilations import compilations
-from tests.support.programs import compiled
+from tests.support.programs import num_compiled
 from tests.support.quick import quick
 from tests.support.tabled import TABLES
 from wanjax.compile_cache.fingerprint import fingerprint
@@ -187,7 +187,7 @@ def compare_runs(load_model):
         trace = trace_programs(pipe, settings, pictures, **run_options)
         for program in trace.programs:
             strategy.compile(program.traced_program)
-        compiled_before = compiled(strategy=strategy)
+        compiled_before = num_compiled(strategy=strategy)
         strategy.calls.clear()
         prompt = arguments.pop("prompt")
         pipe.with_strategy(strategy)(prompt, **arguments, **run_options)
@@ -195,7 +195,7 @@ def compare_runs(load_model):
             trace,
             recorded_calls(trace),
             strategy.calls.copy(),
-            compiled(strategy=strategy) - compiled_before,
+            num_compiled(strategy=strategy) - compiled_before,
             [*strategy.shardings],
         )
 

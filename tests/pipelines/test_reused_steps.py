@@ -17,9 +17,9 @@ from flax import nnx
 
 import wanjax
 from tests.support.compare import error
-from tests.support.programs import initial_state, prepared
+from tests.support.programs import init_state, prepare_steps
 from tests.support.quick import quick
-from tests.support.tabled import STEPS, TABLES, tabled
+from tests.support.tabled import STEPS, TABLES, pipeline_with_tables
 from tests.support.tiny import (
     tiny_checkpoint,
     tiny_cogvideox_checkpoint,
@@ -69,12 +69,12 @@ def folder(tmp_path_factory) -> Callable[[str], Path]:
 
 @pytest.fixture(params=quick(["wan", "vace", "cogvideox"], MODELS))
 def quick_pipe(request, folder) -> Any:
-    return tabled(folder(request.param))
+    return pipeline_with_tables(folder(request.param))
 
 
 @pytest.fixture(params=quick(["cogvideox"], MODELS))
 def pipe(request, folder) -> Any:
-    return tabled(folder(request.param))
+    return pipeline_with_tables(folder(request.param))
 
 
 class StepRecorder:
@@ -97,13 +97,13 @@ def run(pipe: Any, cache: str, conditioning: Any = None, **settings: Any) -> tup
 
 
 def prepare_predictions(pipe: Any, cache: Any = BlockCache, **settings: Any) -> Any:
-    """Return a function from a step's index and latents to the predictions of all prompts, and the prepared inputs."""
+    """Return a function from a step's index and latents to the predictions of all prompts, and the prepare_steps inputs."""
     conditioning = pipe.encode("a red circle", "a dog")
     settings_of_run = pipe.settings(**{"steps": STEPS, "seed": 3, "guidance_scale": 3.0} | SMALL | settings)
-    schedule, state = initial_state(pipe, conditioning, settings_of_run)
+    schedule, state = init_state(pipe, conditioning, settings_of_run)
     x = state.x
     phase = pipe.model.spec.phases(schedule, settings_of_run)[0]
-    step, inputs = prepared(pipe, pipe.transformer, phase, conditioning, x)
+    step, inputs = prepare_steps(pipe, pipe.transformer, phase, conditioning, x)
 
     @jax.jit
     def predict(x: Any, times: Any, inputs: Any, cached: Any = None) -> Any:
@@ -362,7 +362,7 @@ def test_a_cache_that_cannot_help_is_refused(folder, words):
 @pytest.mark.parametrize("cache", quick(["easycache:.5,1"], ["magcache:.2,1,.1", "teacache:.5", "easycache:.5,1"]))
 def test_a_cache_starts_again_with_the_second_expert(tmp_path, cache):
     """The first step of the second expert is computed in full, and the cache then has this expert's results."""
-    pipe = tabled(tiny_experts_checkpoint(tmp_path))
+    pipe = pipeline_with_tables(tiny_experts_checkpoint(tmp_path))
     recorder, _ = run(pipe, cache, guidance_scale_2=2.0)
     settings = pipe.settings(steps=STEPS, guidance_scale_2=2.0)
     start = pipe.model.spec.phases(pipe.model.spec.schedule(settings), settings)[1].start
@@ -375,9 +375,9 @@ def test_a_cache_starts_again_with_the_second_expert(tmp_path, cache):
         pipe.scheduler.schedule(STEPS, shift=settings.flow_shift),
     )
     phase = pipe.model.spec.phases(schedule, settings)[1]
-    step, inputs = prepared(pipe, pipe.transformer_2, phase, conditioning, jnp.asarray(state.x))
-    initial_state = State(jnp.asarray(state.x), jax.tree.map(jnp.asarray, state.solver))
-    after, _, _ = pipe.call(take_step, step, initial_state, inputs, np.float32(2), one_step(schedule, start))
+    step, inputs = prepare_steps(pipe, pipe.transformer_2, phase, conditioning, jnp.asarray(state.x))
+    init_state = State(jnp.asarray(state.x), jax.tree.map(jnp.asarray, state.solver))
+    after, _, _ = pipe.call(take_step, step, init_state, inputs, np.float32(2), one_step(schedule, start))
     assert error(recorder.states[start].x, np.asarray(after.x, np.float64)) <= 1e-6
 
 
@@ -393,7 +393,7 @@ def test_a_cache_starts_again_with_the_second_expert(tmp_path, cache):
     ],
 )
 def test_eight_devices_agree_with_one(folder, model, cache, mesh):
-    one_device, eight_devices = (run(tabled(folder(model), mesh=name), cache)[1] for name in (None, mesh))
+    one_device, eight_devices = (run(pipeline_with_tables(folder(model), mesh=name), cache)[1] for name in (None, mesh))
     assert error(eight_devices, one_device.astype(np.float64)) <= 1e-5
 
 

@@ -16,7 +16,7 @@ import pytest
 import wanjax
 from tests.support import whole_sequence
 from tests.support.compare import error
-from tests.support.programs import compiled
+from tests.support.programs import num_compiled
 from tests.support.quick import quick
 from tests.support.small_wan import causal_pipeline, partitioner
 from tests.support.tiny import tiny_causal_checkpoint

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import psutil
 import pytest
 
-from tests.support.plan_programs import layers, on_shapes, product_kernel, product_on_each, target_of
+from tests.support.plan_programs import layers, on_shapes, product_kernel, replicated_product, target_of
 from tests.support.words import has_line_with, line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import attention
@@ -37,8 +37,8 @@ PROGRAMS = {
     "kernel": (KERNEL, "v6e-1"),
     "layers": (layers(mesh("v6e-8", dp=2, tp=4), count=6, tokens=4096, width=1024), "v6e-8"),
     "other chip": (KERNEL, "v5e-1"),
-    "two cores": (product_on_each(mesh("v4-8")), "v4-8"),
-    "two later cores": (product_on_each(mesh("v5p-8")), "v5p-8"),
+    "two cores": (replicated_product(mesh("v4-8")), "v4-8"),
+    "two later cores": (replicated_product(mesh("v5p-8")), "v5p-8"),
     "refused": (on_shapes(lambda x: x.undefined, (8,)), "v6e-1"),
     "refused option": (
         on_shapes(

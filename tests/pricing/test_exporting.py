@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import wanjax
-from tests.support.plan_programs import layers, on_shapes, product_kernel, product_on_each
+from tests.support.plan_programs import layers, on_shapes, product_kernel, replicated_product
 from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention.typical_scalars import typical_branch_scalars
@@ -140,7 +140,7 @@ def test_the_kernels_of_a_program_are_listed_once():
         looped = jax.lax.fori_loop(0, 3, lambda _, z: jax.jit(inner)(z.astype(x.dtype), y), inner(x, y))
         return inner(looped[:256].astype(x.dtype), y)
 
-    x, y = product_on_each(mesh).arguments
+    x, y = replicated_product(mesh).arguments
     y = jax.ShapeDtypeStruct((256, 256), y.dtype, sharding=y.sharding)
     kernels = kernels_of(trace(AbstractCall(run, (x, y)), V6E))
     assert [(call.name, [shape for _, shape in call.operands]) for call in kernels] == [
@@ -153,7 +153,7 @@ def test_the_kernels_of_a_program_are_listed_once():
 def test_prices_are_reported_one_by_one_and_cached(monkeypatch):
     """Cached prices need no compiler. A kernel is compiled once for all programs that contain it."""
     mesh = abstract_mesh(V6E)
-    kernel = product_on_each(mesh)
+    kernel = replicated_product(mesh)
     twice = kernel._replace(function=lambda x, y: kernel.function(x, y) + kernel.function(x * 2, y))
     large = layers(abstract_mesh(V6E, {"dp": 1, "tp": 4}), count=20, tokens=2**20, width=2**13)
     requested = []

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.flows import Flow, flow_euler, unipc
-from tests.support.programs import compiled
+from tests.support.programs import num_compiled
 from tests.support.types import unchecked
 from tests.support.words import line_with_words
 from wanjax import load, schedulers
@@ -269,8 +269,8 @@ def test_settings_that_change_no_shape_compile_nothing():
     embeddings = pipe.encode("a red circle moving right")
     base_settings: dict[str, Any] = {"steps": 2, "frames": 5, "seed": 0}
     clip = pipe.denoise(embeddings, **base_settings)
-    programs = compiled(take_step)
+    programs = num_compiled(take_step)
     setting_changes: tuple[dict[str, Any], ...] = ({"flow_shift": 7.0}, {"steps": 3}, {"sigmas": "diffusers"})
     for changes in setting_changes:
         assert np.abs(pipe.denoise(embeddings, **base_settings | changes) - clip).max() > 0.01
-    assert compiled(take_step) == programs
+    assert num_compiled(take_step) == programs

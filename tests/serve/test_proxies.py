@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.support.commands import succeeded, wanjax
-from tests.support.proxies import BY_DEFAULT, SINCE_1_29_7, proxied
+from tests.support.proxies import BY_DEFAULT, SINCE_1_29_7, running_proxy
 from tests.support.quick import quick
 from tests.support.served import PROMPT, SMALL, serving
 from tests.support.words import has_line_with
@@ -37,7 +37,7 @@ def without_token(tmp_path_factory):
 
 def test_no_event_waits_for_others(with_token, tmp_path):
     """nginx keeps an answer back until it has some kilobytes of it, unless the answer says that it may not."""
-    with proxied("nginx", tmp_path, with_token.base_url.port) as url:
+    with running_proxy("nginx", tmp_path, with_token.base_url.port) as url:
         requested = time.perf_counter()
         with httpx.stream("GET", f"{url}v1/events", headers=AUTHORIZED, timeout=60) as stream:
             assert stream.status_code == 200
@@ -49,7 +49,7 @@ def test_no_event_waits_for_others(with_token, tmp_path):
 def test_the_page_works_behind_a_proxy(browser, with_token, tmp_path, monkeypatch, kind, prefix):
     """With the token a video is requested, followed, played and deleted, all of it below the proxy's URL."""
     messages, requested = [], []
-    with proxied(kind, tmp_path / "proxy", with_token.base_url.port, prefix) as url:
+    with running_proxy(kind, tmp_path / "proxy", with_token.base_url.port, prefix) as url:
         assert httpx.get(f"{url}v1/videos").status_code == 401
         context = browser.new_context()
         page = context.new_page()
@@ -98,7 +98,7 @@ def test_the_page_works_behind_a_proxy(browser, with_token, tmp_path, monkeypatc
 )
 def test_without_a_token_nobody_gets_through_a_proxy(without_token, tmp_path, kind, prefix, lines):
     """Not even through nginx without a line about headers, which calls the server by its own name."""
-    with proxied(kind, tmp_path, without_token.base_url.port, prefix, lines) as url:
+    with running_proxy(kind, tmp_path, without_token.base_url.port, prefix, lines) as url:
         for path in ("", "page/app.js", "health", "metrics", "v1/videos", "v1/models", "v1/events"):
             assert httpx.get(f"{url}{path}").status_code == 403, path
         assert httpx.post(f"{url}v1/videos", json=SMALL).status_code == 403
@@ -107,7 +107,7 @@ def test_without_a_token_nobody_gets_through_a_proxy(without_token, tmp_path, ki
 
 def test_a_page_through_a_proxy_without_headers_names_the_missing_ones(browser, without_token, tmp_path):
     """Its requests look like this machine's but for the page's address; who set the proxy up sees it at once."""
-    with proxied("nginx", tmp_path, without_token.base_url.port, lines=SINCE_1_29_7) as url:
+    with running_proxy("nginx", tmp_path, without_token.base_url.port, lines=SINCE_1_29_7) as url:
         context = browser.new_context()
         page = context.new_page()
         statuses = {}

@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.support.media import picture
 from tests.support.quick import quick
-from tests.support.stores import BUCKET, failing, forget, objects, running_s3
+from tests.support.stores import BUCKET, clear_memory_store, failing, objects, running_s3
 from tests.support.words import has_line_with, line_with_words
 from wanjax.cli.serving import check_host, open_store
 from wanjax.errors import WanjaxError
@@ -31,10 +31,10 @@ DENIED = PermissionError("Access Denied for a-secret")
 def _in_temporary_folders(tmp_path, monkeypatch):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    forget()
+    clear_memory_store()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     yield
-    forget()
+    clear_memory_store()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.support.stores import GOOGLES, failing, forget, objects, running_gcs
+from tests.support.stores import GCS_BUCKET, clear_memory_store, failing, objects, running_gcs
 from tests.support.words import has_line_with
 from wanjax.errors import WanjaxError
 from wanjax.media.metadata import find_metadata
@@ -28,10 +28,10 @@ NEW = "memory://videos/a.mp4"
 
 @pytest.fixture(autouse=True)
 def _in_temporary_folders(tmp_path, monkeypatch):
-    forget()
+    clear_memory_store()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
-    forget()
+    clear_memory_store()
 
 
 def clip(frames: int = 5) -> np.ndarray:
@@ -188,7 +188,7 @@ def test_names_that_lead_elsewhere_are_not_taken(name):
 def test_google_s_store_has_the_uploaded_bytes(tmp_path):
     """Its library marks the end of a file by a text that the file may hold: what is cut off there is reported."""
     with running_gcs():
-        folder = parse_path(f"{GOOGLES}/videos")
+        folder = parse_path(f"{GCS_BUCKET}/videos")
         folder.check_writable()
         for content in (b"", b"a\r", bytes(range(256)) * 2**13):
             (folder / "a").write(content)

@@ -95,7 +95,7 @@ def count_calls(name: str, module: ModuleType = flash_kernel) -> Iterator[list[i
     jax.clear_caches()
 
 
-def with_waiting_weights(used, attend, *operands):
+def attend_while_gathering(used, attend, *operands):
     """Run attention on several devices while two matrices wait for it. Afterwards every device has both."""
     mesh_axis = "sp" if used.axis_size("sp") > 1 else "tp"
     weights = [normal(6, 32, 16), normal(7, 16, 24)]

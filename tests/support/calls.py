@@ -58,7 +58,7 @@ def recorded_calls(record: Trace) -> Counter[Call]:
     return result
 
 
-def instance_call(instance: TracedProgram) -> Call:
+def traced_call(instance: TracedProgram) -> Call:
     """Return the call of an instance, of no stage."""
     return _call("", instance.program, instance.compile_context, instance.static, instance.shapes)
 

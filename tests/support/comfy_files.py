@@ -11,7 +11,7 @@ def json_bytes(**entries):
     return np.frombuffer(json.dumps(entries).encode(), np.uint8)
 
 
-def largest(x, rows, columns):
+def block_scales(x, rows, columns):
     """Return the largest number of each block of an array, and that array's shape filled with them."""
     out = -(-x.shape[0] // rows), -(-x.shape[1] // columns)
     scale, filled = np.zeros(out, np.float32), np.zeros(x.shape, np.float32)
@@ -23,7 +23,7 @@ def largest(x, rows, columns):
 
 
 def per_row(x):
-    return largest(x, 1, x.shape[1])
+    return block_scales(x, 1, x.shape[1])
 
 
 def hadamard(size):

@@ -15,7 +15,7 @@ from wanjax.cli import main
 COMPONENTS = ("text_encoder", "transformer", "vae")
 
 
-def wanjax_command(*arguments: str | Path) -> tuple[int, str, str]:
+def convert_command(*arguments: str | Path) -> tuple[int, str, str]:
     result = CliRunner().invoke(main, ["convert", *map(str, arguments)], prog_name="wanjax")
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -24,7 +24,7 @@ def wanjax_command(*arguments: str | Path) -> tuple[int, str, str]:
 
 def refused(*arguments: str | Path, status: int = 2) -> str:
     """Run a conversion that has to be refused, for a full disk with status 1, and return its error message."""
-    code, out, err = wanjax_command(*arguments)
+    code, out, err = convert_command(*arguments)
     sentences = re.findall(r"^wanjax: (.*)$", err, re.MULTILINE)
     assert (code, out, len(sentences)) == (status, "", 1), err
     return sentences[0]
@@ -55,7 +55,7 @@ def checksums(folder: Path) -> dict:
     return json.loads((folder / "wanjax.json").read_text())["networks"]
 
 
-def flip(transformer: Path) -> Path:
+def flip_a_bit(transformer: Path) -> Path:
     [file] = (path for path in (transformer / "weights" / "proj_out.kernel" / "c").rglob("*") if path.is_file())
     contents = bytearray(file.read_bytes())
     contents[7] ^= 1

@@ -13,14 +13,14 @@ from typing import Any
 import jax
 import pytest
 
-SPREADING = ["fsdp", "tp"]  # those that spread weights
+SHARDED_RULES = ["fsdp", "tp"]  # those that spread weights
 MESHES = [(1, 1, 8), (2, 1, 4), (2, 2, 2), (1, 4, 2), (1, 8, 1)]  # sizes of dp, sp and tp
-EIGHT = "--xla_force_host_platform_device_count=8"
+EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 
 
 def on_meshes(*quick: tuple[tuple[int, int, int], str]) -> list[Any]:
     """Return every mesh with every set of rules, as parameters of a test; all but the `quick` pairs are slow."""
-    pairs = [(axes, rules) for axes in MESHES for rules in SPREADING]
+    pairs = [(axes, rules) for axes in MESHES for rules in SHARDED_RULES]
     assert set(quick) <= set(pairs)
     return [pytest.param(*pair, marks=() if pair in quick else pytest.mark.slow) for pair in pairs]
 
@@ -31,7 +31,7 @@ def nbytes_on_each(x: jax.Array | jax.ShapeDtypeStruct) -> int:
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
-def most_held() -> int:
+def most_bytes_on_a_device() -> int:
     """Return the bytes on the fullest device now."""
     of_device: Counter = Counter()
     for array in jax.live_arrays():
@@ -50,7 +50,7 @@ def on_eight_devices(code: str, *arguments: str | Path) -> str:
     """Run Python code with arguments, warnings being errors; return its output."""
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
-        env=os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {EIGHT}", "JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {EIGHT_DEVICES}", "JAX_PLATFORMS": "cpu"},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def no_file_above(size: int) -> Iterator[None]:
+def limit_file_size(size: int) -> Iterator[None]:
     """Let no file of this process, or of those that it starts, be larger: the write fails as on a full disk."""
     import resource  # late, as Windows has none
 

@@ -51,7 +51,7 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.sqrt(np.square(srgb_to_oklab(a / 255) - srgb_to_oklab(b / 255)).sum(-1).mean()))
 
 
-def share_left(change: Change, contrast: float) -> float:
+def remaining_drift_share(change: Change, contrast: float) -> float:
     """Return the share of the drift of eight windows that is left after matching."""
     frames = as_is = matched = synthetic_clip(contrast)
     for window in range(WINDOWS):

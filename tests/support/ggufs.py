@@ -28,7 +28,7 @@ def write_gguf(path: Path, tensors: dict[str, Any], fields: dict[str, Any] | Non
     return path
 
 
-def in_llama_cpp(
+def as_llama_cpp(
     arch: MODEL_ARCH, layers: int, tensors: dict[str, np.ndarray]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Name and round tensors of transformers as llama.cpp does, by the package's own table of names.

@@ -165,7 +165,7 @@ def running_hub() -> Iterator[Hub]:
         thread.join()
 
 
-def fetched(repository, components) -> Path:
+def download_components(repository, components) -> Path:
     """Download components of a repository, with its index, as sources do."""
     return download(
         repository, [INDEX, *(f"{component}/{name}" for component in components for name in COMPONENT_FILES)]

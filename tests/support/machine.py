@@ -36,7 +36,7 @@ class Machine:
             self._patch.setattr(MEDIA_LIMITS, name, value)
 
 
-class Idle(Execute):
+class RefuseExecution(Execute):
     """Stands for a machine that has not begun: raises where the first program would be executed."""
 
     def call(self, *_: Any) -> Any:

@@ -20,7 +20,7 @@ SETTINGS = {
 }
 
 
-def leftovers(folder: Path) -> list[str]:
+def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 

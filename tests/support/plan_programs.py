@@ -44,7 +44,7 @@ def product_kernel(x: jax.Array, y: jax.Array) -> jax.Array:
     )(x, y)
 
 
-def product_on_each(mesh: AbstractMesh) -> AbstractCall:
+def replicated_product(mesh: AbstractMesh) -> AbstractCall:
     """Lowers that kernel, the same on each device."""
     shapes = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 256), (256, 128)))
     return replicated(product_kernel, mesh, shapes)
@@ -107,7 +107,7 @@ def attend_int8(mesh: AbstractMesh, *, length: int) -> AbstractCall:
     return replicated(partial(attention, implementation="flash_tpu:qk=int8"), mesh, [operand] * 3)
 
 
-def attend_round(mesh: AbstractMesh, *, size: int, dtype: str, length: int) -> AbstractCall:
+def attend_ring(mesh: AbstractMesh, *, size: int, dtype: str, length: int) -> AbstractCall:
     """Lowers attention of two heads whose tokens are on `sp`, where keys and a block's weights go round a ring."""
     specs = P(None, "sp"), P("sp", None)
 

@@ -25,12 +25,12 @@ def caller(partitioner: Partitioner | None = None) -> Callable[..., Any]:
     return call
 
 
-def compiled(program: Program | None = None, strategy: Execute = EXECUTE) -> int:
+def num_compiled(program: Program | None = None, strategy: Execute = EXECUTE) -> int:
     """Return the number of programs that a strategy has compiled, or of those of one program."""
     return sum(program is None or key is program for key, *_ in list(strategy._compiled))
 
 
-def begun(pipe: Any, encoded: Any, settings: Any, noise: Any = None) -> tuple[Any, State]:
+def init_state(pipe: Any, encoded: Any, settings: Any, noise: Any = None) -> tuple[Any, State]:
     """Return the schedule of a video, and the state before its first step."""
     schedule, shape = pipe.model.spec.schedule(settings, encoded), pipe.model.spec.noise_shape(settings)
     static, options = InitStatic(pipe.scheduler, shape, pipe.model.spec.posteriors), NoiseOverrides(noise)
@@ -39,7 +39,9 @@ def begun(pipe: Any, encoded: Any, settings: Any, noise: Any = None) -> tuple[An
     return schedule, state
 
 
-def prepared(pipe: Any, network: Any, phase: Any, encoded: Any, x: Any, rule: Any = CLASSIFIER_FREE) -> tuple[Any, Any]:
+def prepare_steps(
+    pipe: Any, network: Any, phase: Any, encoded: Any, x: Any, rule: Any = CLASSIFIER_FREE
+) -> tuple[Any, Any]:
     """Return the static part of a phase's steps, and their inputs."""
     model, parts = pipe.model, SplitNetwork(*nnx.split(network))
     groups = choose_groups(phase.guided, False, pipe.partitioner)

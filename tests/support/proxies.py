@@ -37,14 +37,14 @@ http {
 OF_CADDY = "{\n    admin off\n    auto_https off\n}\n%s"
 
 
-def printed(kind: str) -> str:
+def documented_lines(kind: str) -> str:
     """Return the lines of the documentation for one of the proxies."""
     [block] = [block for block in blocks(ROOT / "docs/guides/server.md") if block.language == kind]
     return block.text
 
 
 @contextmanager
-def proxied(kind: str, folder: Path, port: int, prefix: str = PREFIX, lines: str | None = None) -> Iterator[str]:
+def running_proxy(kind: str, folder: Path, port: int, prefix: str = PREFIX, lines: str | None = None) -> Iterator[str]:
     """Yield the address of a proxy to a server's port; skips the test where there is no such proxy.
 
     Args:
@@ -58,7 +58,7 @@ def proxied(kind: str, folder: Path, port: int, prefix: str = PREFIX, lines: str
         pytest.skip(f"there is no {kind}")
     with socket.create_server(("127.0.0.1", 0)) as free:
         proxy_port = free.getsockname()[1]
-    lines = (lines or printed(kind)).replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace(PREFIX, prefix)
+    lines = (lines or documented_lines(kind)).replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace(PREFIX, prefix)
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "proxy.conf"
     if kind == "nginx":

@@ -67,7 +67,7 @@ CLIP_PROCESSOR: Config = {
     "image_processor_type": "CLIPImageProcessor", "image_std": [0.26862954, 0.26130258, 0.27577711], "resample": 3,
     "rescale_factor": 0.00392156862745098, "size": {"shortest_edge": 224},
 }  # fmt: skip
-CLIP_PROCESSOR_BEFORE: Config = {  # of older releases of transformers
+CLIP_PROCESSOR_OLD: Config = {  # of older releases of transformers
     "crop_size": 224, "do_center_crop": True, "do_normalize": True, "do_resize": True,
     "feature_extractor_type": "CLIPFeatureExtractor", "image_mean": CLIP_PROCESSOR["image_mean"],
     "image_std": CLIP_PROCESSOR["image_std"], "resample": 3, "size": 224,
@@ -178,7 +178,7 @@ AUTHORS_WAN: Config = {  # config.json of the authors' folders
 }  # fmt: skip
 
 # CogVideoX
-COGVIDEOX_2B_BEFORE: Config = {  # of the first release
+COGVIDEOX_2B_OLD: Config = {  # of the first release
     "_class_name": "CogVideoXTransformer3DModel", "_diffusers_version": "0.30.0.dev0",
     "activation_fn": "gelu-approximate", "attention_bias": True, "attention_head_dim": 64, "dropout": 0.0,
     "flip_sin_to_cos": True, "freq_shift": 0, "in_channels": 16, "max_text_seq_length": 226,
@@ -187,7 +187,7 @@ COGVIDEOX_2B_BEFORE: Config = {  # of the first release
     "spatial_interpolation_scale": 1.875, "temporal_compression_ratio": 4, "temporal_interpolation_scale": 1.0,
     "text_embed_dim": 4096, "time_embed_dim": 512, "timestep_activation_fn": "silu",
 }  # fmt: skip
-COGVIDEOX_2B = COGVIDEOX_2B_BEFORE | {"use_rotary_positional_embeddings": False}
+COGVIDEOX_2B = COGVIDEOX_2B_OLD | {"use_rotary_positional_embeddings": False}
 COGVIDEOX_5B = COGVIDEOX_2B | {
     "num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True,
 }  # fmt: skip
@@ -197,7 +197,7 @@ COGVIDEOX_1_5_5B = COGVIDEOX_5B | {
     "use_learned_positional_embeddings": False,
 }  # fmt: skip
 COGVIDEOX_1_5_5B_I2V = COGVIDEOX_1_5_5B | {"in_channels": 32, "ofs_embed_dim": 512}
-COGVIDEOX_1_5_5B_I2V_BEFORE = COGVIDEOX_1_5_5B_I2V | {"sample_height": 96, "sample_width": 170}
+COGVIDEOX_1_5_5B_I2V_OLD = COGVIDEOX_1_5_5B_I2V | {"sample_height": 96, "sample_width": 170}
 COGVIDEOX_VAE: Config = {
     "_class_name": "AutoencoderKLCogVideoX", "_diffusers_version": "0.31.0.dev0", "act_fn": "silu",
     "block_out_channels": [128, 256, 256, 512], "down_block_types": ["CogVideoXDownBlock3D"] * 4, "force_upcast": True,
@@ -207,7 +207,7 @@ COGVIDEOX_VAE: Config = {
     "up_block_types": ["CogVideoXUpBlock3D"] * 4, "use_post_quant_conv": False, "use_quant_conv": False,
 }  # fmt: skip
 COGVIDEOX_2B_VAE = COGVIDEOX_VAE | {"scaling_factor": 1.15258426}
-COGVIDEOX_2B_VAE_BEFORE = {  # of the first release
+COGVIDEOX_2B_VAE_OLD = {  # of the first release
     key: value for key, value in COGVIDEOX_2B_VAE.items() if key not in ("sample_height", "sample_width")
 } | {"mid_block_add_attention": True, "sample_size": 256}
 COGVIDEOX_1_5_VAE = COGVIDEOX_VAE | {"invert_scale_latents": True}

@@ -15,7 +15,7 @@ from urllib.request import urlopen
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-BUCKET, GOOGLES = "s3://wanjax-videos", "gs://wanjax-videos"
+BUCKET, GCS_BUCKET = "s3://wanjax-videos", "gs://wanjax-videos"
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def running_gcs() -> Iterator[str]:
     from gcp_storage_emulator.storage import Storage
 
     storage = Storage(use_memory_fs=True)
-    create_bucket(GOOGLES.removeprefix("gs://"), storage)
+    create_bucket(GCS_BUCKET.removeprefix("gs://"), storage)
     with Queueing(("127.0.0.1", 0), partial(RequestHandler, storage)) as server, pytest.MonkeyPatch.context() as patch:
         Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
@@ -99,7 +99,7 @@ def objects() -> dict[str, bytes]:
     return {name.lstrip("/"): bytes(file.getbuffer()) for name, file in MemoryFileSystem.store.items()}
 
 
-def forget() -> None:
+def clear_memory_store() -> None:
     """Empties the store in memory."""
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]

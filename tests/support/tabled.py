@@ -13,7 +13,7 @@ RATIOS = (1.0, 1.02, 0.99, 0.97, 0.99, 0.98, 0.9)
 TABLES = Tables(Magnitudes(RATIOS, RATIOS[::-1], 0.1, 2, 0.2), Changes((1.0, 0.0), 0.3, 1, 1))
 
 
-def tabled(folder: Path, **options: Any) -> Any:
+def pipeline_with_tables(folder: Path, **options: Any) -> Any:
     """Return the pipeline of a checkpoint, with tables for seven steps."""
     pipe = wanjax.load(folder, **options)
     pipe.model = replace(pipe.model, tables=TABLES)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import wanjax
-from tests.support.calls import Call, Counting, differences, instance_call, wrong_shardings
+from tests.support.calls import Call, Counting, differences, traced_call, wrong_shardings
 from tests.support.clips import write_clips
 from tests.support.tiny import TEXT_LENGTH, tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_image_checkpoint
 from wanjax.loading import abstract_pipeline
