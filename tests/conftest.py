@@ -14,10 +14,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["XDG_DATA_HOME"] = (
     tempfile.mkdtemp()
-)  # tables that `wanjax calibrate` measured here are not those of the models
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's: each of the processes that run tests has a core
+)  # no test reads the tables that `wanjax calibrate` measured on this machine
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for torch: each process that runs tests has one core
 # Most of the suite is compiling. Small programs that run once need no optimised machine code; the graphs are the same.
-# XLA's older emitters compile them in half of the time; jaxlib 0.11 has none, and ends the process at their flag.
+# XLA's older emitters compile them in half of the time. jaxlib 0.11 has none, and aborts at their flag.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0"
@@ -37,7 +37,7 @@ jax.config.update("jax_traceback_in_locations_limit", 0)  # no test reads where 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-os.fsync = lambda descriptor: None  # which waits for a disk that does not lose its power here
+os.fsync = lambda descriptor: None  # tests need no protection against a loss of power
 
 
 def pytest_unconfigure() -> None:
@@ -46,21 +46,21 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave the many objects of imports out of garbage collections, of which tracing causes many."""
+    """Exclude the objects of imports from garbage collection, because tracing triggers many collections."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000)
 
 
-MAPS = 10_000  # of the 65,530 memory maps that Linux gives a process, beyond which XLA aborts; programs take memory too
+MAX_MEMORY_MAPS = 10_000  # XLA aborts at Linux's limit of 65,530 memory maps a process
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _few_memory_maps() -> Iterator[None]:
-    """Free compiled programs, each of which holds some memory maps, after a module that left too many of them."""
+def _limit_memory_maps() -> Iterator[None]:
+    """Free compiled programs after a module if the process has too many memory maps. Each program holds some."""
     yield
     maps = Path("/proc/self/maps")
-    if maps.exists() and len(maps.read_bytes().splitlines()) > MAPS:
+    if maps.exists() and len(maps.read_bytes().splitlines()) > MAX_MEMORY_MAPS:
         from wanjax.execution import EXECUTE
 
         EXECUTE.clear_programs()
@@ -78,7 +78,7 @@ def cached_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Any]:
-    """A PostgreSQL; tests that use it are skipped if none is installed."""
+    """A PostgreSQL server; tests that use it are skipped if none is installed."""
     from tests.support.postgres import running
 
     with running() as server:
@@ -87,7 +87,7 @@ def postgres() -> Iterator[Any]:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A machine whose memory, disk and bounds are what the test says."""
+    """A machine whose memory, disk space and limits of inputs the test sets."""
     from tests.support.machine import Machine
 
     return Machine(monkeypatch)

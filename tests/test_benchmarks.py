@@ -35,7 +35,7 @@ def test_the_benchmarks_are_listed():
     assert {"against_diffusers", "attention", "convert", "memory", "quality"} <= set(COMMANDS)
 
 
-def test_likeness_of_frames():
+def test_psnr_and_ssim_of_frames():
     """PSNR and SSIM of random pictures; the reference of SSIM is its definition on one window."""
     from benchmarks.quality import psnr, ssim
 
@@ -45,8 +45,8 @@ def test_likeness_of_frames():
     assert psnr(first, first) == 100
     assert ssim(first, first) == pytest.approx(1)
     assert psnr(first, first ^ 1) == pytest.approx(48.1308, abs=1e-3)
-    line = np.exp(-((np.arange(11) - 5) ** 2) / 4.5)
-    window = (np.outer(line, line) / np.outer(line, line).sum())[:, :, None]
+    gaussian = np.exp(-((np.arange(11) - 5) ** 2) / 4.5)
+    window = (np.outer(gaussian, gaussian) / np.outer(gaussian, gaussian).sum())[:, :, None]
     x, y = first[0].astype(float), second[0].astype(float)
     (a, b), c1, c2 = ((window * x).sum((0, 1)), (window * y).sum((0, 1))), 6.5025, 58.5225
     va, vb, ab = ((window * p).sum((0, 1)) - q for p, q in ((x * x, a * a), (y * y, b * b), (x * y, a * b)))
@@ -117,12 +117,12 @@ SMALL = {
 }  # fmt: skip
 
 
-EVERY = [(family, stage) for family in SMALL for stage in import_module(f"benchmarks.comparison.{family}").STAGES]
+STAGES = [(family, stage) for family in SMALL for stage in import_module(f"benchmarks.rivals.{family}").STAGES]
 
 
-@pytest.mark.parametrize(("family", "stage"), quick([("wan", "step")], EVERY))
-def test_both_libraries_do_the_same(family, stage, monkeypatch):
-    module, cases = (import_module(f"benchmarks.comparison.{name}") for name in (family, "cases"))
+@pytest.mark.parametrize(("family", "stage"), quick([("wan", "step")], STAGES))
+def test_both_libraries_compute_the_same_values(family, stage, monkeypatch):
+    module, cases = (import_module(f"benchmarks.rivals.{name}") for name in (family, "cases"))
     for name, entries in SMALL[family].items():
         for key, value in entries.items():
             monkeypatch.setitem(getattr(module, name), key, value)
@@ -143,7 +143,9 @@ def test_synthetic_checkpoints_have_the_sizes_of_their_presets(model):
         result = read_network(output.index[name][1], synthetic.config_of(network), kinds())
         assert result.config == video_model.spec.networks[name]
         stored = {
-            id(x): x.numel() for key, x in network.named_parameters() if not any(fnmatch(key, u) for u in result.unused)
+            id(x): x.numel()
+            for key, x in network.named_parameters()
+            if not any(fnmatch(key, pattern) for pattern in result.unused)
         }
         assert sum(stored.values()) == result.parameters
 
@@ -166,16 +168,16 @@ def test_a_card_times_attention_in_each_implementation():
     assert {figure.library for figure in figures} == {"wanjax, reference", "wanjax, chunked"}
     assert len({figure.what for figure in figures}) == 1
     assert all(figure.seconds and figure.seconds > 0 for figure in figures)
-    [torch] = card.torch_attention(small=True)
-    assert torch.what == figures[0].what
+    [torch_figure] = card.torch_attention(small=True)
+    assert torch_figure.what == figures[0].what
     table = "\n".join(
-        card.report_lines("a card", {"checks": [{"name": "nano", "outcome": "right"}]}, [*figures, torch])
+        card.lines("a card", {"checks": [{"name": "nano", "outcome": "right"}]}, [*figures, torch_figure])
     )
     assert table.count("| attention, ") == 3
     assert "wrong: none" in table
 
 
-def test_a_part_that_fails_or_times_out_says_so(monkeypatch):
+def test_a_part_that_fails_or_times_out_reports_why(monkeypatch):
     assert [figure.note for figure in card.run_part("attention", True, 1.0)] == ["left out: no time was left"]
     monkeypatch.setattr(card, "LEAST", 0.0)
     [stopped] = card.run_part("attention", True, 0.1)
@@ -189,6 +191,6 @@ def test_a_card_reports_all_parts(tmp_path):
     command = [sys.executable, "-m", "benchmarks.card", "--small", "--out", str(tmp_path)]
     table = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, check=True).stdout
     assert table.count("| torch |") == 5
-    record = json.loads((tmp_path / "card-cpu.json").read_text())
-    assert record["selftest"]["passed"]
-    assert all(figure["seconds"] for figure in record["figures"])
+    report = json.loads((tmp_path / "card-cpu.json").read_text())
+    assert report["selftest"]["passed"]
+    assert all(figure["seconds"] for figure in report["figures"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipes in deploy/: each is read by its tool, its commands by the command line, and an image's steps run."""
+"""The recipes in deploy/: their tools read them, wanjax accepts their commands, and the steps of the image run."""
 
 import os
 import re
@@ -63,7 +63,7 @@ def calls_of(name: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_every_call_of_wanjax_is_one(name, tmp_path, monkeypatch):
+def test_every_wanjax_command_in_a_recipe_is_valid(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = calls_of(name)
     assert [words[0] for words in result] == COMMANDS[name]
@@ -76,12 +76,12 @@ def test_every_recipe_is_tested():
     assert {file.name for file in DEPLOY.iterdir()} == other_files | COMMANDS.keys()
 
 
-def test_fronts_and_workers_share_a_database_and_a_place():
-    """Without a password in a file, and with the same model."""
+def test_servers_and_workers_share_a_database_and_a_folder():
+    """No file has a password, and both use the same model."""
     services = read("compose.yaml")["services"]
-    named = [services[name]["environment"]["WANJAX_DATABASE"] for name in ("front", "worker")]
-    assert named[0] == named[1]
-    assert "${POSTGRES_PASSWORD}@database/" in named[0]
+    database_urls = [services[name]["environment"]["WANJAX_DATABASE"] for name in ("front", "worker")]
+    assert database_urls[0] == database_urls[1]
+    assert "${POSTGRES_PASSWORD}@database/" in database_urls[0]
     secrets = [
         x["valueFrom"]["secretKeyRef"]["key"]
         for container in containers()
@@ -100,29 +100,31 @@ def test_fronts_and_workers_share_a_database_and_a_place():
 )
 def test_the_installed_extras_exist(name):
     text = (DEPLOY / name).read_text(encoding="utf-8")
-    named = re.findall(r"EXTRAS=([a-z0-9,]+)", text) + re.findall(r"(?:\.|wanjax)\[([a-z0-9,]+)\]", text)
-    extras = {extra for group in named for extra in group.split(",")}
+    groups = re.findall(r"EXTRAS=([a-z0-9,]+)", text) + re.findall(r"(?:\.|wanjax)\[([a-z0-9,]+)\]", text)
+    extras = {extra for group in groups for extra in group.split(",")}
     assert extras
     assert not extras - EXTRAS.keys()
 
 
-def holds(parent: Any, part: Any) -> bool:
-    """Return whether all that `part` says is in `whole`, which may say more."""
+def contains(parent: Any, part: Any) -> bool:
+    """Return whether `parent` contains everything in `part`. It may contain more."""
     if isinstance(part, dict):
-        return isinstance(parent, dict) and all(name in parent and holds(parent[name], x) for name, x in part.items())
+        return isinstance(parent, dict) and all(
+            name in parent and contains(parent[name], x) for name, x in part.items()
+        )
     if isinstance(part, list):
-        return isinstance(parent, list) and len(parent) == len(part) and all(map(holds, parent, part))
+        return isinstance(parent, list) and len(parent) == len(part) and all(map(contains, parent, part))
     return parent == part
 
 
-def test_the_jobset_is_one_of_the_api():
-    """The API's models drop fields that they do not know, and refuse values of other types."""
+def test_the_jobset_follows_the_api():
+    """The API's models drop unknown fields and refuse values of a wrong type."""
     api = pytest.importorskip("kubeflow_trainer_api.models.jobset_v1alpha2_job_set").JobsetV1alpha2JobSet
     jobset = read("jobset.yaml")
-    assert holds(api.from_dict(jobset).to_dict(), jobset)
+    assert contains(api.from_dict(jobset).to_dict(), jobset)
     wrong = deepcopy(jobset)
     wrong["spec"]["replicatedJobs"][0]["template"]["spec"]["paralelism"] = 4
-    assert not holds(api.from_dict(wrong).to_dict(), wrong)
+    assert not contains(api.from_dict(wrong).to_dict(), wrong)
 
 
 def test_a_jobset_gives_each_process_its_index(monkeypatch):
@@ -131,7 +133,7 @@ def test_a_jobset_gives_each_process_its_index(monkeypatch):
     template = job["template"]["spec"]
     (size,) = {template["parallelism"], template["completions"]}
     joined = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *place, **more: joined.append(place))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *process, **options: joined.append(process))
     for index in range(size):
         annotations = {"batch.kubernetes.io/job-completion-index": str(index)}
         multihost.join_processes(None, {x["name"]: value_of(x, annotations) for x in container()["env"]})
@@ -146,8 +148,8 @@ def test_a_jobset_gives_each_process_its_index(monkeypatch):
     assert chips == prod(map(int, topology.split("x"))) == SLICES["v6e-16"].devices
 
 
-def test_the_machines_of_a_slice_hold_its_chips():
-    """Those that docs/start/tpu.md rents at Compute Engine, and the node pool of the JobSet."""
+def test_the_rented_machines_have_all_chips_of_the_slice():
+    """Checks the machines that docs/start/tpu.md rents from Compute Engine, and the node pool of the JobSet."""
     page = (ROOT / "docs/start/tpu.md").read_text(encoding="utf-8")
     notes = re.sub(r"^#", "", (DEPLOY / "jobset.yaml").read_text(encoding="utf-8"), flags=re.MULTILINE)
     kinds = "instance-templates create", "workload-policy", "managed resize", "node-pools create"
@@ -164,7 +166,7 @@ def test_the_machines_of_a_slice_hold_its_chips():
     assert re.search(r"--tpu-topology (\S+)", pool)[1] == selector()["cloud.google.com/gke-tpu-topology"]
 
 
-def test_the_retired_api_of_google_is_reported_once():
+def test_only_one_page_mentions_googles_retired_api():
     files = [*PAGES, *DEPLOY.iterdir()]
     file_names = [file.name for file in files for _ in re.findall(r"compute tpus\b", file.read_text(encoding="utf-8"))]
     assert file_names == ["tpu.md"]
@@ -181,15 +183,15 @@ def value_of(variable: dict[str, Any], annotations: dict[str, str]) -> str:
     return annotations[re.fullmatch(r"metadata\.annotations\['(.+)'\]", path)[1]]
 
 
-def test_the_ray_cluster_is_one():
+def test_the_ray_cluster_is_valid():
     util = pytest.importorskip("ray.autoscaler._private.util")
     cluster = read("ray.yaml")
     util.validate_config(util.prepare_config(deepcopy(cluster)))
     slices = cluster["available_node_types"]["slice"]
-    place = SLICES[slices["node_config"]["acceleratorType"]]
-    assert slices["resources"]["TPU"] == place.devices
+    tpu_slice = SLICES[slices["node_config"]["acceleratorType"]]
+    assert slices["resources"]["TPU"] == tpu_slice.devices
     (words,) = calls_of("ray.yaml")
-    assert int(words[words.index("--workers") + 1]) <= slices["max_workers"] * place.devices
+    assert int(words[words.index("--workers") + 1]) <= slices["max_workers"] * tpu_slice.devices
     with pytest.raises(Exception, match="max_worker"):
         util.validate_config(util.prepare_config(cluster | {"max_worker": 8}))
 
@@ -214,7 +216,7 @@ def test_files_copied_into_the_image_are_not_ignored():
 
 
 def environment(folder: Path, python: str = sys.executable) -> dict[str, str]:
-    """Make a virtual environment, and return variables with which it is used, and nothing of the user's."""
+    """Create a virtual environment. Return variables that activate it, without the user's settings."""
     subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "JAX", "XLA"))}
     return variables | {"PATH": f"{folder / 'venv/bin'}:{os.environ['PATH']}", "HOME": str(folder)}
@@ -222,7 +224,7 @@ def environment(folder: Path, python: str = sys.executable) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_the_steps_of_the_image_make_a_video(tmp_path):
-    """All but those of the system: files are copied, packages installed, and the entry point makes a video."""
+    """All steps but those of the system: copy files, install packages, and make a video with the entry point."""
     variables, work = environment(tmp_path), tmp_path / "image"
     work.mkdir()
     variables |= {name: value for kind, rest in steps() if kind == "ARG" for name, _, value in [rest.partition("=")]}
@@ -249,12 +251,12 @@ def test_skypilot_reads_its_tasks(tmp_path):
     variables = environment(tmp_path) | {"WANJAX_TOKEN": "0123456789abcdef"}
     subprocess.run(["pip", "install", "-q", "skypilot"], env=variables, check=True)
     for name in ("sky.yaml", "sky-serve.yaml"):
-        read_it = f"import sky; task = sky.Task.from_yaml({str(DEPLOY / name)!r}); print(task.resources, task.service)"
-        messages = subprocess.run(
-            ["python", "-c", read_it], cwd=ROOT, env=variables, check=True, capture_output=True, text=True
+        script = f"import sky; task = sky.Task.from_yaml({str(DEPLOY / name)!r}); print(task.resources, task.service)"
+        output = subprocess.run(
+            ["python", "-c", script], cwd=ROOT, env=variables, check=True, capture_output=True, text=True
         )
-        assert "tpu-v6e-8" in messages.stdout
-        assert ("GET /" in messages.stdout) is (name == "sky-serve.yaml")
+        assert "tpu-v6e-8" in output.stdout
+        assert ("GET /" in output.stdout) is (name == "sky-serve.yaml")
 
 
 @pytest.mark.slow
@@ -263,25 +265,25 @@ def test_xpk_would_start_the_slice(tmp_path):
     subprocess.run(["pip", "install", "-q", "xpk"], env=variables, check=True)
     options = ["my-cluster", "registry/wanjax:tpu", "--dry-run", "--project", "my-project", "--zone", "us-east5-b"]
     call = ["bash", DEPLOY / "xpk.sh", *options]
-    messages = subprocess.run(call, cwd=tmp_path, env=variables, check=True, capture_output=True, text=True).stdout
-    assert "cloud.google.com/gke-tpu-topology: 4x4" in messages
-    assert re.search(r"wanjax batch .*--processes auto", messages)
-    assert "HF_HOME" in messages
+    output = subprocess.run(call, cwd=tmp_path, env=variables, check=True, capture_output=True, text=True).stdout
+    assert "cloud.google.com/gke-tpu-topology: 4x4" in output
+    assert re.search(r"wanjax batch .*--processes auto", output)
+    assert "HF_HOME" in output
 
 
-def test_the_compose_file_is_one_of_the_specification():
-    """Its reader refuses words that it does not know, and values of other types."""
+def test_the_compose_file_follows_the_specification():
+    """The parser of the specification refuses unknown keys and values of a wrong type."""
     read_compose = pytest.importorskip("compose_spec").PyCompose.from_yaml
     text = (DEPLOY / "compose.yaml").read_text(encoding="utf-8")
     assert sorted(read_compose(text).service_names()) == ["database", "front", "worker"]
     for valid, wrong in (("ports:", "portz:"), ("service_healthy", "service_helthy"), ("count: 1", "count: [a]")):
         assert valid in text
-        with pytest.raises(ValueError):  # noqa: PT011  # its own sentence
+        with pytest.raises(ValueError):  # noqa: PT011  # the message is the parser's
             read_compose(text.replace(valid, wrong))
 
 
-def test_the_pods_and_services_are_those_of_kubernetes():
-    """Its models drop fields that they do not know, and refuse values of other types."""
+def test_the_pods_and_services_follow_the_api():
+    """The API's models drop unknown fields and refuse values of a wrong type."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
     documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")))
     services = [each for each in documents if each["kind"] == "Service"]
@@ -291,10 +293,10 @@ def test_the_pods_and_services_are_those_of_kubernetes():
         *((models.IoK8sApiCoreV1Service, each) for each in services),
         *((models.IoK8sApiCoreV1PodTemplateSpec, each) for each in templates),
     ):
-        assert holds(kind.from_dict(manifest).to_dict(), manifest)
+        assert contains(kind.from_dict(manifest).to_dict(), manifest)
     wrong = deepcopy(templates[0])
     wrong["spec"]["containers"][0]["imagePullPolcy"] = "Always"
-    assert not holds(models.IoK8sApiCoreV1PodTemplateSpec.from_dict(wrong).to_dict(), wrong)
+    assert not contains(models.IoK8sApiCoreV1PodTemplateSpec.from_dict(wrong).to_dict(), wrong)
     for each in documents:
         if "template" in each["spec"]:
-            assert holds(each["spec"]["template"]["metadata"]["labels"], each["spec"]["selector"]["matchLabels"])
+            assert contains(each["spec"]["template"]["metadata"]["labels"], each["spec"]["selector"]["matchLabels"])

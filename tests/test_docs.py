@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation: its commands and examples run, or where they cannot here are parsed; its links lead somewhere.
+"""The documentation: its commands and examples run, or are parsed if they cannot run here; its links exist.
 
-A block after `<!-- run -->` is run, with `nano`, in the order of its page. One after `<!-- run: server -->` is run
-against a server by tests/serve/test_real_server.py. `mkdocs build --strict`, in CI, checks the links of the pages.
+A block after `<!-- run -->` runs with `nano`, in the order of its page. A block after `<!-- run: server -->` runs
+against a server, in tests/serve/test_real_server.py. `mkdocs build --strict`, in CI, checks the links of the pages.
 """
 
 import ast
@@ -30,21 +30,23 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.registry import presets
 
 BLOCKS = [(page, number, block) for page in PAGES for number, block in enumerate(blocks(page))]
-RUN = sorted({page for page, _, block in BLOCKS if block.run == "run"})
+RUNNABLE_PAGES = sorted({page for page, _, block in BLOCKS if block.run == "run"})
 COMMANDS = main.commands.items()
 ATTRIBUTES = {"model", "components", "defaults", "partitioner", "compiler", "progress", "strategy"}
-OTHERS = {"--caches", "--levels", "--limit", "--repeats", "--stage"}  # of benchmarks
-LONG = {f"{name}.md" for name in ("text", "picture", "clip", "long", "fast", "run", "batch")}
-OTHER_SUFFIXES = ("py", "md", "yaml", "json", "jsonl", "safetensors", "html", "ipynb")
+BENCHMARK_OPTIONS = {"--caches", "--levels", "--limit", "--repeats", "--stage"}
+SLOW_PAGES = {f"{name}.md" for name in ("text", "picture", "clip", "long", "fast", "run", "batch")}
+FILE_SUFFIXES = ("py", "md", "yaml", "json", "jsonl", "safetensors", "html", "ipynb")
 FOLDERS = ("src", "converters", "tests", "benchmarks", "examples")
-PARSED = [pytest.param(block, id=f"{page.name}-{number}") for page, number, block in BLOCKS if block.run != "run"]
+PARSED_BLOCKS = [
+    pytest.param(block, id=f"{page.name}-{number}") for page, number, block in BLOCKS if block.run != "run"
+]
 
 
 FILES = [file for top in FOLDERS for file in ROOT.glob(f"{top}/**/*.py")]
 TEXTS = {file: file.read_text(encoding="utf-8") for file in FILES}
 SOURCES = [file for file in FILES if {"src", "converters"} & set(file.relative_to(ROOT).parts)]
 CLASSES = {file: re.findall(r"^class (\w+)", TEXTS[file], re.MULTILINE) for file in SOURCES}
-OF_CODE = {"design.md", "code-paths.md", "families.md"}  # pages that name modules without their folders
+PAGES_ABOUT_CODE = {"design.md", "code-paths.md", "families.md"}  # pages that name modules without their folders
 
 
 WORKFLOWS = {name: "video_wan2_2_14B_t2v" for name in ("workflow.json", "video_wan2_2_14B_t2v.json")}
@@ -52,14 +54,15 @@ WORKFLOWS = {name: "video_wan2_2_14B_t2v" for name in ("workflow.json", "video_w
 
 
 def test_code_blocks_are_parsed():
-    assert len(RUN) >= 5
+    assert len(RUNNABLE_PAGES) >= 5
     assert len([block for block in BLOCKS if block[2].run == "run"]) >= 15
     languages = {block.language for _, _, block in BLOCKS}
     assert {"sh", "python", "toml", "mermaid"} <= languages
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name in LONG)) for page in RUN]
+    "page",
+    [pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name in SLOW_PAGES)) for page in RUNNABLE_PAGES],
 )
 def test_runnable_blocks_run(page: Path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -81,7 +84,7 @@ def run_command(line: str) -> None:
         subprocess.run(["bash", "-ec", line], check=True)
 
 
-def test_the_family_that_a_page_shows_is_the_toy_s():
+def test_the_family_in_the_docs_is_the_toy_of_the_tests():
     def lines(text: str) -> str:
         return re.sub(r"\n{3,}", "\n\n", text)
 
@@ -92,7 +95,7 @@ def test_the_family_that_a_page_shows_is_the_toy_s():
         assert text in code or indent(text, "    ") in code, text
 
 
-@pytest.mark.parametrize("block", PARSED)
+@pytest.mark.parametrize("block", PARSED_BLOCKS)
 def test_other_blocks_are_parsed(block: Block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, workflow in WORKFLOWS.items():
@@ -123,8 +126,8 @@ def check_names(tree: ast.Module) -> None:
                 attribute_of(import_module(node.module), name.name)
         elif isinstance(node, ast.Attribute):
             resolve(node)
-        elif isinstance(node, ast.Call) and callable(called := resolve(node.func)):
-            parameters = inspect.signature(Pipeline.__call__ if called is Pipeline else called).parameters
+        elif isinstance(node, ast.Call) and callable(function := resolve(node.func)):
+            parameters = inspect.signature(Pipeline.__call__ if function is Pipeline else function).parameters
             options = {keyword.arg for keyword in node.keywords if keyword.arg}
             assert options <= parameters.keys() or any(p.kind is p.VAR_KEYWORD for p in parameters.values()), (
                 ast.unparse(node),
@@ -153,59 +156,63 @@ def attribute_of(owner: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_options_in_a_text_are_those_of_its_command(page: Path):
-    """`--option`, which some command has, and `wanjax COMMAND --option`."""
+def test_options_in_a_text_exist(page: Path):
+    """Any command may have `--option`; in `wanjax COMMAND --option` that command has it."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    of = {
+    options_of = {
         name: {
-            o
+            option
             for p in x.get_params(click.Context(x))
             if not getattr(p, "hidden", False)
-            for o in (*p.opts, *p.secondary_opts)
+            for option in (*p.opts, *p.secondary_opts)
         }
         for name, x in COMMANDS
     }
-    every = {"--version"}.union(*of.values())
+    all_options = {"--version"}.union(*options_of.values())
     for code in re.findall(r"`([^`\n]+)`", text):
         program, *rest = code.split()
         options = {word for word in re.split(r"[\s=/]", code) if re.match(r"--[a-z]", word)}
         if program == "wanjax" and options:
-            options -= {"--version"} | (every if rest[0] == "COMMAND" else of.get(rest[0], of[DEFAULT_COMMAND]))
+            options -= {"--version"} | (
+                all_options if rest[0] == "COMMAND" else options_of.get(rest[0], options_of[DEFAULT_COMMAND])
+            )
         elif program.startswith("--"):
-            options -= every
+            options -= all_options
         else:
             continue
-        assert not options - OTHERS, code
+        assert not options - BENCHMARK_OPTIONS, code
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path):
+def test_links_point_to_existing_files(page: Path):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if not re.match(r"https?://|#", target):
             assert (page.parent / target.partition("#")[0]).exists(), target
 
 
-def names(name: str, file: Path) -> bool:
+def occurs_in(name: str, file: Path) -> bool:
     return re.search(rf"\b{name}\b", TEXTS[file]) is not None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_and_functions_that_a_text_names_exist(page: Path):
+def test_files_and_functions_in_a_text_exist(page: Path):
     """`store.py` and `jobs/store.py`, by the end of a path, `jobs/store.JobStore` and `JobStore.add`."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for path, name in re.findall(r"`((?:\w+/)*\w+)\.py(?:::(\w+))?`", text) + re.findall(
         r"`((?:\w+/)+\w+)\.(\w+)", text
     ):
-        if name not in OTHER_SUFFIXES and not path.endswith("NAME"):
+        if name not in FILE_SUFFIXES and not path.endswith("NAME"):
             files = [file for file in FILES if str(file).endswith(f"/{path}.py".replace("FAMILY", "wan"))]
-            assert any(names(name, file) for file in files), (path, name)
+            assert any(occurs_in(name, file) for file in files), (path, name)
     for owner, name in re.findall(r"`(\w+)\.(_?[A-Za-z]\w+)[`(]", text):
-        files = [file for file in SOURCES if owner in (file.stem if page.name in OF_CODE else "", *CLASSES[file])]
-        assert name in OTHER_SUFFIXES or not files or any(names(name, file) for file in files), (owner, name)
+        files = [
+            file for file in SOURCES if owner in (file.stem if page.name in PAGES_ABOUT_CODE else "", *CLASSES[file])
+        ]
+        assert name in FILE_SUFFIXES or not files or any(occurs_in(name, file) for file in files), (owner, name)
 
 
-def test_the_page_of_models_has_each_with_its_settings():
+def test_the_page_of_models_lists_all_presets_with_their_settings():
     text = (ROOT / "docs/models.md").read_text(encoding="utf-8")
     tables = text[text.index("## Sizes and settings") : text.index("## Parity")]
     rows = {name: cells.split(" | ") for name, cells in re.findall(r"^\| `(.+?)` \| (.+) \|$", tables, re.MULTILINE)}
@@ -220,7 +227,7 @@ def test_the_page_of_models_has_each_with_its_settings():
         assert preset.licence.removesuffix(" licence") == rows[name][8], name
 
 
-def test_the_reference_has_each_public_name():
+def test_the_reference_lists_every_public_name():
     text = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
     for name in set(library.__all__) - {"__version__"}:
         value = getattr(library, name)

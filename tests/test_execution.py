@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs, executed and recorded. Refusals of compiler options are XLA's own."""
+"""Programs, executed and recorded. The errors about compiler options come from XLA."""
 
 import time
 import warnings
@@ -24,8 +24,8 @@ from wanjax.sharding import one_device_partitioner
 
 BOGUS = {"xla_no_such_option": "true"}
 VALID = {"xla_cpu_enable_fast_math": False}
-NEEDED = {"xla_disable_hlo_passes": "topk-decomposer"}  # XLA then cannot compile top_k, and does not say why
-OUT_OF_MEMORY = 2**50  # numbers
+BREAKS_TOP_K = {"xla_disable_hlo_passes": "topk-decomposer"}  # XLA then cannot compile top_k, and names no option
+TOO_MANY_NUMBERS = 2**50
 
 
 def sums(_: None, x: jax.Array, total: jax.Array) -> jax.Array:
@@ -49,11 +49,11 @@ def impossible(_: None, x: jax.Array) -> jax.Array:
 
 
 def huge(_: None, x: jax.Array) -> jax.Array:
-    return jnp.zeros(OUT_OF_MEMORY) + x[0]
+    return jnp.zeros(TOO_MANY_NUMBERS) + x[0]
 
 
 def program_of(function, options) -> Program:
-    return program(lambda on: options)(function)
+    return program(lambda context: options)(function)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def execute() -> Execute:
 
 
 def test_an_unknown_option_is_dropped_and_reported_once(execute, compile_context):
-    adds = Program(sums, lambda on: {**BOGUS, **VALID}, donated=("total",))
+    adds = Program(sums, lambda context: {**BOGUS, **VALID}, donated=("total",))
     x, total = jnp.arange(3.0), jnp.ones(3)
     message = (
         r"^compiled without xla_no_such_option, which the compiler rejected: INVALID_ARGUMENT: No such compile option: "
@@ -81,13 +81,13 @@ def test_an_unknown_option_is_dropped_and_reported_once(execute, compile_context
     assert num_compiled(adds, execute) == 1
 
 
-def test_an_option_whose_value_is_refused_is_left_out(execute, compile_context):
+def test_an_option_with_a_rejected_value_is_dropped(execute, compile_context):
     x = jnp.ones(3)
     with pytest.warns(WanjaxWarning, match=line_with_words("xla_cpu_enable_fast_math")):
         execute.call(program_of(sums, {"xla_cpu_enable_fast_math": "perhaps"}), compile_context, None, x, x)
 
 
-def test_each_refused_option_is_reported(execute, compile_context):
+def test_each_rejected_option_is_reported(execute, compile_context):
     # one name is the beginning of another
     several = program_of(sums, {"xla_bogus": "1", **VALID, "xla_bogus_too": "1"})
     x = jnp.ones(3)
@@ -100,8 +100,8 @@ def test_each_refused_option_is_reported(execute, compile_context):
     assert execute.compiler_options(several, compile_context) == VALID
 
 
-def test_a_refusal_that_names_no_option_leaves_all_out(execute, compile_context):
-    top = program_of(largest, {**NEEDED, **VALID})
+def test_an_error_that_names_no_option_drops_all_options(execute, compile_context):
+    top = program_of(largest, {**BREAKS_TOP_K, **VALID})
     with pytest.warns(
         WanjaxWarning, match="without xla_disable_hlo_passes and xla_cpu_enable_fast_math.*UNIMPLEMENTED"
     ):
@@ -116,7 +116,7 @@ def test_a_program_that_fails_without_options_too_says_why(execute, compile_cont
     assert execute.compiler_options(calls, compile_context) == VALID
 
 
-def test_a_lack_of_memory_is_no_refusal():
+def test_a_lack_of_memory_drops_no_option():
     attempts = []
 
     def attempt(options):
@@ -129,14 +129,14 @@ def test_a_lack_of_memory_is_no_refusal():
 
 
 def test_sets_with_equal_options_share_an_executable(execute, compile_context):
-    """On a CPU both sets are the same, so that nothing is compiled twice."""
-    both, fast = Program(sums, lambda on: VALID, fast_options=lambda on: {}), compile_context._replace(compiler="fast")
-    for where in (fast, compile_context):
-        execute.call(both, where, None, jnp.ones(3), jnp.ones(3))
-    assert num_compiled(both, execute) == 1
-    more = Program(sums, lambda on: VALID, fast_options=lambda on: BOGUS)
-    assert more.compiler_options(fast) == {**VALID, **BOGUS}
-    assert more.compiler_options(compile_context) == VALID
+    """On a CPU the options of both compilers are equal, so that one compilation is enough."""
+    equal, fast = Program(sums, lambda _: VALID, fast_options=lambda _: {}), compile_context._replace(compiler="fast")
+    for context in (fast, compile_context):
+        execute.call(equal, context, None, jnp.ones(3), jnp.ones(3))
+    assert num_compiled(equal, execute) == 1
+    different = Program(sums, lambda _: VALID, fast_options=lambda _: BOGUS)
+    assert different.compiler_options(fast) == {**VALID, **BOGUS}
+    assert different.compiler_options(compile_context) == VALID
 
 
 @pytest.mark.parametrize(("compiler", "count"), [("safe", 0), ("fast", 2)])
@@ -148,7 +148,7 @@ def test_a_single_chip_gets_the_options_of_its_kind(monkeypatch, compile_context
 
 
 class Slow(Execute):
-    """Compiles after `go` is set, and records the programs."""
+    """Compiles when `go` is set; `compiled` lists the names of the programs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,10 +188,10 @@ def test_a_program_that_failed_is_tried_again(compile_context):
 
 def test_programs_of_a_run_are_compiled_in_parallel_once_one_is_missing(compile_context):
     execute, adds, tops = Execute(), program_of(sums, {}), program_of(largest, {})
-    x, requested = jnp.ones(3), []
+    x, traces = jnp.ones(3), []
 
     def recorded() -> list[TracedProgram]:
-        requested.append(1)
+        traces.append(1)
         return [TracedProgram(adds, compile_context, None, (x, x)), TracedProgram(tops, compile_context, None, (x,))]
 
     with execute.compile_ahead(recorded):
@@ -200,18 +200,18 @@ def test_programs_of_a_run_are_compiled_in_parallel_once_one_is_missing(compile_
         while not num_compiled(tops, execute) and time.monotonic() < end:
             time.sleep(0.01)
         execute.call(tops, compile_context, None, x)
-    assert requested == [1]
+    assert traces == [1]
     assert num_compiled(strategy=execute) == 2
     with execute.compile_ahead(recorded):
-        execute.call(adds, compile_context, None, x, x)  # is there
-    assert requested == [1]
+        execute.call(adds, compile_context, None, x, x)  # already compiled
+    assert traces == [1]
 
 
-def test_a_callback_before_each_compilation_may_end_all(compile_context):
-    execute, x, on_start = Execute(), jnp.ones(3), []
+def test_a_callback_before_each_compilation_can_stop_the_rest(compile_context):
+    execute, x, starts = Execute(), jnp.ones(3), []
 
     def begin(number: int, total: int) -> None:
-        on_start.append((number, total))
+        starts.append((number, total))
         if number == 2:
             raise KeyboardInterrupt
 
@@ -220,5 +220,5 @@ def test_a_callback_before_each_compilation_may_end_all(compile_context):
     ]
     with pytest.raises(KeyboardInterrupt):
         execute.compile(*instances, on_start=begin)
-    assert on_start == [(1, 3), (2, 3)]
+    assert starts == [(1, 3), (2, 3)]
     assert num_compiled(strategy=execute) == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures as people read them."""
+"""Durations, sizes and numbers, formatted for people."""
 
 import math
 
@@ -23,7 +23,7 @@ from wanjax.figures import format_bytes, format_duration, format_number, format_
         (math.nan, "nan s"),
     ],
 )
-def test_durations(seconds, message):
+def test_durations_have_readable_units(seconds, message):
     assert format_duration(seconds) == message
 
 
@@ -38,11 +38,11 @@ def test_durations(seconds, message):
         (-(2**31), 1024, "-2 GiB"),
     ],
 )
-def test_sizes(number, base, message):
+def test_sizes_have_readable_units(number, base, message):
     assert format_bytes(number, base) == message
 
 
-def test_a_range_that_reads_as_one_figure_is_one():
+def test_a_range_of_equal_texts_is_written_as_one_number():
     assert format_range(format_duration(1.021), format_duration(1.019)) == "1.02 s"
     assert format_range(format_duration(0.98), format_duration(1.02)) == "980 ms to 1.02 s"
 

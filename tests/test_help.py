@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`help` prints types as they are written in the code, and what checks annotations still finds them."""
+"""`help` prints types as they are written in the code; type checkers can still read the annotations."""
 
 import pydoc
 import re
@@ -19,30 +19,30 @@ from wanjax.models.wan.control import WanControlTransformer
 from wanjax.models.wan.image import WanImageTransformer
 from wanjax.models.wan.transformer import WanTransformer
 
-PUBLIC = sorted({*wanjax.__all__} - {"__version__"})  # which is a text
+PUBLIC = sorted({*wanjax.__all__} - {"__version__"})  # __version__ is a string
 NOISE = ("jaxtyping", "typing.", "Union[", "NoneType", "jaxlib", "lambda", "<class", "<function", " at 0x", "<factory>")
 Latents = Float[Array, "B C T H W"]
 
 
-def printed(thing: object) -> str:
+def help_text(thing: object) -> str:
     return pydoc.plain(pydoc.render_doc(thing))
 
 
 def signatures(text: str) -> list[str]:
-    """Return the lines of a help that are signatures."""
+    """Return the signatures in a help text."""
     return [line for line in text.splitlines() if re.match(r"[ |]*\w+\(", line)]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_help_of_a_public_name_has_no_noise(name):
-    text = printed(getattr(wanjax, name))
+    text = help_text(getattr(wanjax, name))
     assert not [word for word in ("jaxtyping", "functools", "lambda model") if word in text]
-    result = [word for line in signatures(text) for word in NOISE if word in line]
-    assert not result, result
+    noise = [word for line in signatures(text) for word in NOISE if word in line]
+    assert not noise, noise
 
 
 def test_help_of_a_loaded_pipeline_shows_shapes():
-    text = printed(wanjax.load("nano"))
+    text = help_text(wanjax.load("nano"))
     assert not [word for line in signatures(text) for word in NOISE if word in line]
     for method in ("decode(", "decode_chunks(", "denoise(", "encode_video("):
         line = next(line for line in text.splitlines() if f" {method}self" in line)
@@ -63,7 +63,7 @@ def test_help_of_a_loaded_pipeline_shows_shapes():
     ],
 )
 def test_help_of_a_transformer_shows_how_it_is_called(network, context):
-    text = printed(network)
+    text = help_text(network)
     [call] = [line for line in signatures(text) if " __call__(" in line]
     assert not [word for word in NOISE if word in call], call
     assert f'context: Float[Array, "B S _E"] | {context}, ' in call
@@ -71,10 +71,10 @@ def test_help_of_a_transformer_shows_how_it_is_called(network, context):
 
 
 def test_help_of_returned_values_shows_shapes():
-    assert 'Video(frames: UInt8[ndarray, "T H W 3"], fps: int | float, settings: Mapping[str, Any])' in printed(
+    assert 'Video(frames: UInt8[ndarray, "T H W 3"], fps: int | float, settings: Mapping[str, Any])' in help_text(
         wanjax.Video
     )
-    assert 'preview(self) -> UInt8[ndarray, "B T _H _W 3"]' in printed(wanjax.Step)
+    assert 'preview(self) -> UInt8[ndarray, "B T _H _W 3"]' in help_text(wanjax.Step)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_annotations_stay_for_type_checkers():
         "by": float | None,
         "return": Latents,
     }
-    assert printed(scale).endswith(
+    assert help_text(scale).endswith(
         'scale(latents: Float[Array, "B C T H W"], by: float | None = None) -> Float[Array, "B C T H W"]\n'
     )
     with pytest.raises(TypeCheckError):

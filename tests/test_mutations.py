@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mutations of benchmarks/mutations.py fit the code as it is, and their tests are there."""
+"""The mutations of benchmarks/mutations.py apply to the current code, and the tests that they name exist."""
 
 import ast
 from collections import Counter
@@ -19,7 +19,7 @@ HARMLESS = Mutation(
 )
 
 
-def test_they_are_many_and_all_over_the_house():
+def test_the_mutations_cover_the_whole_package():
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 48
     folders = Counter(mutation.file.removeprefix("src/wanjax/").split("/")[0] for mutation in MUTATIONS)
     assert len(folders) >= 14
@@ -27,7 +27,7 @@ def test_they_are_many_and_all_over_the_house():
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=[mutation.name for mutation in MUTATIONS])
-def test_a_mutation_fits_the_code_and_names_its_tests(mutation):
+def test_a_mutation_changes_the_code_and_names_existing_tests(mutation):
     text = (ROOT / mutation.file).read_text(encoding="utf-8")
     changed = mutation.apply(text)
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text))
@@ -52,10 +52,10 @@ def test_caught_and_surviving_mutations_are_reported(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["mutations", "--jobs", "1"])
     with pytest.raises(SystemExit) as end:
         main()
-    messages = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert end.value.code
-    assert "1 of 2" in messages
-    assert [line.split()[:2] for line in messages.splitlines()[1:3]] == [
+    assert "1 of 2" in output
+    assert [line.split()[:2] for line in output.splitlines()[1:3]] == [
         ["caught", "path-escape"],
         ["SURVIVED", "harmless"],
     ]

@@ -37,7 +37,7 @@ def test_nano_matches_its_recipe(name):
     assert json.loads((NANO / name).read_text()) == CONFIGS[name]
 
 
-def test_its_words_are_those_of_its_captions():
+def test_the_words_that_nano_understands_are_those_of_its_captions():
     assert {word for word in captions.vocabulary() if word.isalpha()} == PRESETS[0].domain.words
 
 
@@ -60,9 +60,9 @@ def test_untrained_words_give_a_note(options, notes, monkeypatch, tmp_path):
 
     monkeypatch.setattr(WanModel, "encode_text", interrupted)  # after all notes are printed
     monkeypatch.chdir(tmp_path)
-    message = [line for line in command(*options).stderr.splitlines() if line.startswith("note: ")]
-    assert len(message) == len(notes)
-    assert all(note in line for note, line in zip(notes, message, strict=True))
+    note_lines = [line for line in command(*options).stderr.splitlines() if line.startswith("note: ")]
+    assert len(note_lines) == len(notes)
+    assert all(note in line for note, line in zip(notes, note_lines, strict=True))
 
 
 def test_a_converted_copy_gives_the_same_notes(tmp_path):
@@ -75,7 +75,7 @@ def test_a_converted_copy_gives_the_same_notes(tmp_path):
     assert not [*prompt_notes(settings.model, ["a red circle"])]
 
 
-def test_fits_in_the_package():
+def test_nano_is_small_enough_for_the_package():
     assert sum(file.stat().st_size for file in NANO.rglob("*") if file.is_file()) < 20_000_000
 
 
@@ -91,7 +91,7 @@ def test_nano_follows_its_prompts(prompt, colour):
 
 @pytest.mark.slow
 def test_the_examples_of_a_picture_and_of_windows_follow_their_prompts(tmp_path, monkeypatch):
-    """Those of the guides, by their commands."""
+    """Runs the commands of the guides."""
     monkeypatch.chdir(tmp_path)
     pages = (ROOT / f"docs/guides/{name}.md" for name in ("picture", "long"))
     lines = [line for page in pages for block in blocks(page) if block.run == "run" for line in commands(block.text)]
@@ -101,10 +101,10 @@ def test_the_examples_of_a_picture_and_of_windows_follow_their_prompts(tmp_path,
     chosen["circle.mp4"] = next(words for words in calls if words[-2:] == ["--out", "circle.mp4"])
     for words in chosen.values():
         succeeded(command(*words))
-    first, up, both = (read_clip(name, 400, 8) for name in ("circle.mp4", "up.mp4", "there-and-back.mp4"))
+    first, up, long = (read_clip(name, 400, 8) for name in ("circle.mp4", "up.mp4", "there-and-back.mp4"))
     assert np.abs(up[0].astype(int) - first[0]).mean() < 8  # it begins from the picture
-    seen = [read(clip) for clip in (first, up, both[:17], both[16:])]
-    assert [(content.colour, content.shape, content.motion) for content in seen] == [
+    readings = [read(clip) for clip in (first, up, long[:17], long[16:])]
+    assert [(reading.colour, reading.shape, reading.motion) for reading in readings] == [
         ("red", "circle", motion) for motion in ("right", "up", "right", "left")
     ]
 
@@ -119,18 +119,18 @@ def test_equal_seeds_give_equal_videos_and_different_seeds_different_ones():
 def test_batched_guidance_gives_the_same_latents():
     pipe = wanjax.load()
     embeddings = pipe.encode("a yellow square moving up")
-    separate, both = (pipe.denoise(embeddings, steps=2, seed=5, batch_guidance=batched) for batched in (False, True))
-    assert np.linalg.norm(separate - both) <= 1e-5 * np.linalg.norm(separate)
+    separate, batched = (pipe.denoise(embeddings, steps=2, seed=5, batch_guidance=batch) for batch in (False, True))
+    assert np.linalg.norm(separate - batched) <= 1e-5 * np.linalg.norm(separate)
 
 
 def test_a_callback_sees_each_step_and_stops():
     pipe = wanjax.load()
-    seen = []
+    steps = []
 
     def callback(step: wanjax.Step) -> bool:
-        seen.append((step.index, step.total, step.x0.shape))
+        steps.append((step.index, step.total, step.x0.shape))
         return step.index < 1
 
     with pytest.raises(wanjax.Cancelled):
         pipe.denoise(pipe.encode("a red circle"), steps=4, callback=callback)
-    assert seen == [(0, 4, (1, 16, 5, 8, 8)), (1, 4, (1, 16, 5, 8, 8))]
+    assert steps == [(0, 4, (1, 16, 5, 8, 8)), (1, 4, (1, 16, 5, 8, 8))]

@@ -55,7 +55,7 @@ def accuracy(specs: list[Spec], videos: np.ndarray) -> dict[str, float]:
     return {p: np.mean([getattr(r, p) == getattr(s, p) for r, s in zip(readings, specs, strict=True)]) for p in parts}
 
 
-def test_a_tenth_is_held_out_and_evenly():
+def test_a_tenth_of_the_combinations_is_held_out_evenly():
     assert len(COMBINATIONS) == 224
     assert len(set(HELD_OUT)) == len(HELD_OUT) == 22
     for part, names in enumerate((COLOURS, SHAPES, MOTIONS)):
@@ -70,7 +70,7 @@ def test_training_sees_every_pair_of_words_and_no_combination_held_out():
         assert {(c[i], c[j]) for c in seen} == {(c[i], c[j]) for c in COMBINATIONS}
 
 
-def test_held_out_specs_are_those_held_out():
+def test_held_out_specs_have_only_held_out_combinations():
     specs = sample_specs(np.random.default_rng(0), 2_000, held_out=True)
     assert {(s.colour, s.shape, s.motion) for s in specs} == set(HELD_OUT)
     assert {s.background for s in specs} == set(BACKGROUNDS)
@@ -115,14 +115,14 @@ def test_plain_captions():
 def test_captions_describe_the_clip_in_many_wordings():
     rng = np.random.default_rng(0)
     spec = Spec("orange", "circle", "left", "dark")
-    result = [captions.caption(spec, rng) for _ in range(500)]
-    assert len(set(result)) > 150
-    for text in map(str.lower, result):
+    texts = [captions.caption(spec, rng) for _ in range(500)]
+    assert len(set(texts)) > 150
+    for text in map(str.lower, texts):
         assert re.search(r"\borange\b", text)
         assert re.search(r"\b(circle|disc)\b", text)
         assert re.search(r"\bleft(wards)?\b", text)
         assert not re.search(r"\b(a orange|right|up|down|grey|light|gradient)\b|  ", text)
-    assert captions.plain_caption("orange", "circle", "left") in result
+    assert captions.plain_caption("orange", "circle", "left") in texts
 
 
 def test_captions_of_different_clips_differ():
@@ -134,10 +134,10 @@ def test_captions_of_different_clips_differ():
 
 
 def test_each_word_is_one_token_and_no_caption_is_cut():
-    built, rng = tokenizer.build(), np.random.default_rng(0)
+    nano_tokenizer, rng = tokenizer.build(), np.random.default_rng(0)
     for spec in sample_specs(rng, 2_000):
         text = captions.caption(spec, rng)
-        encoding = built.encode(text)
+        encoding = nano_tokenizer.encode(text)
         words = re.findall(r"\w+", text)
         assert [token[1:] for token in encoding.tokens if token.startswith("▁")] == words
         assert set(encoding.tokens) - {"▁" + word for word in words} <= {",", ".", "</s>"}
@@ -145,17 +145,17 @@ def test_each_word_is_one_token_and_no_caption_is_cut():
         assert len(encoding.ids) <= tokenizer.MAX_LENGTH
 
 
-def test_the_tokenizer_has_the_models_layout():
-    built = tokenizer.build()
-    assert [built.id_to_token(i) for i in range(3)] == ["<pad>", "</s>", "<unk>"]
-    assert built.get_vocab_size() <= tokenizer.VOCABULARY_SIZE
-    assert built.encode("").ids == [1]
-    assert built.encode("a red circle moving right").ids[-1] == 1
-    assert built.decode(built.encode("A weird (cat) & 3 dogs!").ids) == "A weird (cat) & 3 dogs!"
-    assert 2 in built.encode("猫").ids
+def test_the_tokenizer_has_the_special_tokens_of_the_model():
+    nano_tokenizer = tokenizer.build()
+    assert [nano_tokenizer.id_to_token(i) for i in range(3)] == ["<pad>", "</s>", "<unk>"]
+    assert nano_tokenizer.get_vocab_size() <= tokenizer.VOCABULARY_SIZE
+    assert nano_tokenizer.encode("").ids == [1]
+    assert nano_tokenizer.encode("a red circle moving right").ids[-1] == 1
+    assert nano_tokenizer.decode(nano_tokenizer.encode("A weird (cat) & 3 dogs!").ids) == "A weird (cat) & 3 dogs!"
+    assert 2 in nano_tokenizer.encode("猫").ids
 
 
-def test_the_written_folder_loads(tmp_path):
+def test_a_saved_tokenizer_loads(tmp_path):
     tokenizer.write(tmp_path / "tokenizer")
     loaded = Tokenizer.load(tmp_path / "tokenizer", length=TEXT_LENGTH)
     batch = loaded.tokenize(["a red circle moving right", ""])
@@ -164,11 +164,11 @@ def test_the_written_folder_loads(tmp_path):
     assert batch.ids[1].tolist() == [1] + [0] * (tokenizer.MAX_LENGTH - 1)
 
 
-@pytest.mark.slow  # the tests below have quick ones, of frames that are harder to read
+@pytest.mark.slow  # the quick tests below read frames that are harder to read
 def test_every_combination_is_read_on_every_background():
     specs = [Spec(*combination, BACKGROUNDS[i % len(BACKGROUNDS)]) for i, combination in enumerate(COMBINATIONS)]
-    result = accuracy(specs, draw(specs, 17, 64, np.random.default_rng(0)))
-    assert min(result.values()) >= 0.995, result
+    accuracies = accuracy(specs, draw(specs, 17, 64, np.random.default_rng(0)))
+    assert min(accuracies.values()) >= 0.995, accuracies
 
 
 def _blurred(video: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -187,11 +187,11 @@ DEGRADED = [_blurred, _noisy, _tinted]
 
 
 @pytest.mark.parametrize("degrade", quick([_noisy], DEGRADED), ids=["blur", "noise at 32 dB", "tint"])
-def test_reading_survives_the_errors_of_an_autoencoder(degrade):
+def test_the_reader_tolerates_the_errors_of_an_autoencoder(degrade):
     rng = np.random.default_rng(1)
     specs = sample_specs(rng, 100)
-    result = accuracy(specs, degrade(draw(specs, 17, 64, rng), rng))
-    assert min(result.values()) >= 0.99, result
+    accuracies = accuracy(specs, degrade(draw(specs, 17, 64, rng), rng))
+    assert min(accuracies.values()) >= 0.99, accuracies
 
 
 @pytest.mark.parametrize(
@@ -235,13 +235,13 @@ def test_an_empty_clip_has_no_content(make):
         assert read(make(np.random.default_rng(seed))) == Reading()
 
 
-def test_two_shapes_are_not_one():
-    left = clip_of(Spec("red", "circle", "stays", "dark"))
-    left[:, :, 32:] = left[:, :1, :1]
-    both = np.concatenate([left[:, :, :32], left[:, :, :32]], axis=2)
-    red = both[..., 0] > 0
+def test_a_clip_of_two_shapes_has_no_content():
+    one_shape = clip_of(Spec("red", "circle", "stays", "dark"))
+    one_shape[:, :, 32:] = one_shape[:, :1, :1]
+    two_shapes = np.concatenate([one_shape[:, :, :32], one_shape[:, :, :32]], axis=2)
+    red = two_shapes[..., 0] > 0
     assert red[:, :, :32].any()
-    assert read(pixels(both)) == Reading()
+    assert read(pixels(two_shapes)) == Reading()
 
 
 def _spliced(first: Spec, second: Spec) -> Reading:
@@ -266,7 +266,7 @@ def test_an_unknown_colour_and_an_unknown_shape_are_not_named():
 
 
 @pytest.mark.parametrize("motion", ["diagonal", "jump", "slow", "to and fro"])
-def test_another_motion_is_not_named(motion):
+def test_an_unknown_motion_is_not_named(motion):
     time = np.linspace(0.0, 1.0, 17)
     paths = {
         "diagonal": (24 * time, 24 * time),
@@ -285,15 +285,15 @@ PROMPTS = {captions.plain_caption(*combination): combination for combination in 
 
 
 class DrawingPipeline:
-    """A stand-in for the model that draws the prompt's shape, but one of the colours always in blue."""
+    """A stand-in for the model. It draws the shape of the prompt, with blue in place of one colour."""
 
-    def __init__(self, unlearnt: str):
-        self.unlearnt = unlearnt
+    def __init__(self, wrong_colour: str):
+        self.wrong_colour = wrong_colour
         self.vae = SimpleNamespace()
 
     def __call__(self, prompt: str, *, seed: int) -> SimpleNamespace:
         colour, shape, motion = PROMPTS[prompt]
-        colour = "blue" if colour == self.unlearnt else colour
+        colour = "blue" if colour == self.wrong_colour else colour
         return SimpleNamespace(frames=pixels(clip_of(Spec(colour, shape, motion, "grey"), seed)))
 
 
@@ -302,11 +302,11 @@ def test_the_evaluation_detects_mistakes():
     outcomes = evaluate.evaluate(lambda prompt, seed: pipe(prompt, seed=seed).frames, HELD_OUT[:8], seeds=2)
     reds = sum(colour == "red" for colour, _, _ in HELD_OUT[:8])
     assert 0 < reds < 8
-    result = evaluate.report(outcomes, psnr=33.0)
-    assert result["accuracy"] == {"colour": 1 - reds / 8, "motion": 1.0, "shape": 1.0}
-    assert [failure["prompt"].split()[1] for failure in result["failures"]] == ["red"] * 2 * reds
-    assert "colour" in evaluate.table(result)
-    assert json.loads(json.dumps(result)) is not None
+    report = evaluate.report(outcomes, psnr=33.0)
+    assert report["accuracy"] == {"colour": 1 - reds / 8, "motion": 1.0, "shape": 1.0}
+    assert [failure["prompt"].split()[1] for failure in report["failures"]] == ["red"] * 2 * reds
+    assert "colour" in evaluate.table(report)
+    assert json.loads(json.dumps(report)) is not None
 
 
 def test_reconstruction_psnr_measures_the_noise_put_in():

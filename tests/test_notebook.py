@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The notebook of the examples, executed: its videos play in it."""
+"""The notebooks of the examples run, and play their videos."""
 
 import base64
 import io
@@ -19,12 +19,12 @@ from wanjax.media.video import read_metadata
 
 NOTEBOOK = Path(__file__).parents[1] / "examples/notebook.ipynb"
 HOSTED = [NOTEBOOK.with_name(f"{name}.ipynb") for name in ("colab", "kaggle")]
-MACHINE = "machine"  # the tag of cells that only a hosted machine can run: they install, or download weights
+HOSTED_TAG = "machine"  # the tag of cells that only a hosted machine can run: they install, or download weights
 
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """The outputs of each cell of code, all kinds together, by the cell's id, and the folder in which it ran."""
+    """The outputs of each code cell, by cell id and MIME type, and the folder in which the notebook ran."""
     folder = tmp_path_factory.mktemp("notebook")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
@@ -49,26 +49,26 @@ def test_a_video_plays_in_the_notebook(outputs, tmp_path, cell, prompt):
     assert code[cell]["text/plain"].startswith("Video: 17 frames of 64x64 at 8 a second")
 
 
-def test_the_rest_of_the_notebook(outputs):
+def test_the_notebook_loads_a_model_and_saves_a_video(outputs):
     code, folder = outputs
     assert code["load"]["text/plain"].startswith("Pipeline: nano, text and image to video, ")
     assert re.sub(r"\s+", " ", code["save"]["text/plain"]).endswith("circle.mp4'), 17, (64, 64, 3), (64, 64))")
     assert read_metadata(folder / "circle.mp4")["seed"] == 3
 
 
-def test_a_step_by_hand_is_that_of_a_run(outputs):
+def test_a_step_by_hand_equals_a_step_of_a_run(outputs):
     code, _ = outputs
     assert code["same"]["text/plain"] == "True"
 
 
-def test_a_preview_is_shown_in_its_place(outputs):
+def test_the_notebook_shows_a_preview(outputs):
     code, _ = outputs
     with Image.open(io.BytesIO(base64.b64decode(code["preview"]["image/png"]))) as picture:
         assert picture.size == (5 * 96, 96)
 
 
-def without_cells_of_a_machine(notebook):
-    notebook.cells = [cell for cell in notebook.cells if MACHINE not in cell.metadata.get("tags", ())]
+def without_hosted_cells(notebook):
+    notebook.cells = [cell for cell in notebook.cells if HOSTED_TAG not in cell.metadata.get("tags", ())]
     return notebook
 
 
@@ -89,6 +89,6 @@ def test_a_hosted_notebook_makes_a_first_video(path, tmp_path):
 
 @pytest.mark.slow
 def test_a_hosted_notebook_checks_the_machine(tmp_path):
-    notebook = without_cells_of_a_machine(nbformat.read(HOSTED[0], as_version=4))
+    notebook = without_hosted_cells(nbformat.read(HOSTED[0], as_version=4))
     NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert "are right" in (tmp_path / "selftest-cpu.md").read_text()

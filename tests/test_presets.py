@@ -58,7 +58,7 @@ from wanjax.schedulers import parse
 RCM_FILES, FASTWAN = "worstcoder/rcm-Wan/rCM_Wan2.1_T2V", "FastVideo/FastWan"
 RCM_I2V = "worstcoder/rcm-Wan/Wan2.2-I2V-A14B-high-rCM4.0-merged.pt"
 LIGHTX2V_I2V = "lightx2v/Wan2.2-Distill-Models/wan2.2_i2v_A14b_high_noise_lightx2v_4step_720p_260412.safetensors"
-CAUSVID, THREE = "tianweiy/CausVid/bidirectional_checkpoint2/model.pt", "consistency:timesteps=1000,757,522"
+CAUSVID, THREE_STEPS = "tianweiy/CausVid/bidirectional_checkpoint2/model.pt", "consistency:timesteps=1000,757,522"
 
 
 class Published(NamedTuple):
@@ -238,7 +238,7 @@ def test_defaults_of_the_model_that_follows_poses():
     )
 
 
-OF_TWO_EXPERTS = [
+INVALID_FOR_TWO_EXPERTS = [
     *({"guidance_scale": scale} for scale in (-1.0, math.inf, math.nan)),
     *({"guidance_scale_2": scale} for scale in (-1.0, math.inf, math.nan)),
     *({"flow_shift": shift} for shift in (0.0, math.inf, math.nan)),
@@ -248,7 +248,7 @@ OF_TWO_EXPERTS = [
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        *(("wan2.2-t2v-a14b", change, "{name} {value} finite") for change in OF_TWO_EXPERTS),
+        *(("wan2.2-t2v-a14b", change, "{name} {value} finite") for change in INVALID_FOR_TWO_EXPERTS),
         ("wan2.2-ti2v-5b", {"height": 720}, "height 720 32 704 736"),  # 704 is offered for it
     ],
     ids=str,
@@ -264,9 +264,7 @@ def test_invalid_numbers_are_refused(name, change, words):
 
 @pytest.mark.parametrize("name", [preset.name for preset in FAMILY.presets])
 def test_a_preset_has_the_number_of_parameters_of_its_name(name):
-    base = next(
-        name_of_base for name_of_base in (*NETWORKS, "") if name == name_of_base or name.startswith(f"{name_of_base}-")
-    )
+    base = next(base_name for base_name in (*NETWORKS, "") if name == base_name or name.startswith(f"{base_name}-"))
     assert presets()[name].transformer_parameters == NETWORKS[base].parameters
 
 
@@ -287,12 +285,21 @@ def test_a_preset_has_the_number_of_parameters_of_its_name(name):
         ),
         ("wan2.2-i2v-a14b-rcm", RCM_I2V, "rcm:sigma_max=200", (720, 1280), 81, 4, 5.0, FREE_LICENCE),
         ("wan2.2-i2v-a14b-lightx2v", LIGHTX2V_I2V, "euler", (720, 1280), 81, 4, 5.0, FREE_LICENCE),
-        ("wan2.1-t2v-1.3b-causvid", CAUSVID, THREE, (480, 832), 81, 3, 8.0, "CC-BY-NC-4.0"),
-        ("wan2.1-t2v-1.3b-fastwan", f"{FASTWAN}2.1-T2V-1.3B-Diffusers", THREE, (448, 832), 61, 3, 8.0, FREE_LICENCE),
+        ("wan2.1-t2v-1.3b-causvid", CAUSVID, THREE_STEPS, (480, 832), 81, 3, 8.0, "CC-BY-NC-4.0"),
+        (
+            "wan2.1-t2v-1.3b-fastwan",
+            f"{FASTWAN}2.1-T2V-1.3B-Diffusers",
+            THREE_STEPS,
+            (448, 832),
+            61,
+            3,
+            8.0,
+            FREE_LICENCE,
+        ),
         (
             "wan2.2-ti2v-5b-fastwan",
             f"{FASTWAN}2.2-TI2V-5B-FullAttn-Diffusers",
-            THREE,
+            THREE_STEPS,
             (704, 1280),
             121,
             3,
@@ -301,7 +308,7 @@ def test_a_preset_has_the_number_of_parameters_of_its_name(name):
         ),
     ],
 )
-def test_distilled_models(name, source, scheduler, size, frames, steps, shift, licence):
+def test_defaults_of_distilled_models(name, source, scheduler, size, frames, steps, shift, licence):
     preset, defaults = presets()[name], presets()[name].defaults
     assert (preset.source, preset.licence, preset.loras) == (source, licence, ())
     assert preset.scheduler == parse(scheduler)
@@ -320,7 +327,7 @@ def test_distilled_models(name, source, scheduler, size, frames, steps, shift, l
         ("wan2.2-fun-5b-inp", (704, 1280), 121, 24, (None, None)),
     ],
 )
-def test_models_that_fill_in_between_pictures(name, size, frames, fps, experts):
+def test_defaults_of_models_that_fill_in_between_pictures(name, size, frames, fps, experts):
     preset, defaults, model = presets()[name], presets()[name].defaults, model_description(name).model
     assert name.endswith("-inp")
     assert preset.source.lower() == f"alibaba-pai/{name}"
@@ -348,7 +355,7 @@ TURBO = "TurboDiffusion/TurboWan2."
         ),
     ],
 )
-def test_models_with_sparse_linear_attention(name, source, scheduler, size, scale_2, boundary):
+def test_defaults_of_models_with_sparse_linear_attention(name, source, scheduler, size, scale_2, boundary):
     preset, defaults, model = presets()[name], presets()[name].defaults, model_description(name).model
     assert (preset.source, preset.licence, preset.loras) == (TURBO + source, FREE_LICENCE, ())
     assert preset.repository_names == [preset.source.split("/")[1]]
@@ -373,7 +380,7 @@ def test_a_file_has_no_name_without_its_owner():
 
 
 SMALL, LARGE = (480, 832), (720, 1280)
-SHAKING, CUTS = "镜头晃动，", "镜头切换，"  # prefixes of negative prompts for models that animate pictures
+NO_SHAKING, NO_CUTS = "镜头晃动，", "镜头切换，"  # prefixes of negative prompts for models that animate pictures
 
 
 @pytest.mark.parametrize(
@@ -381,9 +388,9 @@ SHAKING, CUTS = "镜头晃动，", "镜头切换，"  # prefixes of negative pro
     [
         ("wan2.1-t2v-1.3b", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", SMALL, 50, 5.0, ""),
         ("wan2.1-t2v-14b", "Wan-AI/Wan2.1-T2V-14B-Diffusers", LARGE, 50, 5.0, ""),
-        ("wan2.1-i2v-14b-480p", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", SMALL, 40, 3.0, SHAKING),
-        ("wan2.1-i2v-14b-720p", "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", LARGE, 40, 5.0, SHAKING),
-        ("wan2.1-flf2v-14b", "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers", LARGE, 50, 16.0, CUTS + SHAKING),
+        ("wan2.1-i2v-14b-480p", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", SMALL, 40, 3.0, NO_SHAKING),
+        ("wan2.1-i2v-14b-720p", "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", LARGE, 40, 5.0, NO_SHAKING),
+        ("wan2.1-flf2v-14b", "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers", LARGE, 50, 16.0, NO_CUTS + NO_SHAKING),
         ("wan2.1-vace-1.3b", "Wan-AI/Wan2.1-VACE-1.3B-diffusers", SMALL, 50, 16.0, ""),
         ("wan2.1-vace-14b", "Wan-AI/Wan2.1-VACE-14B-diffusers", LARGE, 50, 16.0, ""),
     ],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes that make videos together, against one process; and what becomes of them when one is killed."""
+"""Several processes that make videos together, compared with one process, and their end when one is killed."""
 
 import json
 import os
@@ -28,17 +28,17 @@ RUN = ("a red circle", "--size", "32x32", "--frames", "5", "--steps", "2", "--dt
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2")
 RUNS = ("one", "two")
 CODE = "from wanjax.cli import main; main()"
-BOUND = 1e-5
+MAX_ERROR = 1e-5
 PEER_GROUP_SCRIPT = """
 import json, sys
 from wanjax.pipelines import seeds
 from wanjax.jobs.multihost import PeerGroup, join_processes
-place = int(sys.argv[1].split(",")[-1])
+index = int(sys.argv[1].split(",")[-1])
 join_processes(sys.argv[1])
-others = PeerGroup()
-heard = [others.broadcast([place, "é" * 5000]), others.broadcast(None if place else {"a": 1.5}), others.broadcast()]
-print(json.dumps([heard, others.gather("" if place else "a fault, é"), seeds.draw(), seeds.draw()]))
-print(json.dumps(seeds.draw(alone=True) if place else 0))
+group = PeerGroup()
+received = [group.broadcast([index, "é" * 5000]), group.broadcast(None if index else {"a": 1.5}), group.broadcast()]
+print(json.dumps([received, group.gather("" if index else "a fault, é"), seeds.draw(), seeds.draw()]))
+print(json.dumps(seeds.draw(alone=True) if index else 0))
 """
 
 
@@ -83,7 +83,7 @@ def folder(tmp_path_factory) -> Path:
     ]
     message = [run.communicate(timeout=600) for run in runs]
     assert [run.returncode for run in runs] == [0, 0, 0], "".join(map(str, message))[-6000:]
-    (folder / "told").write_text("".join(message[2]))
+    (folder / "messages").write_text("".join(message[2]))
     return folder
 
 
@@ -93,9 +93,9 @@ def saved_latents(folder: Path) -> tuple[np.ndarray, ...]:
     return (*map(np.asarray, encoded.values()), np.asarray(stage_files.load_latents(folder, settings)))
 
 
-def test_two_processes_make_the_video_of_one(folder):
+def test_two_processes_make_the_same_video_as_one(folder):
     for two, single in zip(saved_latents(folder / "two"), saved_latents(folder / "one"), strict=True):
-        assert error(two, single) <= BOUND
+        assert error(two, single) <= MAX_ERROR
     frames = [
         [np.asarray(Image.open(path), int) for path in sorted((folder / run / "frames").iterdir())] for run in RUNS
     ]
@@ -107,11 +107,11 @@ def test_only_the_first_process_writes_and_reports(folder):
     names = [sorted(path.name for path in (folder / run).rglob("*")) for run in RUNS]
     assert names[0] == names[1]
     assert len(list((folder / "two/frames").iterdir())) == 5
-    assert "wanjax" not in (folder / "told").read_text()
+    assert "wanjax" not in (folder / "messages").read_text()
 
 
 @pytest.mark.parametrize(
-    ("requested", "why"),
+    ("value", "why"),
     [
         ("localhost,2,0", "'localhost,2,0' ADDRESS,COUNT,INDEX 10.0.0.1:8476,2,0"),
         ("localhost:1,2", "malformed"),
@@ -119,14 +119,14 @@ def test_only_the_first_process_writes_and_reports(folder):
         ("localhost:1,2,2", "process index 2 count"),
     ],
 )
-def test_invalid_processes_are_refused(requested, why):
+def test_invalid_processes_are_refused(value, why):
     with pytest.raises(WanjaxError, match=line_with_words(why)):
-        multihost.join_processes(requested)
+        multihost.join_processes(value)
 
 
 def test_one_process_is_the_default(monkeypatch):
-    monkeypatch.setattr(multihost.jax.distributed, "initialize", lambda *arguments, **more: requested.append(arguments))
-    requested: list[tuple] = []
+    monkeypatch.setattr(multihost.jax.distributed, "initialize", lambda *arguments, **options: calls.append(arguments))
+    calls: list[tuple] = []
     for environment in (
         {},
         {"TPU_WORKER_HOSTNAMES": "localhost"},
@@ -135,10 +135,10 @@ def test_one_process_is_the_default(monkeypatch):
         {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
     ):
         multihost.join_processes(None, environment)
-    assert requested == [(None, None, None), (None, None, None), ("a:1", 2, 1)]
+    assert calls == [(None, None, None), (None, None, None), ("a:1", 2, 1)]
 
 
-def test_all_hear_the_first_process_and_draw_the_same_seed():
+def test_all_processes_receive_the_broadcasts_and_draw_the_same_seed():
     address = f"localhost:{free_port()}"
     runs = [
         subprocess.Popen(
@@ -152,22 +152,22 @@ def test_all_hear_the_first_process_and_draw_the_same_seed():
     ]
     messages = [run.communicate(timeout=300) for run in runs]
     assert [run.returncode for run in runs] == [0, 0], messages
-    heard = [json.loads(out.splitlines()[-2]) for out, _ in messages]
-    assert heard[0] == heard[1]
-    assert heard[0][:2] == [[[0, "é" * 5000], {"a": 1.5}, None], ["a fault, é", ""]]
-    assert heard[0][2] != heard[0][3]
+    received = [json.loads(out.splitlines()[-2]) for out, _ in messages]
+    assert received[0] == received[1]
+    assert received[0][:2] == [[[0, "é" * 5000], {"a": 1.5}, None], ["a fault, é", ""]]
+    assert received[0][2] != received[0][3]
 
 
-def batch(folder: Path, out: str, devices: int, count: int) -> list[subprocess.Popen]:
-    """Start `wanjax batch` by so many processes, which have so many devices together."""
+def start_batch(folder: Path, out: str, devices: int, count: int) -> list[subprocess.Popen]:
+    """Start `wanjax batch` in `count` processes with `devices` devices together."""
     command = ("batch", "requests.jsonl", "--out", out, "--mesh", f"dp=2,sp={devices // 2}", *SMALL)
     address = f"localhost:{free_port()}"
-    places = [("--processes", f"{address},{count},{index}") for index in range(count)] if count > 1 else [()]
-    return [start(folder, devices // count, *command, *place) for place in places]
+    addresses = [("--processes", f"{address},{count},{index}") for index in range(count)] if count > 1 else [()]
+    return [start(folder, devices // count, *command, *address) for address in addresses]
 
 
-def ended(runs: Sequence[subprocess.Popen], timeout: float = 600) -> list[str]:
-    """Wait for processes, and return what each said on stderr."""
+def stderr_of(runs: Sequence[subprocess.Popen], timeout: float = 600) -> list[str]:
+    """Wait for processes, and return the stderr of each."""
     return [run.communicate(timeout=timeout)[1] for run in runs]
 
 
@@ -176,40 +176,40 @@ def write_requests(folder: Path, count: int, **more: int) -> None:
     (folder / "requests.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
-@pytest.mark.slow  # tests/jobs/test_lockstep.py has quick ones, by threads
+@pytest.mark.slow  # tests/jobs/test_lockstep.py has quick tests with threads
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_batch_of_several_processes_is_that_of_one(tmp_path, count):
+def test_several_processes_make_the_same_batch_as_one(tmp_path, count):
     write_requests(tmp_path, 2)
     devices = 2 * count
-    single = batch(tmp_path, "alone", devices, 1)
-    message = ended(single) + ended(together := batch(tmp_path, "together", devices, count))
+    single = start_batch(tmp_path, "alone", devices, 1)
+    message = stderr_of(single) + stderr_of(together := start_batch(tmp_path, "together", devices, count))
     assert [run.returncode for run in (*single, *together)] == [0] * (count + 1), message
-    result = {path.name: path.read_bytes() for path in (tmp_path / "alone").glob("*.mp4")}
-    assert len(result) == 2
-    assert {path.name: path.read_bytes() for path in (tmp_path / "together").glob("*.mp4")} == result
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "alone").glob("*.mp4")}
+    assert len(expected) == 2
+    assert {path.name: path.read_bytes() for path in (tmp_path / "together").glob("*.mp4")} == expected
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal of POSIX")
 @pytest.mark.parametrize("killed", [0, 1])
-def test_if_one_process_is_killed_all_end_and_the_same_command_resumes(tmp_path, killed):
+def test_all_processes_end_if_one_is_killed_and_the_same_command_resumes(tmp_path, killed):
     write_requests(tmp_path, 4, steps=30)
-    runs, end = batch(tmp_path, "videos", 4, 2), time.monotonic() + 300
+    runs, end = start_batch(tmp_path, "videos", 4, 2), time.monotonic() + 300
     while not list(tmp_path.glob("videos/[!.]*.mp4")) and time.monotonic() < end:
-        assert [run.poll() for run in runs] == [None, None], ended(runs, 60)
+        assert [run.poll() for run in runs] == [None, None], stderr_of(runs, 60)
         time.sleep(0.05)
     runs[killed].send_signal(signal.SIGKILL)
     start_of_end = time.monotonic()
-    ended(runs, 60)
+    stderr_of(runs, 60)
     assert time.monotonic() - start_of_end < 30
     assert runs[1 - killed].returncode != 0
     before = {path: path.read_bytes() for path in tmp_path.glob("videos/[!.]*.mp4")}
     assert 0 < len(before) < 4
-    message = ended(again := batch(tmp_path, "videos", 4, 2))
+    message = stderr_of(again := start_batch(tmp_path, "videos", 4, 2))
     assert [run.returncode for run in again] == [0, 0], message
-    assert all(path.read_bytes() == result for path, result in before.items())
-    listed = [entry["seed"] for entry in read_manifest(tmp_path / "videos") if "error" not in entry]
-    assert sorted(listed) == list(range(4))
+    assert all(path.read_bytes() == contents for path, contents in before.items())
+    seeds = [entry["seed"] for entry in read_manifest(tmp_path / "videos") if "error" not in entry]
+    assert sorted(seeds) == list(range(4))
     assert len(list((tmp_path / "videos").iterdir())) == 5  # nothing half-written is left
 
 
@@ -219,7 +219,7 @@ def test_several_processes_show_previews_of_many_videos(tmp_path):
     address = f"localhost:{free_port()}"
     command = ("generate", "--prompts", "requests.jsonl", "--out", "videos", "--preview", "--mesh", "dp=2,sp=2", *SMALL)
     runs = [start(tmp_path, 2, *command, "--processes", f"{address},2,{index}") for index in range(2)]
-    message = ended(runs, 300)
+    message = stderr_of(runs, 300)
     assert [run.returncode for run in runs] == [0, 0], message
     assert len(list((tmp_path / "videos").glob("*.mp4"))) == 2
     assert (tmp_path / "videos" / stage_files.PREVIEW_FILE).is_file()
@@ -228,7 +228,7 @@ def test_several_processes_show_previews_of_many_videos(tmp_path):
 @pytest.mark.slow
 def test_a_mistake_ends_the_other_processes(tmp_path):
     write_requests(tmp_path, 1, frames=4)
-    message = ended(runs := batch(tmp_path, "videos", 4, 2), 120)
+    message = stderr_of(runs := start_batch(tmp_path, "videos", 4, 2), 120)
     assert [run.returncode for run in runs] == [2, 0], message
     assert has_line_with(message[0], "line 1 4 5")
     assert message[1] == ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's two commands: CI runs both, and a message says what they cannot do."""
+"""The README's two commands: CI runs both, and a message names a missing tool."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from tests.support.documents import ROOT, blocks, commands
 from tests.support.words import has_line_with
 
 
-def the_two() -> list[list[str]]:
+def readme_commands() -> list[list[str]]:
     """Return the words of each command in the README's section."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     section = re.search(r"^## Two commands\n.*?(?=^## )", text, re.MULTILINE | re.DOTALL)
@@ -28,7 +28,7 @@ def lines_of(name: str) -> list[str]:
 
 
 def test_the_readme_has_two_commands_and_ci_runs_both():
-    video, tests = the_two()
+    video, tests = readme_commands()
     assert [Path(words[0]).parent.name for words in (video, tests)] == ["scripts", "scripts"]
     assert all(os.access(ROOT / words[0], os.X_OK) for words in (video, tests))
     run = "\n".join(lines_of(".ci/run"))
@@ -39,7 +39,7 @@ def test_the_readme_has_two_commands_and_ci_runs_both():
 
 
 def test_the_script_runs_the_full_suite():
-    """A command that ran a part would leave the rest to nobody."""
+    """A script that left out a part would leave it untested."""
     text = (ROOT / "scripts/test").read_text(encoding="utf-8")
     for part in (
         "ruff check .",
@@ -52,27 +52,27 @@ def test_the_script_runs_the_full_suite():
     assert "set -euo pipefail" in text
 
 
-def python(folder: Path, name: str, *, old: bool, venv: bool) -> None:
-    """Write a program that answers as a Python does, of an older version or without the module venv."""
+def fake_python(folder: Path, name: str, *, old: bool, venv: bool) -> None:
+    """Write a program that answers like a Python of an old version, or one without the module venv."""
     folder.mkdir(exist_ok=True)
-    new_enough, has_venv = int(old), int(not venv)
+    version_status, venv_status = int(old), int(not venv)
     (folder / name).write_text(
         "#!/bin/sh\n"
         'case "$*" in\n'
         f"  --version) echo 'Python {'3.10.12' if old else '3.11.2'}';;\n"
-        f"  *version_info*) exit {new_enough};;\n"
-        f"  *ensurepip*) exit {has_venv};;\n"
+        f"  *version_info*) exit {version_status};;\n"
+        f"  *ensurepip*) exit {venv_status};;\n"
         "  *) exit 1;;\n"
         "esac\n"
     )
     (folder / name).chmod(0o755)
 
 
-def started(script: str, tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a script where no environment is yet, and where the only Pythons are those in a folder `bin`."""
+def run_script(script: str, tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a script without an environment and with no Python but those in `tmp_path/bin`."""
     for tool in ("bash", "dirname", "basename"):
-        result = subprocess.run(["which", tool], check=True, capture_output=True, text=True).stdout.strip()
-        (tmp_path / "bin" / tool).symlink_to(result)
+        path = subprocess.run(["which", tool], check=True, capture_output=True, text=True).stdout.strip()
+        (tmp_path / "bin" / tool).symlink_to(path)
     environment = {"PATH": str(tmp_path / "bin"), "VENV": str(tmp_path / "venv"), **variables}
     return subprocess.run([ROOT / script], cwd=tmp_path, env=environment, capture_output=True, text=True)
 
@@ -81,8 +81,8 @@ OLD, NO_VENV = {"old": True, "venv": True}, {"old": False, "venv": False}
 MACHINES = {  # the installed Pythons, the variables of the call, and the message
     "an old Python": ({"python3": OLD}, {}, "3.11 3.10.12 PYTHON="),
     "no venv": ({"python3": NO_VENV}, {}, "venv python3-venv apt-get"),
-    "another beside an old one": ({"python3": OLD, "python3.12": NO_VENV}, {}, "python3.12-venv"),
-    "another than the named one": (
+    "a newer Python without venv": ({"python3": OLD, "python3.12": NO_VENV}, {}, "python3.12-venv"),
+    "a variable that names a missing Python": (
         {"python3.12": {"old": False, "venv": True}},
         {"PYTHON": "python3.9"},
         "3.11 python3.9 there",
@@ -95,10 +95,10 @@ MACHINES = {  # the installed Pythons, the variables of the call, and the messag
 def test_missing_tools_are_reported(script, machine, tmp_path):
     pythons, variables, words = MACHINES[machine]
     for name, kind in pythons.items():
-        python(tmp_path / "bin", name, **kind)
-    done = started(script, tmp_path, **variables)
-    assert done.returncode == 2
-    assert has_line_with(done.stderr, words)
+        fake_python(tmp_path / "bin", name, **kind)
+    run = run_script(script, tmp_path, **variables)
+    assert run.returncode == 2
+    assert has_line_with(run.stderr, words)
     assert not (tmp_path / "venv").exists()
 
 
@@ -108,8 +108,8 @@ def stub(file: Path, body: str) -> None:
     file.chmod(0o755)
 
 
-def house(tmp_path: Path) -> dict[str, str]:
-    """Copy the scripts into a clone whose environment is set up, and has tools that list their calls."""
+def fake_clone(tmp_path: Path) -> dict[str, str]:
+    """Write a clone with the scripts and with stubs that log their calls. Return the variables to run a script."""
     for name in ("scripts/environment.sh", "scripts/set-up", "scripts/test", ".ci/run"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -125,7 +125,7 @@ def house(tmp_path: Path) -> dict[str, str]:
 
 
 def test_the_tests_stop_at_the_first_failure_with_its_status(tmp_path):
-    variables = house(tmp_path)
+    variables = fake_clone(tmp_path)
     stub(tmp_path / ".venv/bin/pyright", "exit 3")
     assert subprocess.run([tmp_path / "scripts/test"], env=variables).returncode == 3
     parts = [line.split()[0] for line in (tmp_path / "calls").read_text().splitlines()]
@@ -136,7 +136,7 @@ def test_the_tests_stop_at_the_first_failure_with_its_status(tmp_path):
 
 @pytest.mark.parametrize("failing", [".venv/bin/pytest", ".ci/first-video", ".ci/newest", ""])
 def test_ci_fails_if_one_of_its_parts_does(failing, tmp_path):
-    variables = house(tmp_path)
+    variables = fake_clone(tmp_path)
     if failing:
         stub(tmp_path / failing, "exit 3")
     assert subprocess.run([tmp_path / ".ci/run"], env=variables).returncode == (3 if failing else 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A family unlike all in the package, with only shared code: sound, a cached reference, a second pass."""
+"""A new family that uses only shared code, and has what no other family has: sound, a reference, two passes."""
 
 import json
 from copy import copy
@@ -33,9 +33,9 @@ from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.tracing import needed_pictures, trace_programs
 
-PAGE = np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8)
-CLIP = np.stack([np.roll(PAGE, 4 * number, 1) for number in range(5)])
-STEPS = 3 + 2  # of both passes
+PICTURE = np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8)
+CLIP = np.stack([np.roll(PICTURE, 4 * number, 1) for number in range(5)])
+STEPS = 3 + 2  # the steps of both passes
 TABLES = Tables(Magnitudes(*[(1.0, 1.01, 0.99, 1.0, 0.98, 0.9)] * 2, 0.1, 2, 0.2))
 
 
@@ -58,94 +58,94 @@ def pipe(folder):
 
 
 @pytest.fixture(scope="module")
-def encoded(pipe):
-    return pipe.encode("a red circle", image=PAGE)
+def conditioning(pipe):
+    return pipe.encode("a red circle", image=PICTURE)
 
 
 @pytest.fixture(scope="module")
-def latents(pipe, encoded):
-    return pipe.denoise(encoded, seed=3)
+def latents(pipe, conditioning):
+    return pipe.denoise(conditioning, seed=3)
 
 
 class Sounds(Observer):
     """Collects the decoded sound."""
 
     def __init__(self) -> None:
-        self.collected: list[np.ndarray] = []
+        self.sounds: list[np.ndarray] = []
 
     def decoded(self, extras: Any) -> None:
-        self.collected.append(np.asarray(extras["audio"]))
+        self.sounds.append(np.asarray(extras["audio"]))
 
 
 def frames_and_sound(pipe: Any, seeds: list[int], *prompts: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return the frames and the sound of a video for each prompt and seed."""
-    pictures, settings = pipe.prepare(image=PAGE)
+    pictures, settings = pipe.prepare(image=PICTURE)
     expected = [settings.updated({"prompt": prompt, "seed": seed}) for prompt in prompts for seed in seeds]
     run = Run(pipe, [PreparedRequest(fields) for fields in expected], pictures, observers=[sounds := Sounds()])
-    return [np.concatenate([np.asarray(chunk) for chunk in frames]) for _, frames in run], sounds.collected
+    return [np.concatenate([np.asarray(chunk) for chunk in frames]) for _, frames in run], sounds.sounds
 
 
-def differ(first: Any, second: Any) -> list[str]:
+def differing_names(first: Any, second: Any) -> list[str]:
     return [name for name in first if not np.array_equal(np.asarray(first[name]), np.asarray(second[name]))]
 
 
 def test_a_call_equals_the_stages(pipe, latents):
     assert {name: x.shape for name, x in latents.items()} == {"video": (1, 3, 3, 16, 16), "audio": (1, 5, 8)}
-    video = pipe("a red circle", image=PAGE, seed=3)
+    video = pipe("a red circle", image=PICTURE, seed=3)
     assert video.frames.shape == (5, 64, 64, 3)
     assert video.frames.std() > 1
     np.testing.assert_array_equal(pipe.decode(latents, seed=3), video.frames)
     assert (pipe.decode(latents, seed=4) != video.frames).any()  # the decoder's noise
 
 
-def test_frames_are_as_of_any_model_with_sound(pipe):
+def test_sound_does_not_change_the_frames(pipe):
     [frames], [sound] = frames_and_sound(pipe, [3], "a red circle")
-    np.testing.assert_array_equal(frames, pipe("a red circle", image=PAGE, seed=3).frames)
+    np.testing.assert_array_equal(frames, pipe("a red circle", image=PICTURE, seed=3).frames)
     assert sound.shape == (32,)
     assert np.isfinite(sound).all()
 
 
-def test_both_streams_and_both_passes_have_different_noise(pipe, encoded, latents):
-    """All of it follows from the seed, or is passed by name."""
+def test_both_streams_and_both_passes_have_different_noise(pipe, conditioning, latents):
+    """The seed decides all noise that the caller does not pass by name."""
     shapes = pipe.draws(pipe.settings(seed=3))
     assert {name: shape[2:] for name, shape in shapes.items()} == {
         "noise": (3, 8, 8), "audio_noise": (8,), "noise_2": (3, 16, 16), "audio_noise_2": (8,)
     }  # fmt: skip
-    same = pipe.denoise(encoded, seed=3, noise={"noise": pipe.noise(pipe.settings(seed=3))})
-    assert not differ(latents, same)
+    same = pipe.denoise(conditioning, seed=3, noise={"noise": pipe.noise(pipe.settings(seed=3))})
+    assert not differing_names(latents, same)
     for name, shape in shapes.items():
-        changed = pipe.denoise(encoded, seed=3, noise={name: np.ones(shape, np.float32)})
-        assert differ(latents, changed) == ["video", "audio"] or differ(latents, changed) == ["audio", "video"], name
+        changed = pipe.denoise(conditioning, seed=3, noise={name: np.ones(shape, np.float32)})
+        assert sorted(differing_names(latents, changed)) == ["audio", "video"], name
 
 
-def test_the_second_pass_begins_from_the_first_ones_latents(pipe, encoded):
-    """Its noise is weaker than what it begins from, so most of it is left; its steps count on from the first pass's."""
+def test_the_second_pass_begins_from_the_latents_of_the_first(pipe, conditioning):
+    """Its step numbers continue those of the first pass."""
     steps = []
-    pipe.denoise(encoded, seed=3, callback=lambda step: steps.append((step.index, step.total, step.x0.shape[3:])))
+    pipe.denoise(conditioning, seed=3, callback=lambda step: steps.append((step.index, step.total, step.x0.shape[3:])))
     assert steps == [(n, STEPS, (8, 8) if n < 3 else (16, 16)) for n in range(STEPS)]
 
 
-def test_a_preview_shows_the_video(pipe, encoded):
+def test_a_preview_shows_the_video(pipe, conditioning):
     shapes = []
-    pipe.denoise(encoded, seed=3, callback=lambda step: shapes.append(step.preview().shape))
+    pipe.denoise(conditioning, seed=3, callback=lambda step: shapes.append(step.preview().shape))
     assert shapes == [(1, 3, 8, 8, 3)] * 3 + [(1, 3, 16, 16, 3)] * 2
 
 
 def test_the_reference_changes_the_latents(pipe, latents):
-    changed = pipe.denoise(pipe.encode("a red circle", image=255 - PAGE), seed=3)
-    assert len(differ(latents, changed)) == 2
+    changed = pipe.denoise(pipe.encode("a red circle", image=255 - PICTURE), seed=3)
+    assert len(differing_names(latents, changed)) == 2
 
 
 def test_a_driving_clip_changes_the_latents(pipe, latents):
-    changed = pipe.denoise(pipe.encode("a red circle", image=PAGE, driving=CLIP), seed=3)
-    assert len(differ(latents, changed)) == 2
+    changed = pipe.denoise(pipe.encode("a red circle", image=PICTURE, driving=CLIP), seed=3)
+    assert len(differing_names(latents, changed)) == 2
 
 
-def test_an_input_of_one_family_has_an_option_a_column_and_an_entry(folder, pipe, tmp_path):
-    """The command, a row of a table and a reproduced video take it like any other."""
-    expected = pipe("a red circle", image=PAGE, driving=CLIP, seed=3)
-    expected.save(tmp_path / "own.mp4")
-    Image.fromarray(PAGE).save(tmp_path / "x.png")
+def test_an_input_of_one_family_has_an_option_a_column_and_metadata(folder, pipe, tmp_path):
+    """The command, a row of a table and `--from` accept the input of a new family."""
+    expected = pipe("a red circle", image=PICTURE, driving=CLIP, seed=3)
+    expected.save(tmp_path / "expected.mp4")
+    Image.fromarray(PICTURE).save(tmp_path / "x.png")
     (tmp_path / "clip").mkdir()
     for number, frame in enumerate(CLIP):
         Image.fromarray(frame).save(tmp_path / f"clip/{number}.png")
@@ -158,35 +158,35 @@ def test_an_input_of_one_family_has_an_option_a_column_and_an_entry(folder, pipe
     _run("--from", several, "--out", tmp_path / "again.mp4")
     for file in (tmp_path / "one.mp4", several, tmp_path / "again.mp4"):
         assert read_metadata(file)["driving"] == str(tmp_path / "clip")
-        np.testing.assert_array_equal(read_clip(file, 5, 8), read_clip(tmp_path / "own.mp4", 5, 8))
+        np.testing.assert_array_equal(read_clip(file, 5, 8), read_clip(tmp_path / "expected.mp4", 5, 8))
 
 
-def by_command(*arguments):
+def command_error(*arguments):
     result = CliRunner().invoke(main, [*map(str, arguments)])
     assert result.exit_code == 2, result.output
     return result.output
 
 
-def raised(call, *arguments, **more):
+def library_error(call, *arguments, **more):
     with pytest.raises(WanjaxError) as caught:
         call(*arguments, **more)
     return str(caught.value)
 
 
 REFUSED = {  # the request, and what the message names
-    "a clip, by the library": (
-        lambda pipe, folder: raised(wanjax.load("nano").prepare, prompt="a", driving=CLIP),
+    "a clip in the library": (
+        lambda pipe, folder: library_error(wanjax.load("nano").prepare, prompt="a", driving=CLIP),
         "nano driving",
     ),
-    "a clip, by the command": (
-        lambda pipe, folder: by_command("a", "--model", "nano", "--driving", "."),
+    "a clip in the command": (
+        lambda pipe, folder: command_error("a", "--model", "nano", "--driving", "."),
         "nano driving",
     ),
     "latents of a video alone": (
-        lambda pipe, folder: raised(pipe.decode, np.zeros((1, 16, 5, 8, 8), np.float32)),
+        lambda pipe, folder: library_error(pipe.decode, np.zeros((1, 16, 5, 8, 8), np.float32)),
         "audio",
     ),
-    "training": (lambda pipe, folder: by_command("train", folder, "clips", "--out", "x"), "audio"),
+    "training": (lambda pipe, folder: command_error("train", folder, "clips", "--out", "x"), "audio"),
 }
 
 
@@ -194,8 +194,8 @@ REFUSED = {  # the request, and what the message names
 def test_settings_of_one_family_are_refused_by_the_other(folder, pipe, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     write_clips(tmp_path / "clips", 1)
-    ask, words = REFUSED[name]
-    assert has_line_with(ask(pipe, folder), words)
+    refuse, words = REFUSED[name]
+    assert has_line_with(refuse(pipe, folder), words)
 
 
 def test_an_input_of_one_family_is_in_the_help():
@@ -203,8 +203,8 @@ def test_an_input_of_one_family_is_in_the_help():
 
 
 @pytest.mark.parametrize("name", ["steps", "image"])
-def test_an_input_is_no_setting_and_of_one_kind(name):
-    """Where it were another thing, an option would mean two."""
+def test_an_input_needs_a_name_that_no_setting_or_input_has(name):
+    """Otherwise one option would have two meanings."""
     [preset] = TOY_SOUND.presets
     model = copy(preset.model)
     vars(model)["spec"] = replace(model.spec, inputs=(DRIVING._replace(name=name),))
@@ -213,19 +213,19 @@ def test_an_input_is_no_setting_and_of_one_kind(name):
 
 
 @pytest.mark.slow
-def test_eight_devices_agree_with_one(folder, pipe, encoded, latents):
-    spread = wanjax.load(folder, mesh="dp=2,sp=2,tp=2")
-    there = spread.denoise(spread.encode("a red circle", image=PAGE), seed=3)
-    for name, x in there.items():
+def test_eight_devices_agree_with_one(folder, pipe, conditioning, latents):
+    on_mesh = wanjax.load(folder, mesh="dp=2,sp=2,tp=2")
+    mesh_latents = on_mesh.denoise(on_mesh.encode("a red circle", image=PICTURE), seed=3)
+    for name, x in mesh_latents.items():
         assert error(np.asarray(x), np.asarray(latents[name], np.float64)) <= 1e-5, name
-    frames = [decoder.decode(jax.tree.map(np.asarray, latents), seed=3).astype(int) for decoder in (pipe, spread)]
+    frames = [decoder.decode(jax.tree.map(np.asarray, latents), seed=3).astype(int) for decoder in (pipe, on_mesh)]
     assert np.abs(frames[0] - frames[1]).max() <= 1
 
 
 @pytest.mark.parametrize("mesh", quick([None], [None, "dp=4,sp=1,tp=2"]))
 def test_videos_of_a_batch_equal_those_made_one_by_one(folder, pipe, mesh):
-    there = pipe if mesh is None else wanjax.load(folder, mesh=mesh)
-    frames, sounds = frames_and_sound(there, [3, 4], "a red circle", "a dog")
+    on_mesh = pipe if mesh is None else wanjax.load(folder, mesh=mesh)
+    frames, sounds = frames_and_sound(on_mesh, [3, 4], "a red circle", "a dog")
     for number, (prompt, seed) in enumerate([(p, s) for p in ("a red circle", "a dog") for s in (3, 4)]):
         [separate], [sound] = frames_and_sound(pipe, [seed], prompt)
         assert np.abs(frames[number].astype(int) - separate).max() <= (mesh is not None)
@@ -233,70 +233,72 @@ def test_videos_of_a_batch_equal_those_made_one_by_one(folder, pipe, mesh):
 
 
 @pytest.mark.parametrize("seeds", [[3, 4]])
-def test_a_batch_equals_its_videos(pipe, encoded, seeds):
-    together = jax.tree.map(lambda x: None if x is None else np.concatenate([np.asarray(x)] * 2), encoded)
-    both = pipe.denoise(together._replace(video_shape=encoded.video_shape), seeds=seeds)
+def test_a_batch_equals_its_videos(pipe, conditioning, seeds):
+    together = jax.tree.map(lambda x: None if x is None else np.concatenate([np.asarray(x)] * 2), conditioning)
+    latents = pipe.denoise(together._replace(video_shape=conditioning.video_shape), seeds=seeds)
     for number, seed in enumerate(seeds):
-        separate = pipe.denoise(encoded, seed=seed)
-        for name, x in both.items():
+        separate = pipe.denoise(conditioning, seed=seed)
+        for name, x in latents.items():
             assert error(np.asarray(x[number]), np.asarray(separate[name][0], np.float64)) <= 1e-5
 
 
 @pytest.mark.parametrize("rule", quick(["none"], ["none", "apg"]))
 @pytest.mark.parametrize("last", quick([0, 2, 3], range(STEPS - 1)))
-def test_a_stopped_run_continues_to_the_same_bits(pipe, encoded, tmp_path, last, rule):
-    uninterrupted = pipe.denoise(encoded, seed=3, guidance_rule=rule)
-    messages = []
+def test_a_stopped_run_continues_to_the_same_bits(pipe, conditioning, tmp_path, last, rule):
+    uninterrupted = pipe.denoise(conditioning, seed=3, guidance_rule=rule)
+    resumed = []
     with pytest.raises(Cancelled):
-        pipe.denoise(encoded, seed=3, guidance_rule=rule, keep=tmp_path / "x", callback=lambda step: step.index < last)
+        pipe.denoise(
+            conditioning, seed=3, guidance_rule=rule, keep=tmp_path / "x", callback=lambda step: step.index < last
+        )
     again = pipe.denoise(
-        encoded, seed=3, guidance_rule=rule, keep=tmp_path / "x", continued=lambda *steps: messages.append(steps)
+        conditioning, seed=3, guidance_rule=rule, keep=tmp_path / "x", continued=lambda *steps: resumed.append(steps)
     )
-    assert not differ(uninterrupted, again)
-    assert messages[-1] == (last + 1, STEPS)
+    assert not differing_names(uninterrupted, again)
+    assert resumed[-1] == (last + 1, STEPS)
 
 
 @pytest.mark.parametrize("mesh", quick([None], [None, "dp=2,sp=2,tp=2"]))
 def test_a_plan_traces_the_executed_programs(folder, mesh):
     pipe, counting = wanjax.load(folder, mesh=mesh), Counting()
-    pipe.with_strategy(counting)("a red circle", image=PAGE)
+    pipe.with_strategy(counting)("a red circle", image=PICTURE)
     planned = loading.abstract_pipeline(registry.model_description(str(folder)), pipe.partitioner)
     settings = planned.settings()
-    noted = trace_programs(planned, settings, needed_pictures(planned, settings))
-    assert not differences(counting.calls, recorded_calls(noted))
+    trace = trace_programs(planned, settings, needed_pictures(planned, settings))
+    assert not differences(counting.calls, recorded_calls(trace))
     assert not wrong_shardings(counting.shardings)
 
 
 @pytest.mark.parametrize(
     "cache", quick(["easycache:9,2"], ["easycache:9,2", "magcache", "deepcache:0,4,2", "guidance:2"])
 )
-def test_step_caches_hold_both_streams(pipe, encoded, tmp_path, cache):
-    """A run that reuses makes other latents of both, and one that was stopped has what was kept of both."""
-    uncached, reused, file = pipe.denoise(encoded, seed=3, steps=6), [], tmp_path / "x"
+def test_step_caches_hold_both_streams(pipe, conditioning, tmp_path, cache):
+    """A reused step changes the latents of both streams. A stopped run keeps the cached values of both."""
+    uncached, reused, file = pipe.denoise(conditioning, seed=3, steps=6), [], tmp_path / "x"
     pipe = copy(pipe)
     pipe.model = replace(pipe.model, tables=TABLES)
-    cached = pipe.denoise(encoded, seed=3, steps=6, cache=cache, callback=lambda step: reused.append(step.reuses))
+    cached = pipe.denoise(conditioning, seed=3, steps=6, cache=cache, callback=lambda step: reused.append(step.reuses))
     with pytest.raises(Cancelled):
-        pipe.denoise(encoded, seed=3, steps=6, cache=cache, keep=file, callback=lambda step: step.index < 3)
-    assert not differ(cached, pipe.denoise(encoded, seed=3, steps=6, cache=cache, keep=file))
+        pipe.denoise(conditioning, seed=3, steps=6, cache=cache, keep=file, callback=lambda step: step.index < 3)
+    assert not differing_names(cached, pipe.denoise(conditioning, seed=3, steps=6, cache=cache, keep=file))
     assert any(reused)
     assert not any(reused[6:])  # the second pass
-    assert len(differ(uncached, cached)) == 2
+    assert len(differing_names(uncached, cached)) == 2
     assert all(np.isfinite(x).all() for x in cached.values())
 
 
 def test_the_command_makes_a_video_at_once_and_in_stages(folder, tmp_path):
-    Image.fromarray(PAGE).save(tmp_path / "x.png")
-    how = ("a red circle", "--model", folder, "--image", tmp_path / "x.png")
+    Image.fromarray(PICTURE).save(tmp_path / "x.png")
+    request = ("a red circle", "--model", folder, "--image", tmp_path / "x.png")
     at_once, three = tmp_path / "one", tmp_path / "three"
-    _run(*how, "--seed", 3, "--dir", at_once, "--out", tmp_path / "frames")
-    _run("encode", *how, "--dir", three)
+    _run(*request, "--seed", 3, "--dir", at_once, "--out", tmp_path / "frames")
+    _run("encode", *request, "--dir", three)
     _run("denoise", "--seed", 3, "--dir", three)
     _run("decode", "--dir", three, "--out", tmp_path / "again")
     for name in ("frames", "again"):
         pngs = [np.asarray(Image.open(path)) for path in sorted((tmp_path / name).iterdir())]
         np.testing.assert_array_equal(
-            np.stack(pngs), wanjax.load(folder)("a red circle", image=PAGE, seed=3).frames, err_msg=name
+            np.stack(pngs), wanjax.load(folder)("a red circle", image=PICTURE, seed=3).frames, err_msg=name
         )
 
 
@@ -306,7 +308,7 @@ def test_a_plan_prices_both_passes_and_the_inputs(folder, tmp_path):
     for number, frame in enumerate(CLIP):
         Image.fromarray(frame).save(tmp_path / f"clip/{number}.png")
     planned = json.loads(_run("plan", folder, "--chip", "cpu", "--json").stdout)
-    Image.fromarray(PAGE).save(tmp_path / "x.png")
+    Image.fromarray(PICTURE).save(tmp_path / "x.png")
     options = ("--image", tmp_path / "x.png", "--driving", tmp_path / "clip")
     driven = json.loads(_run("plan", folder, *options, "--chip", "cpu", "--json").stdout)
     assert planned["fits"]

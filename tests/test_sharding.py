@@ -30,7 +30,7 @@ from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.pricing.hlo import parse
 from wanjax.sharding import MESH_AXES, ONE_DEVICE_PARTITIONER, VIDEO_AXES, use_partitioner
 
-BOUND = 1e-5
+MAX_ERROR = 1e-5
 
 
 @cache
@@ -54,14 +54,14 @@ CASES = [
         ((1, 4, 2), "replicated", 4),
     ],
 )
-def test_denoising(axes, rules, heads):
+def test_denoising_on_a_mesh_equals_one_device(axes, rules, heads):
     latents = denoised(heads, axes, rules)
     assert latents.sharding.is_fully_replicated
     assert len(latents.sharding.device_set) == 8
-    assert error(latents, np.asarray(denoised(heads), np.float64)) <= BOUND
+    assert error(latents, np.asarray(denoised(heads), np.float64)) <= MAX_ERROR
 
 
-def test_tokens_at_two_timesteps():
+def test_tokens_at_two_timesteps_on_a_mesh_equal_one_device():
     x, t, text = (
         jnp.asarray(np.random.default_rng(3).normal(size=s), jnp.float32) for s in ((2, 3, 6, 6, 4), 2, (2, 7, 8))
     )
@@ -75,10 +75,10 @@ def test_tokens_at_two_timesteps():
         graphdef, weights = nnx.split(network(partial(WanTransformer, transformer_config(4)), partitioner))
         return jax.jit(call)(weights)
 
-    assert error(run(partitioner((2, 2, 2))), np.asarray(run(None), np.float64)) <= BOUND
+    assert error(run(partitioner((2, 2, 2))), np.asarray(run(None), np.float64)) <= MAX_ERROR
 
 
-def test_vae():
+def test_the_autoencoder_on_a_mesh_equals_one_device():
     """Frames are split by height and width where these divide evenly; the final bytes or floats are replicated."""
     z = np.random.default_rng(2).normal(size=(1, 4, 2, 6, 4)).astype(np.float32)
     one_device, together = pipeline(4, None), pipeline(4, partitioner((2, 2, 2)))
@@ -88,15 +88,15 @@ def test_vae():
     assert first.sharding.is_fully_replicated
     assert all(len({str(shard.index) for shard in x.addressable_shards}) == 8 for x in jax.tree.leaves(conv_cache))
     frames = one_device.decode(z, jnp.float32)
-    assert error(together.decode(z, jnp.float32), frames.astype(np.float64)) <= BOUND
+    assert error(together.decode(z, jnp.float32), frames.astype(np.float64)) <= MAX_ERROR
     latents = one_device.encode_video(frames)
-    assert error(together.encode_video(frames), np.asarray(latents, np.float64)) <= BOUND
+    assert error(together.encode_video(frames), np.asarray(latents, np.float64)) <= MAX_ERROR
     assert all(weight.sharding.is_fully_replicated for weight in jax.tree.leaves(nnx.state(together.vae)))
 
 
 @pytest.mark.parametrize(("layers", "axes"), [(4, (2, 4, 1)), (5, (2, 4, 1)), (4, (2, 1, 4))])
 def test_attention_gathers_the_weights_of_the_next_block(layers, axes):
-    """No block waits for its weights, and the result is that of one device."""
+    """No block waits for its weights, and the result equals that of one device."""
     config = replace(transformer_config(4), layers=layers)
     random = np.random.default_rng(0)
     x, text = (jnp.asarray(random.normal(size=shape), jnp.float32) for shape in ((2, 2, 8, 8, 4), (2, 5, 8)))
@@ -111,26 +111,26 @@ def test_attention_gathers_the_weights_of_the_next_block(layers, axes):
         executable = jax.jit(call).lower(weights).compile()
         return np.asarray(executable(weights), np.float64), executable.as_text()
 
-    gathered, text_of_program = run(partitioner(axes))
-    assert error(gathered, run(None)[0]) <= BOUND
-    module = parse(text_of_program)
+    output, hlo_text = run(partitioner(axes))
+    assert error(output, run(None)[0]) <= MAX_ERROR
+    module = parse(hlo_text)
     loops = [each for part in module.computations.values() for each in part.instructions if each.opcode == "while"]
     bodies = [module.computations[loop.computation_name("body")] for loop in loops]
     opcodes = [[each.opcode.removesuffix("-start") for each in body.instructions] for body in bodies]
     blocks = max(opcodes, key=lambda names: names.count("collective-permute"))
-    assert blocks.count("collective-permute") >= 2 * 3 * 8  # of two blocks, each eight matrices in three turns
+    assert blocks.count("collective-permute") >= 2 * 3 * 8  # of two blocks, eight matrices each, sent three times
     assert "all-gather" not in blocks
 
 
 @pytest.mark.parametrize("size", [(480, 832), (720, 1280), (1280, 720), (768, 1360), (1360, 768)])
 @pytest.mark.parametrize("axes", MESHES)
 def test_frames_keep_their_sharding_from_level_to_level(axes, size):
-    """Frames of an autoencoder are not sent between devices where its resolution changes."""
-    following = replace(partitioner(axes), smallest_frame=(size[0] // 8, size[1] // 8))
+    """The devices exchange no frames where the autoencoder changes its resolution."""
+    video_partitioner = replace(partitioner(axes), smallest_frame=(size[0] // 8, size[1] // 8))
     sizes = [(1, 2, size[0] // n, size[1] // n, 8) for n in (8, 4, 2, 1)]
-    specs = {following.activation_spec(VIDEO_AXES, shape) for shape in sizes}
+    specs = {video_partitioner.activation_spec(VIDEO_AXES, shape) for shape in sizes}
     assert len(specs) == 1
-    assert prod(following.axis_size(taken) for taken in specs.pop()) == 8
+    assert prod(video_partitioner.axis_size(mesh_axes) for mesh_axes in specs.pop()) == 8
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def test_an_automatic_mesh_with_a_requested_sp():
     assert pipe.partitioner.mesh.shape["sp"] == 2
 
 
-LEGAL = "dp=2,sp=1,tp=4"
+EXAMPLE_MESH = "dp=2,sp=1,tp=4"
 
 
 @pytest.mark.parametrize(
@@ -230,16 +230,16 @@ LEGAL = "dp=2,sp=1,tp=4"
         ({"mesh": "dp=2,sp=2,tp=4"}, "mesh dp=2,sp=2,tp=4 16 devices 8 dp sp tp"),
         ({"mesh": "tp=3"}, "3 devices 8"),
         ({"mesh": "dp=0,tp=8"}, "axis 1"),
-        ({"mesh": "tp=8,pp=1"}, f"'tp=8,pp=1' {LEGAL} auto"),
+        ({"mesh": "tp=8,pp=1"}, f"'tp=8,pp=1' {EXAMPLE_MESH} auto"),
         ({"mesh": "auto,sp=3"}, "8 devices sp=3"),
         *(
-            ({"mesh": mesh}, LEGAL)
+            ({"mesh": mesh}, EXAMPLE_MESH)
             for mesh in ("tp=4,tp=2", "8", "auto,sp=", "auto,sp=0", "auto,tp=2", "auto,sp=2,tp=2", "auto sp=2")
         ),
         ({"rules": "zero"}, "rules 'zero' fsdp tp replicated"),
     ],
 )
-def test_meshes_and_rules_that_cannot_be(options, words):
+def test_invalid_meshes_and_rules_are_refused(options, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         wanjax.load("nano", **options)
 

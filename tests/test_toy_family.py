@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A family from outside the package, in every command and the library: the interface of families."""
+"""A family from outside the package works in every command and in the library."""
 
 import json
 import subprocess
@@ -81,12 +81,14 @@ def test_the_seed_decides_each_step_s_noise_too(toy, video):
 
 def test_masked_tokens_change_nothing(toy):
     pipe = wanjax.load(toy)
-    encoded = pipe.encode("a red circle")
-    assert not encoded.prompt_mask.all()
-    width = encoded.prompt_embeds.shape[1]
-    hidden = jnp.where(encoded.prompt_mask[:, :width, None], encoded.prompt_embeds, 100.0)
-    answers = [pipe.denoise(e, seed=0, guidance_scale=1.0) for e in (encoded, encoded._replace(prompt_embeds=hidden))]
-    assert error(*map(np.asarray, answers)) <= 1e-6
+    conditioning = pipe.encode("a red circle")
+    assert not conditioning.prompt_mask.all()
+    width = conditioning.prompt_embeds.shape[1]
+    hidden = jnp.where(conditioning.prompt_mask[:, :width, None], conditioning.prompt_embeds, 100.0)
+    latents = [
+        pipe.denoise(e, seed=0, guidance_scale=1.0) for e in (conditioning, conditioning._replace(prompt_embeds=hidden))
+    ]
+    assert error(*map(np.asarray, latents)) <= 1e-6
 
 
 def test_a_truncated_prompt_is_reported(toy, tmp_path):
@@ -101,15 +103,15 @@ def test_eight_devices_agree_with_one(toy):
     assert np.abs(together.decode(latents).astype(int) - one_device.decode(latents)).max() <= 1
 
 
-def test_convert_and_back(toy, video, tmp_path):
-    run("convert", toy, tmp_path / "there")
-    np.testing.assert_array_equal(wanjax.load(tmp_path / "there")("a red circle", seed=3).frames, video.frames)
-    run("convert", tmp_path / "there", tmp_path / "back", "--to", "diffusers")
+def test_a_conversion_and_back_restores_the_weights(toy, video, tmp_path):
+    run("convert", toy, tmp_path / "converted")
+    np.testing.assert_array_equal(wanjax.load(tmp_path / "converted")("a red circle", seed=3).frames, video.frames)
+    run("convert", tmp_path / "converted", tmp_path / "back", "--to", "diffusers")
     for name in TOY.presets[0].model.spec.networks:
         [file] = (tmp_path / "back" / name).glob("*.safetensors")
-        there, here = load_safetensors(file), load_safetensors(toy / name / "model.safetensors")
-        assert there.keys() == here.keys()
-        assert all(np.array_equal(there[key], here[key]) for key in here)
+        restored, original = load_safetensors(file), load_safetensors(toy / name / "model.safetensors")
+        assert restored.keys() == original.keys()
+        assert all(np.array_equal(restored[key], original[key]) for key in original)
 
 
 def test_a_lora_is_merged(toy, tmp_path):
@@ -148,7 +150,7 @@ def kernel(pipe):
     return np.asarray(pipe.components.get("transformer").blocks.video_out.kernel[...][1])
 
 
-def test_models_plan_and_warmup(toy, monkeypatch, tmp_path):
+def test_the_commands_models_plan_and_warmup_accept_the_family(toy, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert "toy" in [model["name"] for model in json.loads(run("models", "--json").stdout)]
     for name in ("toy", toy):
@@ -161,7 +163,7 @@ def test_models_plan_and_warmup(toy, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,sp=2,tp=2"])
 def test_a_plan_traces_the_executed_programs_without_code_of_the_family(toy, mesh):
-    """The length of its prompts is all that a family tells plans."""
+    """A family gives plans only the length of its prompts."""
     pipe, counting = wanjax.load(toy, mesh=mesh), Counting()
     pipe.with_strategy(counting)("a red circle")
     planned = loading.abstract_pipeline(registry.model_description(str(toy)), pipe.partitioner)
@@ -170,7 +172,7 @@ def test_a_plan_traces_the_executed_programs_without_code_of_the_family(toy, mes
 
 
 @pytest.mark.parametrize("cache", ["none", "magcache:.2,1,.1", "easycache:9,2"])
-def test_the_outlook_of_a_toy(cache):
+def test_a_video_of_the_toy_is_estimated(cache):
     tables = Tables(Magnitudes((1.0,) * 6, (1.0,) * 6, 0.1, 2, 0.2))
     description = registry.model_description("toy")
     settings = description.settings.updated({"steps": 6, "cache": cache})
@@ -185,19 +187,19 @@ def test_the_outlook_of_a_toy(cache):
 REFUSED = {  # the request to a model of this family, and what the message names
     "an image": (lambda toy: run("a", "--model", toy, "--image", "x.png", status=2).stderr, "image prompt alone"),
     "an option": (lambda toy: run("a", "--model", toy, "--flow-shift", 3, status=2).stderr, "flow_shift"),
-    "a keyword": (lambda toy: raised(lambda: wanjax.load(toy)("a", flow_shift=3.0)), "flow_shift"),
-    "its name again": (lambda toy: raised(lambda: wanjax.register(TOY)), "toy registered already"),
+    "a keyword": (lambda toy: library_error(lambda: wanjax.load(toy)("a", flow_shift=3.0)), "flow_shift"),
+    "its name again": (lambda toy: library_error(lambda: wanjax.register(TOY)), "toy registered already"),
 }
 
 
-def test_a_model_s_name_is_no_family():
+def test_a_model_s_name_in_place_of_a_family_is_refused():
     """In a new process, where annotations are not checked."""
     code = "import wanjax; wanjax.register('nano')"
     message = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
     assert has_line_with(message.splitlines()[-1], "WanjaxError Family 'nano' wanjax.load")
 
 
-def raised(call):
+def library_error(call):
     with pytest.raises(WanjaxError) as caught:
         call()
     return str(caught.value)
@@ -207,32 +209,32 @@ def raised(call):
 def test_settings_of_other_families_are_refused(toy, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (32, 32)).save("x.png")
-    ask, words = REFUSED[name]
-    assert has_line_with(ask(toy), words)
+    refuse, words = REFUSED[name]
+    assert has_line_with(refuse(toy), words)
 
 
 @pytest.mark.parametrize("cache", ["magcache", "teacache", "easycache:9,2", "guidance:2"])
-def test_every_step_cache_is_taken(toy, cache):
+def test_every_step_cache_works(toy, cache):
     pipe = wanjax.load(toy)
     ratios = (1.0, 1.01, 0.99, 1.0, 0.98, 0.9)
     tables = Tables(Magnitudes(ratios, ratios, 0.1, 2, 0.2), Changes((0.0,), 0.3, 1, 2))
     pipe.model = replace(pipe.model, tables=tables)
-    encoded, kinds = pipe.encode("a red circle"), []
-    uncached = pipe.denoise(encoded, seed=0, steps=6)
-    cached = pipe.denoise(encoded, seed=0, steps=6, cache=cache, callback=lambda step: kinds.append(step.reuses))
+    conditioning, kinds = pipe.encode("a red circle"), []
+    uncached = pipe.denoise(conditioning, seed=0, steps=6)
+    cached = pipe.denoise(conditioning, seed=0, steps=6, cache=cache, callback=lambda step: kinds.append(step.reuses))
     assert kinds[0] is False
     assert any(kinds)
     assert np.isfinite(cached).all()
     assert error(np.asarray(cached), np.asarray(uncached, np.float64)) > 0
 
 
-def test_a_step_cache_needs_one_more_program(toy):
-    """A step that reuses what another kept is a program of its own, and the whole step another than without a cache."""
+def test_a_step_cache_needs_two_more_programs(toy):
+    """One program reuses cached values; the other computes them, unlike the program without a cache."""
     pipe = wanjax.load(toy)
-    encoded = pipe.encode("a red circle")
-    uncached = pipe.denoise(encoded, seed=0, steps=4)
+    conditioning = pipe.encode("a red circle")
+    uncached = pipe.denoise(conditioning, seed=0, steps=4)
     before = num_compiled(take_step)
-    cached = pipe.denoise(encoded, seed=0, steps=4, cache="deepcache:0,4,2")
+    cached = pipe.denoise(conditioning, seed=0, steps=4, cache="deepcache:0,4,2")
     assert num_compiled(take_step) == before + 2
     assert np.isfinite(cached).all()
     assert error(np.asarray(cached), np.asarray(uncached, np.float64)) > 0

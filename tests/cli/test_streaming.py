@@ -10,7 +10,7 @@ from PIL import Image
 
 import wanjax
 from tests.support.tiny import tiny_causal_checkpoint
-from tests.support.warm import programs
+from tests.support.warm import cached_program_names
 from tests.support.warm import wanjax as wanjax_command
 from tests.support.words import has_line_with
 from wanjax.checkpoints.files import load_safetensors
@@ -117,8 +117,8 @@ def test_a_causal_model_is_converted_there_and_back(model, video, tmp_path):
 @pytest.mark.slow  # tests/cli/test_warmup.py has a quick one, of another model
 def test_nothing_is_compiled_after_a_warmup(model, tmp_path):
     wanjax_command(tmp_path, "warmup", "--model", str(model), *OPTIONS)
-    before = programs(tmp_path)
+    before = cached_program_names(tmp_path)
     assert len(before) > 5
     message = wanjax_command(tmp_path, "generate", "a red circle", "--model", str(model), *OPTIONS, "--out", "a.mp4")
     assert message.count("cached") == 2, message
-    assert programs(tmp_path) == before
+    assert cached_program_names(tmp_path) == before

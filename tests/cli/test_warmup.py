@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import tiny
 from tests.support.quick import quick
-from tests.support.warm import programs, wanjax
+from tests.support.warm import cached_program_names, wanjax
 from wanjax.media import stage_files
 from wanjax.media.metadata import load_settings
 
@@ -33,7 +33,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def warm(folder) -> set[str]:
     wanjax(folder, "warmup", *RUN)
-    return programs(folder)
+    return cached_program_names(folder)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def latents(folder, warm, log) -> np.ndarray:
     """The latents of that run."""
     assert log.count("cached") == 3, log
     assert f"0 programs compiled, {len(warm)} read from the cache" in log
-    assert programs(folder) == warm
+    assert cached_program_names(folder) == warm
     return read_latents(folder)
 
 
@@ -100,21 +100,21 @@ def test_a_second_process_compiles_nothing_on_a_mesh(model, mesh, tmp_path):
 
 @pytest.mark.slow  # tests/schedulers has a quick one: a schedule is an argument of its programs
 def test_another_schedule_compiles_nothing(folder, warm, latents):
-    before = programs(folder)
+    before = cached_program_names(folder)
     wanjax(folder, "denoise", "--steps", "5", "--flow-shift", "4", "--guidance-scale", "3", "--seed", "1")
-    assert programs(folder) == before
+    assert cached_program_names(folder) == before
     assert np.abs(read_latents(folder) - latents).max() > 1e-3
 
 
 @pytest.mark.slow
 def test_changed_code_runs_no_stale_program(folder, warm, latents):
     wanjax(folder, "generate", "a red circle moving right", *RUN, *HERE, code=CHANGED)
-    assert programs(folder) > warm
+    assert cached_program_names(folder) > warm
     assert np.abs(read_latents(folder) - latents).max() > 1e-3
 
 
 @pytest.mark.slow
 def test_changed_settings_run_no_stale_program(folder, warm, latents):
-    before = programs(folder)
+    before = cached_program_names(folder)
     wanjax(folder, "denoise", "--attention", "reference")
-    assert programs(folder) > before
+    assert cached_program_names(folder) > before

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.support.commands import succeeded, wanjax
-from tests.support.proxies import BY_DEFAULT, SINCE_1_29_7, running_proxy
+from tests.support.proxies import NGINX_1_29_7_LINES, NGINX_LINES, running_proxy
 from tests.support.quick import quick
 from tests.support.served import PROMPT, SMALL, serving
 from tests.support.words import has_line_with
@@ -94,7 +94,7 @@ def test_the_page_works_behind_a_proxy(browser, with_token, tmp_path, monkeypatc
 
 @pytest.mark.parametrize(
     ("kind", "prefix", "lines"),
-    quick([("nginx", "/wan/", BY_DEFAULT)], [("nginx", "/wan/", BY_DEFAULT), *((*each, None) for each in PROXIES)]),
+    quick([("nginx", "/wan/", NGINX_LINES)], [("nginx", "/wan/", NGINX_LINES), *((*each, None) for each in PROXIES)]),
 )
 def test_without_a_token_nobody_gets_through_a_proxy(without_token, tmp_path, kind, prefix, lines):
     """Not even through nginx without a line about headers, which calls the server by its own name."""
@@ -107,7 +107,7 @@ def test_without_a_token_nobody_gets_through_a_proxy(without_token, tmp_path, ki
 
 def test_a_page_through_a_proxy_without_headers_names_the_missing_ones(browser, without_token, tmp_path):
     """Its requests look like this machine's but for the page's address; who set the proxy up sees it at once."""
-    with running_proxy("nginx", tmp_path, without_token.base_url.port, lines=SINCE_1_29_7) as url:
+    with running_proxy("nginx", tmp_path, without_token.base_url.port, lines=NGINX_1_29_7_LINES) as url:
         context = browser.new_context()
         page = context.new_page()
         statuses = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a module written as a conversion writes them, without a checkpoint to convert."""
+"""Write a module's weights in the format of converted checkpoints, without a conversion."""
 
 from pathlib import Path
 

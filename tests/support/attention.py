@@ -43,16 +43,16 @@ def softmax(q, k, key_mask=None, window=None, scale=None, bias=None):
     logits = np.einsum("BLND,BSND->BNLS", q, k, optimize=True) * (q.shape[3] ** -0.5 if scale is None else scale)
     if bias is not None:
         logits = logits + np.asarray(bias, np.float64)
-    seen = np.ones(logits.shape, bool)
+    attended = np.ones(logits.shape, bool)
     if key_mask is not None:
-        seen &= np.asarray(key_mask)[:, None, None, :]
+        attended &= np.asarray(key_mask)[:, None, None, :]
     if window is not None:
         left, right = (window, window) if isinstance(window, int) else window
-        ahead = np.arange(k.shape[1]) - np.arange(q.shape[1])[:, None]
-        seen &= ahead >= (-np.inf if left is None else -left)
-        seen &= ahead <= (np.inf if right is None else right)
-    logits = np.where(seen, logits, -1e300)
-    weights = np.where(seen, np.exp(logits - logits.max(axis=-1, keepdims=True)), 0)
+        offset = np.arange(k.shape[1]) - np.arange(q.shape[1])[:, None]
+        attended &= offset >= (-np.inf if left is None else -left)
+        attended &= offset <= (np.inf if right is None else right)
+    logits = np.where(attended, logits, -1e300)
+    weights = np.where(attended, np.exp(logits - logits.max(axis=-1, keepdims=True)), 0)
     return weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
 
 
@@ -64,13 +64,13 @@ def exact(q, k, v, **options):
 def exact_gradients(q, k, v, g, *, scale, of_lse=0.0, **options):
     """Return the gradients of Σ g · attention for q, k, v (with all heads) and the logits, in float64.
 
-    `of_lse` [B L N] adds those of Σ of_lse · log-sum-exp.
+    `of_lse` [B L N] adds the gradients of Σ of_lse · log-sum-exp.
     """
     weights = softmax(q, k, scale=scale, **options)
     q, k, v, g = (np.asarray(x, np.float64) for x in (q, k, v, g))
     d_weights = np.einsum("BLND,BSND->BNLS", g, v)
-    more = np.broadcast_to(np.asarray(of_lse, np.float64), q.shape[:3]).transpose(0, 2, 1)[..., None]
-    d_logits = weights * (d_weights - (weights * d_weights).sum(axis=-1, keepdims=True) + more)
+    d_log_sum_exp = np.broadcast_to(np.asarray(of_lse, np.float64), q.shape[:3]).transpose(0, 2, 1)[..., None]
+    d_logits = weights * (d_weights - (weights * d_weights).sum(axis=-1, keepdims=True) + d_log_sum_exp)
     return (
         scale * np.einsum("BNLS,BSND->BLND", d_logits, k),
         scale * np.einsum("BNLS,BLND->BSND", d_logits, q),
@@ -81,29 +81,29 @@ def exact_gradients(q, k, v, g, *, scale, of_lse=0.0, **options):
 
 @contextmanager
 def count_calls(name: str, module: ModuleType = flash_kernel) -> Iterator[list[int]]:
-    """Count how often running kernels call a function of their module, in the `with` block: one entry for each."""
-    result: list[int] = []
+    """Yield a list that gets one entry for each call of a kernel's function while kernels run in the `with` block."""
+    calls: list[int] = []
     function = getattr(module, name)
 
     def counted(*arguments, **options):
-        jax.debug.callback(lambda: result.append(1))
+        jax.debug.callback(lambda: calls.append(1))
         return function(*arguments, **options)
 
     jax.clear_caches()  # a kernel is traced once
     with mock.patch.object(module, name, counted):
-        yield result
+        yield calls
     jax.clear_caches()
 
 
-def attend_while_gathering(used, attend, *operands):
-    """Run attention on several devices while two matrices wait for it. Afterwards every device has both."""
-    mesh_axis = "sp" if used.axis_size("sp") > 1 else "tp"
+def attend_while_gathering(partitioner, attend, *operands):
+    """Run attention while it gathers two weight matrices; check that every device then has both matrices."""
+    mesh_axis = "sp" if partitioner.axis_size("sp") > 1 else "tp"
     weights = [normal(6, 32, 16), normal(7, 16, 24)]
     specs = PartitionSpec(None, mesh_axis), PartitionSpec(mesh_axis, None)
-    placed = [jax.device_put(x, NamedSharding(used.mesh, spec)) for x, spec in zip(weights, specs, strict=True)]
+    placed = [jax.device_put(x, NamedSharding(partitioner.mesh, spec)) for x, spec in zip(weights, specs, strict=True)]
 
     def run(weights, *operands):
-        with use_partitioner(used), gather_during_attention(pending := RingWeights(weights, (1, 0), mesh_axis)):
+        with use_partitioner(partitioner), gather_during_attention(waiting := RingWeights(weights, (1, 0), mesh_axis)):
             out = attend(*operands)
             assert take_pending_weights() is None
             return out, pending.gathered()

@@ -10,7 +10,7 @@ from wanjax.jobs.batch import MANIFEST
 
 
 def read_manifest(folder: Path) -> list[dict[str, Any]]:
-    """Return the entries of a folder's manifest, without lines that are not whole; none before it is there."""
+    """Return the entries of a folder's manifest, without incomplete lines; none if there is no manifest yet."""
     entries, file = [], folder / MANIFEST
     for line in file.read_bytes().splitlines() if file.exists() else ():
         with suppress(ValueError):

@@ -16,7 +16,7 @@ from wanjax.sharding import Partitioner
 class Call(NamedTuple):
     """A call of a program in a stage. Each argument is its shape, its dtype and the part of it on each device.
 
-    An argument of the host has no parts.
+    An argument on the host has no parts.
     """
 
     stage: str
@@ -30,7 +30,7 @@ class Call(NamedTuple):
 
 
 class Counting(Execute):
-    """Executes programs, and counts their calls; `shardings` are those that the compiler gave the results of each."""
+    """Executes programs and counts their calls. `shardings` lists the output shardings of each compiled program."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,24 +47,24 @@ class Counting(Execute):
         return result
 
 
-def recorded_calls(record: Trace) -> Counter[Call]:
-    """Return the calls of a run that was recorded."""
+def recorded_calls(trace: Trace) -> Counter[Call]:
+    """Return the calls in a program trace."""
     result: Counter[Call] = Counter()
-    for noted in record.programs:
-        instance = noted.traced_program
-        call = _call(noted.stage, instance.program, instance.compile_context, instance.static, instance.shapes)
-        assert call not in result, f"{call} is noted twice"
-        result[call] = noted.calls
+    for entry in trace.programs:
+        instance = entry.traced_program
+        call = _call(entry.stage, instance.program, instance.compile_context, instance.static, instance.shapes)
+        assert call not in result, f"{call} is in the trace twice"
+        result[call] = entry.calls
     return result
 
 
 def traced_call(instance: TracedProgram) -> Call:
-    """Return the call of an instance, of no stage."""
+    """Return the call of a traced program, without a stage."""
     return _call("", instance.program, instance.compile_context, instance.static, instance.shapes)
 
 
 def differences(executed: Counter[Call], recorded: Counter[Call]) -> list[str]:
-    """Return a sentence for each call that is not made as often in both."""
+    """Return a sentence for each call whose two counts differ."""
     return [
         f"{call} is executed {executed[call]} times and recorded {recorded[call]} times"
         for call in executed | recorded
@@ -73,7 +73,7 @@ def differences(executed: Counter[Call], recorded: Counter[Call]) -> list[str]:
 
 
 def steps(calls: Counter[Call]) -> Counter[bool]:
-    """Return the numbers of steps by whether they are given what another kept."""
+    """Count the steps, by whether they reuse cached values."""
     result: Counter[bool] = Counter()
     for call, times in calls.items():
         if call.program is take_step:
@@ -83,14 +83,14 @@ def steps(calls: Counter[Call]) -> Counter[bool]:
 
 
 def wrong_shardings(compiled: Sequence[tuple[TracedProgram, list[Any]]]) -> list[str]:
-    """Return a sentence for each result that has another sharding than its program states."""
-    actual = []
-    for instance, options in compiled:
+    """Return a sentence for each result whose sharding is not the one that its program states."""
+    messages = []
+    for instance, shardings in compiled:
         stated = jax.tree.leaves(instance.results)
-        for number, (result, sharding) in enumerate(zip(stated, options, strict=True)):
+        for number, (result, sharding) in enumerate(zip(stated, shardings, strict=True)):
             if not sharding.is_equivalent_to(result.sharding, result.ndim):
-                actual.append(f"result {number} of {instance.program.name}, {result}, has {sharding}")
-    return actual
+                messages.append(f"result {number} of {instance.program.name}, {result}, has {sharding}")
+    return messages
 
 
 def _call(stage: str, program: Program, compile_context: CompileContext, static: Any, arguments: Any) -> Call:
@@ -101,10 +101,10 @@ def _call(stage: str, program: Program, compile_context: CompileContext, static:
 def _argument(x: Any, partitioner: Partitioner) -> Any:
     """Return the shape of an argument, its dtype, and the part of it on each device of a mesh."""
     if isinstance(x, jax.Array):
-        here = x.sharding.device_set == set(partitioner.mesh.devices.flat)
-        if not here and not x.committed:
+        on_mesh = x.sharding.device_set == set(partitioner.mesh.devices.flat)
+        if not on_mesh and not x.committed:
             return x.shape, x.dtype, None
-        sharding = x.sharding if here else partitioner.replicated
+        sharding = x.sharding if on_mesh else partitioner.replicated
     elif isinstance(x, jax.ShapeDtypeStruct):
         sharding = x.sharding
     else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small server of chat completions on the loopback, which answers as a test says."""
+"""A small server of chat completions on loopback, with answers that a test sets."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -10,30 +10,30 @@ from typing import Any
 
 
 def completion(content: Any, **message: Any) -> bytes:
-    """Return the answer that holds a text."""
+    """Return a completion with this content, as the body of a response."""
     return json.dumps({"choices": [{"message": {"role": "assistant", "content": content, **message}}]}).encode()
 
 
 class Chat:
-    """The server's address, and the path, the key and the body of each request so far.
+    """A server of chat completions. `requests` has the path, the key and the body of each request so far.
 
-    `answer` is called with the handler and the user's text, and returns status and bytes, or None if it has responded.
+    `answer` gets the handler and the user's text. It returns status and body, or None if it has responded itself.
     """
 
-    def __init__(self, result: Callable[[BaseHTTPRequestHandler, str], tuple[int, bytes] | None]):
-        self.answer, self.requests = result, []
+    def __init__(self, answer: Callable[[BaseHTTPRequestHandler, str], tuple[int, bytes] | None]):
+        self.answer, self.requests = answer, []
         chat = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 chat.requests.append((self.path, self.headers.get("Authorization"), body))
-                if (message := chat.answer(self, body["messages"][-1]["content"])) is None:
+                if (response := chat.answer(self, body["messages"][-1]["content"])) is None:
                     return
-                self.send_response(message[0])
-                self.send_header("Content-Length", str(len(message[1])))
+                self.send_response(response[0])
+                self.send_header("Content-Length", str(len(response[1])))
                 self.end_headers()
-                self.wfile.write(message[1])
+                self.wfile.write(response[1])
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -43,9 +43,9 @@ class Chat:
 
 
 @contextmanager
-def chatting(result: Callable[[BaseHTTPRequestHandler, str], tuple[int, bytes] | None]) -> Iterator[Chat]:
-    """Run a server of chat completions meanwhile."""
-    chat = Chat(result)
+def chatting(answer: Callable[[BaseHTTPRequestHandler, str], tuple[int, bytes] | None]) -> Iterator[Chat]:
+    """Run a server of chat completions in the `with` block."""
+    chat = Chat(answer)
     Thread(target=chat.server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield chat

@@ -26,13 +26,13 @@ def files(folder: str | Path) -> list[str]:
 
 
 class Arguments(dict[str, Any]):
-    """What a command passes on, by the names of fields: those of its request, and of the values beside; None if not."""
+    """The arguments that a command passes on, by name, with the fields of its request; None for a missing name."""
 
     def __missing__(self, name: str) -> None:
         return None
 
     def keep(self, *arguments: Any, **named: Any) -> None:
-        """Keep arguments in place of those before."""
+        """Replace the arguments by those of another call."""
         self.clear()
         self.update(named)
         for argument in arguments:
@@ -45,9 +45,9 @@ class Arguments(dict[str, Any]):
 
 
 def refused(*arguments: str | Path, status: int = 2, begun: bool | None = None) -> str:
-    """Run a command that has to be refused, for a mistake or another reason, and return its error message.
+    """Run a command that must fail, and return its error message.
 
-    `begun` False asks for a refusal before the first stage.
+    With `begun` False, the command must fail before the first stage.
     """
     result = wanjax(*arguments)
     assert result.exit_code == status, (result.output, result.exception)

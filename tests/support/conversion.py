@@ -23,7 +23,7 @@ def convert_command(*arguments: str | Path) -> tuple[int, str, str]:
 
 
 def refused(*arguments: str | Path, status: int = 2) -> str:
-    """Run a conversion that has to be refused, for a full disk with status 1, and return its error message."""
+    """Run a conversion that must fail, and return its error message. The status is 1 for a full disk."""
     code, out, err = convert_command(*arguments)
     sentences = re.findall(r"^wanjax: (.*)$", err, re.MULTILINE)
     assert (code, out, len(sentences)) == (status, "", 1), err

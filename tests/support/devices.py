@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import pytest
 
-SHARDED_RULES = ["fsdp", "tp"]  # those that spread weights
+SHARDED_RULES = ["fsdp", "tp"]  # the rules that shard weights
 MESHES = [(1, 1, 8), (2, 1, 4), (2, 2, 2), (1, 4, 2), (1, 8, 1)]  # sizes of dp, sp and tp
 EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 
@@ -32,11 +32,11 @@ def nbytes_on_each(x: jax.Array | jax.ShapeDtypeStruct) -> int:
 
 
 def most_bytes_on_a_device() -> int:
-    """Return the bytes on the fullest device now."""
-    of_device: Counter = Counter()
+    """Return the bytes on the device that has most of them now."""
+    bytes_on: Counter = Counter()
     for array in jax.live_arrays():
-        of_device.update(dict.fromkeys(array.sharding.device_set, nbytes_on_each(array)))
-    return max(of_device.values(), default=0)
+        bytes_on.update(dict.fromkeys(array.sharding.device_set, nbytes_on_each(array)))
+    return max(bytes_on.values(), default=0)
 
 
 def free_port() -> int:

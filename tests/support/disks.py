@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disks without room."""
+"""Disks that are full."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def limit_file_size(size: int) -> Iterator[None]:
-    """Let no file of this process, or of those that it starts, be larger: the write fails as on a full disk."""
+    """Fail writes beyond this size of a file, as on a full disk, in this process and its children."""
     import resource  # late, as Windows has none
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

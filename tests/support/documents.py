@@ -21,7 +21,7 @@ FENCED = re.compile(r"(?:^<!-- (run(?:: \w+)?) -->\n)?^```(\w*)\n(.*?)^```$", re
 
 
 class Block(NamedTuple):
-    """A block of code: the note before it that it is to be run, its language, and its text."""
+    """A block of code: the marker that it runs, its language, and its text."""
 
     run: str
     language: str
@@ -29,17 +29,17 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    return [Block(*result) for result in FENCED.findall(page.read_text(encoding="utf-8"))]
+    return [Block(*match) for match in FENCED.findall(page.read_text(encoding="utf-8"))]
 
 
 def commands(text: str) -> list[str]:
-    """Return the lines of a shell's block that are commands."""
+    """Return the commands in a block of shell code."""
     lines = text.replace("\\\n", "").splitlines()
     return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
 def calls(line: str) -> list[list[str]]:
-    """Return the calls of `wanjax` in a line, also those within a quoted text."""
+    """Return the calls of `wanjax` in a line, also in quotes."""
     result = []
     for part in re.split(r"&&|\||>", line):
         words = shlex.split(part, comments=True)
@@ -51,7 +51,7 @@ def calls(line: str) -> list[list[str]]:
 
 
 def check_call(words: list[str]) -> None:
-    """Parse the arguments of a call, with their types and choices; its model, if it has a plain name, is known."""
+    """Parse the arguments of a call, and check that its model exists if the model has a plain name."""
     words = [word for word in words if word != "--version"]
     if not words:
         return

@@ -28,11 +28,11 @@ def gain(frames: np.ndarray, window: int) -> np.ndarray:
 
 
 def hue(frames: np.ndarray, window: int) -> np.ndarray:
-    """Turn hues by 3 degrees."""
+    """Rotate hues by 3 degrees."""
     angle = np.deg2rad(3)
-    turn = np.eye(3)
-    turn[1:, 1:] = [[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]]
-    return to_bytes(255 * oklab_to_srgb(srgb_to_oklab(frames / 255) @ turn))
+    rotation = np.eye(3)
+    rotation[1:, 1:] = [[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]]
+    return to_bytes(255 * oklab_to_srgb(srgb_to_oklab(frames / 255) @ rotation))
 
 
 def moving_gradient(frames: np.ndarray, window: int) -> np.ndarray:
@@ -53,8 +53,8 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
 
 def remaining_drift_share(change: Change, contrast: float) -> float:
     """Return the share of the drift of eight windows that is left after matching."""
-    frames = as_is = matched = synthetic_clip(contrast)
+    frames = unmatched = matched = synthetic_clip(contrast)
     for window in range(WINDOWS):
-        as_is, new_frames = change(as_is, window), change(matched, window)
+        unmatched, new_frames = change(unmatched, window), change(matched, window)
         matched = match_colours(new_frames, fit_colours(new_frames[:1], matched[:1]))
-    return distance(matched, frames) / distance(as_is, frames)
+    return distance(matched, frames) / distance(unmatched, frames)

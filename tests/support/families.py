@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families and presets that are known for as long as a test runs."""
+"""Register families and presets for one test."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A flow scheduler with fixed options of its noise levels, for tests that need no key."""
+"""A flow scheduler with a fixed shift and sigma schedule, for tests that need no random key."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from wanjax.schedulers import FlowEuler, Scheduler, UniPC
 
 @dataclass(frozen=True)
 class Flow:
-    """A scheduler, a shift and the name of the noise levels."""
+    """A scheduler, a flow shift and a sigma schedule."""
 
     scheduler: Scheduler
     shift: float

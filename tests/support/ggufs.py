@@ -10,7 +10,7 @@ from gguf import MODEL_ARCH, GGMLQuantizationType, quants
 
 
 def write_gguf(path: Path, tensors: dict[str, Any], fields: dict[str, Any] | None = None, arch: str = "wan") -> Path:
-    """Write a file of arrays, or of (bytes, type), by the package's own writer."""
+    """Write a file of arrays, or of pairs (bytes, type), with the writer of the package `gguf`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, arch)
     add = {list: writer.add_array, bytes: writer.add_array, str: writer.add_string, int: writer.add_uint32}
@@ -33,15 +33,15 @@ def as_llama_cpp(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Name and round tensors of transformers as llama.cpp does, by the package's own table of names.
 
-    Returns the tensors for `write_gguf`, and by the names of transformers the numbers that they stand for.
+    Returns the tensors for `write_gguf`, and the dequantized values by the names of transformers.
     """
-    names, stored, numbers = gguf.get_tensor_name_map(arch, layers), {}, dict[str, np.ndarray]()
+    names, stored, dequantized = gguf.get_tensor_name_map(arch, layers), {}, dict[str, np.ndarray]()
     for key, x in tensors.items():
         name = f"{names.get_name(key.rpartition('.')[0])}.{key.rpartition('.')[2]}"
         if x.ndim == 1 or "relative" in key or x.shape[-1] % 32:
-            stored[name] = numbers[key] = x
+            stored[name] = dequantized[key] = x
         else:
             raw = quants.quantize(x, GGMLQuantizationType.Q8_0)
             stored[name] = (raw, GGMLQuantizationType.Q8_0)
-            numbers[key] = quants.dequantize(raw, GGMLQuantizationType.Q8_0)
-    return stored, numbers
+            dequantized[key] = quants.dequantize(raw, GGMLQuantizationType.Q8_0)
+    return stored, dequantized

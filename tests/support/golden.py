@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes `src/wanjax/selftest/golden.json` anew, from what this machine computes: `python -m tests.support.golden`.
+"""Writes `src/wanjax/selftest/golden.json` from what this machine computes: `python -m tests.support.golden`.
 
-It is to be run where a change of the numbers was meant, on a CPU, after the tests of parity passed.
+Run it on a CPU after an intended change of the numbers, when the tests of parity pass.
 """
 
 import json

@@ -15,7 +15,7 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 def unchecked() -> AbstractContextManager[object]:
-    """Let files be written whose numbers are not finite, as other programs do."""
+    """Allow to write files with numbers that are not finite, as other programs do."""
     return patch("wanjax.checkpoints.files.check_finite")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small hub on loopback, with faults, for the real client."""
+"""A small Hugging Face hub on loopback, with faults that a test sets, for the real client."""
 
 import hashlib
 import json
@@ -149,9 +149,9 @@ class Answer(BaseHTTPRequestHandler):
                 time.sleep(self.server.pause)
 
 
-def wait_until(true):
+def wait_until(condition):
     end = time.monotonic() + 60
-    while not true() and time.monotonic() < end:
+    while not condition() and time.monotonic() < end:
         time.sleep(0.001)
 
 

@@ -15,7 +15,7 @@ def source() -> str:
     models = [describe(name) for name in presets()]
     for model in models:
         if presets()[model["name"]].bundled:
-            model["source"] = "wanjax"  # its folder is where the package is
+            model["source"] = "wanjax"  # not the folder of this installation
     return "[\n" + ",\n".join(json.dumps(model, ensure_ascii=False) for model in models) + "\n]\n"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from tests.support.published import TensorShapes, header
 
 LISTED = json.loads((Path(__file__).parents[1] / "data/published.json").read_text(encoding="utf-8"))
-FILES: dict[str, dict[str, Any]] = {listed["file"]: listed for listed in LISTED["files"]}
+FILES: dict[str, dict[str, Any]] = {entry["file"]: entry for entry in LISTED["files"]}
 
 
 def names_hash(keys: TensorShapes) -> str:

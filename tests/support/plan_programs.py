@@ -45,13 +45,13 @@ def product_kernel(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def replicated_product(mesh: AbstractMesh) -> AbstractCall:
-    """Lowers that kernel, the same on each device."""
+    """Return a call of that kernel, replicated on each device."""
     shapes = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 256), (256, 128)))
     return replicated(product_kernel, mesh, shapes)
 
 
 def layers(mesh: AbstractMesh, *, count: int, tokens: int, width: int) -> AbstractCall:
-    """Lowers a scan over layers, with tokens over `dp` and the columns of weights over `tp`."""
+    """Return a scan over layers, with tokens over `dp` and the columns of weights over `tp`."""
 
     def layer(x, w):
         y = jnp.tanh(x @ w)
@@ -65,7 +65,7 @@ def layers(mesh: AbstractMesh, *, count: int, tokens: int, width: int) -> Abstra
 
 
 def on_shapes(function, *shapes, dtype="bfloat16", **keywords) -> AbstractCall:
-    """Lowers a function of arrays of these shapes, which are on the host."""
+    """Return a call of a function with arrays of these shapes on the host."""
     arguments = tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes)
     return AbstractCall(function, arguments, **keywords)
 
@@ -81,14 +81,14 @@ def _copy(x_ref, out_ref):
 
 
 def attend(mesh: AbstractMesh, *, workload: str) -> AbstractCall:
-    """Lowers attention for a named workload in bfloat16, replicated on each device."""
+    """Return attention for a named workload in bfloat16, replicated on each device."""
     return _attend(mesh, WORKLOADS[workload].operands(jnp.bfloat16))
 
 
 def attend_small(
     mesh: AbstractMesh, *, size: int, dtype: str, kv_heads: int, window: tuple[int, int] | None, masked: bool
 ) -> AbstractCall:
-    """Lowers attention of two examples of two heads, with a window or a mask of keys, and its gradients."""
+    """Return attention of two examples with two heads, with a window or a key mask, and its gradients."""
     lengths = ((300, 2), (200, kv_heads), (200, kv_heads))
     operands = [jax.ShapeDtypeStruct((2, length, heads, size), jnp.dtype(dtype)) for length, heads in lengths]
     mask = [jax.ShapeDtypeStruct((2, 200), bool)] if masked else []
@@ -102,13 +102,13 @@ def attend_small(
 
 
 def attend_int8(mesh: AbstractMesh, *, length: int) -> AbstractCall:
-    """Lowers self-attention of two examples of two heads with q kᵀ in int8, replicated on each device."""
+    """Return self-attention of two examples with two heads and q kᵀ in int8, replicated on each device."""
     operand = jax.ShapeDtypeStruct((2, length, 2, 128), jnp.bfloat16)
     return replicated(partial(attention, implementation="flash_tpu:qk=int8"), mesh, [operand] * 3)
 
 
 def attend_ring(mesh: AbstractMesh, *, size: int, dtype: str, length: int) -> AbstractCall:
-    """Lowers attention of two heads whose tokens are on `sp`, where keys and a block's weights go round a ring."""
+    """Return ring attention of two heads with tokens over `sp`, which also gathers the weights of a block."""
     specs = P(None, "sp"), P("sp", None)
 
     def run(q, k, v, *weights):
@@ -123,7 +123,7 @@ def attend_ring(mesh: AbstractMesh, *, size: int, dtype: str, length: int) -> Ab
 
 
 def on_cards(mesh: AbstractMesh) -> AbstractCall:
-    """Lowers what a video's programs are made of: attention by cuDNN over heads, a product, a convolution, a gather."""
+    """Return the main operations of a video's programs: cuDNN attention, a product, a convolution and a gather."""
 
     def run(x, kernel, w):
         with use_partitioner(Partitioner(mesh, SHARDING_RULES["fsdp"])):

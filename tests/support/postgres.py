@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A PostgreSQL of the tests' own, as an unprivileged user."""
+"""A PostgreSQL server for tests, run by an unprivileged user."""
 
 import os
 import pwd
@@ -22,29 +22,34 @@ STRICT, PASSWORD = "strict", "p@ss/word"  # a user who has to give a password
 
 
 def program(name: str) -> str:
-    """Return the path of one of PostgreSQL's programs, which Debian has outside the path; skip the test without."""
+    """Return the path of a PostgreSQL program, also in Debian's folder; skip the test if it is missing."""
     folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
-    result = shutil.which(name) or next((str(each / name) for each in folders if (each / name).exists()), None)
-    return result or pytest.skip("there is no PostgreSQL")
+    path = shutil.which(name) or next((str(each / name) for each in folders if (each / name).exists()), None)
+    return path or pytest.skip("there is no PostgreSQL")
 
 
 class Server:
-    """A server in a folder, which is started and stopped. `port` stays the same.
+    """A server with its data in a folder. `port` stays the same when the server restarts.
 
-    `within` begins the commands, as `ip netns exec NAME`, and `address` is where it listens.
+    Its commands begin with `command_prefix`, such as `ip netns exec NAME`. It listens on `address`.
     """
 
-    def __init__(self, folder: Path, address: str = "127.0.0.1", within: Sequence[str] = ()):
-        self.folder, self.address, self._within = folder, address, list(within)
-        with socket.socket() as result:
-            result.bind(("127.0.0.1", 0))
-            self.port = result.getsockname()[1]
+    def __init__(self, folder: Path, address: str = "127.0.0.1", command_prefix: Sequence[str] = ()):
+        self.folder, self.address, self._command_prefix = folder, address, list(command_prefix)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
         self._user_options: dict[str, Any] = {}
         if os.getuid() == 0:
             user = pwd.getpwnam("postgres")
             os.chown(folder, user.pw_uid, user.pw_gid)
-            if within:
-                self._within += ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
+            if command_prefix:
+                self._command_prefix += [
+                    "setpriv",
+                    f"--reuid={user.pw_uid}",
+                    f"--regid={user.pw_gid}",
+                    "--clear-groups",
+                ]
             else:
                 self._user_options = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
         self._run("initdb", "-U", "postgres", "-A", "trust", "--no-sync", "-E", "UTF8", "--locale=C")
@@ -55,7 +60,7 @@ class Server:
             admin.execute(f"CREATE ROLE {STRICT} LOGIN PASSWORD '{PASSWORD}'")
 
     def _run(self, name: str, *arguments: str) -> None:
-        command = [*self._within, program(name), "-D", str(self.folder / "data"), *arguments]
+        command = [*self._command_prefix, program(name), "-D", str(self.folder / "data"), *arguments]
         result = subprocess.run(
             command, cwd=self.folder, capture_output=True, text=True, timeout=60, **self._user_options
         )
@@ -70,7 +75,7 @@ class Server:
         self._run("pg_ctl", "stop", "-w", "-m", mode)
 
     def suspend_writer(self) -> None:
-        """Suspend the process that writes commits which nobody waits for, until the server stops."""
+        """Suspend the process that writes asynchronous commits, until the server stops."""
         state = "SELECT pid, wait_event FROM pg_stat_activity WHERE backend_type = 'walwriter'"
         with psycopg.connect(self.url("postgres"), autocommit=True) as admin:
             while True:
@@ -97,12 +102,12 @@ class Server:
 
 
 @contextmanager
-def running(address: str = "127.0.0.1", within: Sequence[str] = ()) -> Iterator[Server]:
-    """Yield a server, which is gone afterwards."""
+def running(address: str = "127.0.0.1", command_prefix: Sequence[str] = ()) -> Iterator[Server]:
+    """Run a server in the `with` block."""
     program("initdb")
     with tempfile.TemporaryDirectory(prefix="wanjax-postgres-") as folder:
         os.chmod(folder, 0o755)
-        server = Server(Path(folder), address, within)
+        server = Server(Path(folder), address, command_prefix)
         try:
             yield server
         finally:

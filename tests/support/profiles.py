@@ -16,7 +16,7 @@ def _fixed(*values: float) -> bytes:
 
 
 def profile(gamma: float, primaries: Sequence[Sequence[float]] = ()) -> bytes:
-    """Return a profile of RGB, by the XYZ of its primaries under D50, or of grey."""
+    """Return an RGB profile with the XYZ of its primaries under D50, or a grey profile without primaries."""
     curve = struct.pack(">4s4xIH2x", b"curv", 1, round(gamma * 256))
     tags = {
         b"desc": struct.pack(">4s4xI5s78x1x", b"desc", 5, b"test"),

@@ -26,7 +26,7 @@ def caller(partitioner: Partitioner | None = None) -> Callable[..., Any]:
 
 
 def num_compiled(program: Program | None = None, strategy: Execute = EXECUTE) -> int:
-    """Return the number of programs that a strategy has compiled, or of those of one program."""
+    """Count the executables that a strategy has compiled, or those of one program."""
     return sum(program is None or key is program for key, *_ in list(strategy._compiled))
 
 
@@ -34,15 +34,15 @@ def init_state(pipe: Any, encoded: Any, settings: Any, noise: Any = None) -> tup
     """Return the schedule of a video, and the state before its first step."""
     schedule, shape = pipe.model.spec.schedule(settings, encoded), pipe.model.spec.noise_shape(settings)
     static, options = InitStatic(pipe.scheduler, shape, pipe.model.spec.posteriors), NoiseOverrides(noise)
-    words, number = seed_to_key_data([settings.seed]), np.int32(0)
-    state, _ = pipe.call(begin, static, words, options, schedule, latents_of(encoded), number)
+    key_data, number = seed_to_key_data([settings.seed]), np.int32(0)
+    state, _ = pipe.call(begin, static, key_data, options, schedule, latents_of(encoded), number)
     return schedule, state
 
 
 def prepare_steps(
     pipe: Any, network: Any, phase: Any, encoded: Any, x: Any, rule: Any = CLASSIFIER_FREE
 ) -> tuple[Any, Any]:
-    """Return the static part of a phase's steps, and their inputs."""
+    """Return the static arguments of a phase's steps, and their inputs."""
     model, parts = pipe.model, SplitNetwork(*nnx.split(network))
     groups = choose_groups(phase.guided, False, pipe.partitioner)
     prompts, shared = model.prepare(pipe.runtime, parts, encoded, x, Preparation(groups, rule.nag))

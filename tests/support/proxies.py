@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nginx and Caddy in front of a server, with the lines that docs/guides/server.md prints."""
+"""nginx and Caddy in front of a server, with the configuration of docs/guides/server.md."""
 
 import os
 import re
@@ -16,12 +16,12 @@ import pytest
 from tests.support.documents import ROOT, blocks
 
 PROGRAMS = {"nginx": "/usr/sbin/nginx", "caddy": "caddy"}
-PREFIX = "/wan/"  # of the printed lines
-BY_DEFAULT = "location /wan/ {\n    proxy_pass http://127.0.0.1:8000/;\n}\n"  # of nginx, which adds no header
-SINCE_1_29_7 = (
-    'proxy_http_version 1.1;\nproxy_set_header Connection "";\n' + BY_DEFAULT
+PREFIX = "/wan/"  # the path in the documented configuration
+NGINX_LINES = "location /wan/ {\n    proxy_pass http://127.0.0.1:8000/;\n}\n"  # without headers
+NGINX_1_29_7_LINES = (
+    'proxy_http_version 1.1;\nproxy_set_header Connection "";\n' + NGINX_LINES
 )  # the default of later versions
-OF_NGINX = """
+NGINX_CONFIG = """
 daemon off; master_process off; pid nginx.pid; error_log stderr;
 events {}
 http {
@@ -34,18 +34,18 @@ http {
     }
 }
 """
-OF_CADDY = "{\n    admin off\n    auto_https off\n}\n%s"
+CADDY_CONFIG = "{\n    admin off\n    auto_https off\n}\n%s"
 
 
 def documented_lines(kind: str) -> str:
-    """Return the lines of the documentation for one of the proxies."""
+    """Return the configuration that the documentation has for a proxy."""
     [block] = [block for block in blocks(ROOT / "docs/guides/server.md") if block.language == kind]
     return block.text
 
 
 @contextmanager
 def running_proxy(kind: str, folder: Path, port: int, prefix: str = PREFIX, lines: str | None = None) -> Iterator[str]:
-    """Yield the address of a proxy to a server's port; skips the test where there is no such proxy.
+    """Yield the address of a proxy to a server's port; skip the test if the proxy is not installed.
 
     Args:
         kind: "nginx" or "caddy".
@@ -62,12 +62,12 @@ def running_proxy(kind: str, folder: Path, port: int, prefix: str = PREFIX, line
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "proxy.conf"
     if kind == "nginx":
-        config.write_text(OF_NGINX % (proxy_port, lines))
+        config.write_text(NGINX_CONFIG % (proxy_port, lines))
         command = [program, "-p", folder, "-c", config, "-e", "stderr"]
     else:
-        if prefix == "/":  # which needs no address without the slash
+        if prefix == "/":  # "/" needs no redirect
             lines = re.sub(r"(?m)^\s*redir .*\n", "", lines)
-        config.write_text(OF_CADDY % lines.replace("videos.example", f"http://127.0.0.1:{proxy_port}"))
+        config.write_text(CADDY_CONFIG % lines.replace("videos.example", f"http://127.0.0.1:{proxy_port}"))
         command = [program, "run", "--adapter", "caddyfile", "--config", config]
     homes = dict.fromkeys(("HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"), str(folder))
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | homes)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names and shapes of the tensors in the published Wan checkpoints, in the layout of diffusers.
 
-Those of whole files that hold more than the library reads are at the end.
+The names in files that have more than the library reads are at the end.
 """
 
 import json
@@ -47,9 +47,9 @@ def hollow_file(
     dtype: str = "BF16",
     dtypes: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write a file of safetensors that has these names and shapes, and take no room for their values.
+    """Write a safetensors file with these names and shapes, whose values take no disk space.
 
-    dtypes: those of tensors that have another than `dtype`.
+    dtypes: The dtypes of tensors that do not have `dtype`.
     """
     first, rest = header(keys, dict.fromkeys(keys, dtype) | dict(dtypes or {}))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ ANIMATE_NAMES = {
     "scale_shift_table": "modulation",
     "proj_out": "head.head",
 }
-"""Parts of names in diffusers' image-to-video class, and in its class of Animate 2, whose shapes are the same."""
+"""Parts of names in diffusers' image-to-video class, and in its class of Animate 2, with equal shapes."""
 
 
 def animate_keys(config: TransformerConfig) -> TensorShapes:
@@ -280,7 +280,7 @@ def text_encoder_keys(config: T5Config) -> TensorShapes:
 
 
 def image_encoder_file(config: CLIPVisionConfig) -> TensorShapes:
-    """Return the keys of the file of a `CLIPVisionModelWithProjection`, of which the last block and more is unused."""
+    """Return the keys of a `CLIPVisionModelWithProjection` file. Its last block and its last layers are unused."""
     keys = image_encoder_keys(replace(config, layers=config.layers + 1)) | _norm("vision_model.post_layernorm", 1280)
     return keys | {"visual_projection.weight": (1024, 1280)}
 

@@ -4,8 +4,8 @@
 They are copies of config.json, scheduler_config.json, guider_config.json and preprocessor_config.json as public
 repositories hold them: Ascend's msmodeling (Wan 14B, HunyuanVideo 1.5), painebenjamin/taproot and
 MinusZoneAI/ComfyUI-CogVideoX-MZ (CogVideoX), latentslate (Wan 2.2), mindspore-lab/mindone (the autoencoder of
-HunyuanVideo 1.5), and FastVideo's, nodetool's and diffusers' on Wan's image encoder. A model's differ from its
-neighbour's in a few entries, which stand here alone.
+HunyuanVideo 1.5), and FastVideo's, nodetool's and diffusers' on Wan's image encoder. A config that differs
+from another in a few entries has only these entries here.
 """
 
 from typing import Any

@@ -21,11 +21,13 @@ def rotated(x, group):
     )
 
 
-def rounded(x, form):
-    """Round rows to 8 bits in float64; return what they stand for."""
-    scale = np.maximum(np.abs(x).max(axis=-1, keepdims=True), 1e-30) / LARGEST[form]
+def rounded(x, number_format):
+    """Round rows to 8 bits in float64; return the dequantized rows."""
+    scale = np.maximum(np.abs(x).max(axis=-1, keepdims=True), 1e-30) / LARGEST[number_format]
     steps = np.float32(x / scale)
-    return (np.round(steps) if form == "int8" else steps).astype(DTYPE_OF[form]).astype(np.float64) * scale
+    return (np.round(steps) if number_format == "int8" else steps).astype(DTYPE_OF[number_format]).astype(
+        np.float64
+    ) * scale
 
 
 def formula(x, weight, bias, hadamard_size, activations):
@@ -36,7 +38,7 @@ def formula(x, weight, bias, hadamard_size, activations):
 
 
 def outliers(seed, *shape, dtype="float32"):
-    """Return inputs of which a few channels stand out, as those of transformers do."""
+    """Return inputs with a few channels of large values, as in transformers."""
     x = np.array(normal(seed, *shape))
     x[..., np.arange(shape[-1]) % 101 == 7] *= 40
     return jnp.asarray(x, dtype)

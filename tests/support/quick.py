@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of a test of which a few hold its promise on every run, and all of them under `-m slow` too."""
+"""Parameters of a test: a few that run always, and the rest with `-m slow`."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 
-def quick(some: Iterable[Any], of: Iterable[Any]) -> list[Any]:
-    """Return all of the parameters; those that are not among `some` are slow. A tuple is several arguments."""
-    chosen, every = list(some), list(of)
-    assert all(value in every for value in chosen), chosen
+def quick(fast: Iterable[Any], every: Iterable[Any]) -> list[Any]:
+    """Return all parameters, and mark those that are not in `fast` as slow. A tuple is several arguments."""
+    fast, every = list(fast), list(every)
+    assert all(value in every for value in fast), fast
 
     def parameter(value: Any) -> Any:
         arguments = value if isinstance(value, tuple) else (value,)
-        return pytest.param(*arguments, marks=() if value in chosen else pytest.mark.slow)
+        return pytest.param(*arguments, marks=() if value in fast else pytest.mark.slow)
 
     return [parameter(value) for value in every]

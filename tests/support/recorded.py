@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of a video by name, from its recorded run."""
+"""The programs of a video, from its program trace."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ from wanjax.pricing.roofline_price import Work, count_work
 
 
 def programs(pipe: Pipeline, settings: Settings) -> Iterator[VideoProgram]:
-    """Yield the programs of a video, with blank pictures where the model needs some."""
+    """Yield the programs of a video, with blank pictures if the model needs pictures."""
     yield from programs_of(trace_programs(pipe, settings, needed_pictures(pipe, settings)))
 
 
@@ -29,5 +29,5 @@ def jaxpr_of(program: VideoProgram) -> Jaxpr:
 
 
 def counted(program: VideoProgram) -> Work:
-    """Count the work of a program of one device."""
+    """Count the operations of a program on one device."""
     return count_work(jaxpr_of(program), attention="attention")

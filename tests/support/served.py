@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`wanjax serve` in a process of its own, and a client that asks it."""
+"""`wanjax serve` in a new process, and an HTTP client for it."""
 
 import os
 import re
@@ -20,13 +20,13 @@ def serving(folder, *options, **environment):
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
     assert process.stderr is not None
     try:
-        result, output = None, ""
-        while not result:
+        address, output = None, ""
+        while not address:
             line = process.stderr.readline()
             output += line
             assert line, output
-            result = re.search(r"serving .* at (http://\S+)/,", line)
-        with httpx.Client(base_url=result[1], timeout=60) as client:
+            address = re.search(r"serving .* at (http://\S+)/,", line)
+        with httpx.Client(base_url=address[1], timeout=60) as client:
             yield client, process
     finally:
         process.kill()

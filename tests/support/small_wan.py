@@ -85,7 +85,7 @@ def transformer_config(heads):
 
 
 def causal_pipeline(heads, partitioner, *, chunk_frames=2, window=6, sink=0):
-    """Return a pipeline that makes a video block by block, with random weights."""
+    """Return a pipeline that makes a video chunk by chunk, with random weights."""
     sizes = asdict(transformer_config(heads))
     config = CausalTransformerConfig(**sizes, chunk_frames=chunk_frames, window=window, sink=sink)
     components = Components(
@@ -94,9 +94,9 @@ def causal_pipeline(heads, partitioner, *, chunk_frames=2, window=6, sink=0):
             "vae": lambda room: network(partial(WanVAE, VAE), partitioner),
         }
     )
-    shapes = CausalTextToVideo(transformer=config, vae=VAE, scheduler=Consistency())
+    model = CausalTextToVideo(transformer=config, vae=VAE, scheduler=Consistency())
     defaults = presets()["wan2.1-t2v-1.3b-causal"].defaults.updated({"dtype": "float32"})
-    return Pipeline(components, shapes, defaults, partitioner)
+    return Pipeline(components, model, defaults, partitioner)
 
 
 def animate_pipeline(heads, partitioner, layers=2):
@@ -104,13 +104,13 @@ def animate_pipeline(heads, partitioner, layers=2):
     sizes = asdict(replace(transformer_config(heads), channels_in=10, layers=layers))
     config = AnimateTransformerConfig(**sizes, image_width=8, image_positions=None, clip_offset=(1, 0, -1))
     components = Components({"transformer": lambda room: network(partial(WanAnimateTransformer, config), partitioner)})
-    shapes = CharacterAnimation(transformer=config, vae=VAE, scheduler=FlowDPM())
+    model = CharacterAnimation(transformer=config, vae=VAE, scheduler=FlowDPM())
     defaults = presets()["wan2.2-animate-2-14b"].defaults.updated({"dtype": "float32", "steps": 2})
-    return Pipeline(components, shapes, defaults, partitioner)
+    return Pipeline(components, model, defaults, partitioner)
 
 
 def animate_conditioning(bias=None):
-    """Return random conditioning of that pipeline, for a video of 5 frames of 12x20 pixels."""
+    """Return random conditioning of `animate_pipeline`, for a video of 5 frames of 12x20 pixels."""
     random = np.random.default_rng(1)
     shapes = {
         "prompt_embeds": (512, 8),
@@ -133,14 +133,16 @@ def pose_pipeline(heads, partitioner, layers=2):
     faces |= {"face_width": 6, "face_heads": 2, "face_stride": 2}
     config = PoseTransformerConfig(**sizes, image_width=8, image_positions=None, **faces)
     components = Components({"transformer": lambda room: network(partial(WanPoseTransformer, config), partitioner)})
-    vae = replace(VAE, multipliers=(1, 2, 2), temporal_downsample=(True, True))  # four frames are one, as in the face
-    shapes = PoseToVideo(transformer=config, vae=vae)
+    vae = replace(
+        VAE, multipliers=(1, 2, 2), temporal_downsample=(True, True)
+    )  # one latent frame has four frames, as in the face
+    model = PoseToVideo(transformer=config, vae=vae)
     defaults = presets()["wan2.2-animate-14b"].defaults.updated({"dtype": "float32", "steps": 2})
-    return Pipeline(components, shapes, defaults, partitioner)
+    return Pipeline(components, model, defaults, partitioner)
 
 
 def pose_conditioning():
-    """Return random conditioning of that pipeline, for a video of 9 frames of 24x40 pixels."""
+    """Return random conditioning of `pose_pipeline`, for a video of 9 frames of 24x40 pixels."""
     random = np.random.default_rng(1)
     shapes = {
         "prompt_embeds": (512, 8),
@@ -155,9 +157,9 @@ def pose_conditioning():
 
 
 def small_model(heads, **more):
-    """Return the shapes of that pipeline."""
-    shapes = {"text_encoder": TEXT, "transformer": transformer_config(heads), "vae": VAE, "scheduler": FlowEuler()}
-    return TextToVideo(**shapes | more)
+    """Return a text-to-video model without weights."""
+    parts = {"text_encoder": TEXT, "transformer": transformer_config(heads), "vae": VAE, "scheduler": FlowEuler()}
+    return TextToVideo(**parts | more)
 
 
 def pipeline(heads, partitioner):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores that speak as Amazon's S3 and Google's Cloud Storage do, on loopback, and one in memory."""
+"""Stores with the protocols of Amazon S3 and Google Cloud Storage on loopback, and a store in memory."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -20,16 +20,18 @@ BUCKET, GCS_BUCKET = "s3://wanjax-videos", "gs://wanjax-videos"
 
 @contextmanager
 def running_s3() -> Iterator[str]:
-    """Yield the address of a server that has a bucket; the environment points at it meanwhile."""
+    """Yield the address of an S3 server with a bucket; the environment points at it in the `with` block."""
     import boto3
     from moto.server import ThreadedMotoServer
     from s3fs import S3FileSystem
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # which tells each request
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it logs each request
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     address = "http://{}:{}".format(*server.get_host_and_port())
-    urlopen(f"{address}/moto-api/reset", b"", timeout=9).close()  # what an earlier one of this process had
+    urlopen(
+        f"{address}/moto-api/reset", b"", timeout=9
+    ).close()  # drop the objects of an earlier server in this process
     keys = {"AWS_ACCESS_KEY_ID": "someone", "AWS_SECRET_ACCESS_KEY": "a-secret", "AWS_DEFAULT_REGION": "us-east-1"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (keys | {"AWS_ENDPOINT_URL": address}).items():
@@ -45,9 +47,9 @@ def running_s3() -> Iterator[str]:
 
 @contextmanager
 def running_gcs() -> Iterator[str]:
-    """Yield the address of an emulator of Google's store that has a bucket; the environment points at it meanwhile.
+    """Yield the address of an emulator of Google's store with a bucket; the environment points at it meanwhile.
 
-    It knows no conditions, such as that there is no such object.
+    It ignores preconditions, such as that an object does not exist.
     """
     from gcp_storage_emulator import server as emulator
     from gcp_storage_emulator.handlers.buckets import create_bucket
@@ -56,13 +58,18 @@ def running_gcs() -> Iterator[str]:
 
     storage = Storage(use_memory_fs=True)
     create_bucket(GCS_BUCKET.removeprefix("gs://"), storage)
-    with Queueing(("127.0.0.1", 0), partial(RequestHandler, storage)) as server, pytest.MonkeyPatch.context() as patch:
+    with (
+        QueueingServer(("127.0.0.1", 0), partial(RequestHandler, storage)) as server,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        patch.setattr(emulator, "BytesParser", Parts)
+        patch.setattr(emulator, "BytesParser", UploadParser)
         patch.setenv("STORAGE_EMULATOR_HOST", address)
-        patch.setenv("NO_GCE_CHECK", "true")  # else keys are looked for on a network that is not there
-        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # else Google is asked for the kind of a bucket
+        patch.setenv("NO_GCE_CHECK", "true")  # else the client looks for credentials on Google's network
+        patch.setenv(
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false"
+        )  # else the client asks Google for the kind of the bucket
         from gcsfs import GCSFileSystem
 
         GCSFileSystem.clear_instance_cache()
@@ -71,8 +78,8 @@ def running_gcs() -> Iterator[str]:
         server.shutdown()
 
 
-class Parts(BytesParser):
-    """Parses an upload as gcsfs means it, whose lines end in \n: an \r before the boundary belongs to the file."""
+class UploadParser(BytesParser):
+    """Parses an upload of gcsfs, whose lines end in \n: an \r before the boundary belongs to the file."""
 
     def parsebytes(self, text: bytes, headersonly: bool = False) -> Message:
         head, _, body = text.partition(b"\r\n")
@@ -81,26 +88,26 @@ class Parts(BytesParser):
         message = super().parsebytes(head + b"\r\n")
         boundary, parts = f"\n--{message.get_boundary()}".encode(), []
         for part in (b"\n" + body).split(boundary)[1:3]:
-            about, _, content = part.lstrip(b"\n").partition(b"\n\n")
-            parts.append(super().parsebytes(about + b"\n\n"))
+            head, _, content = part.lstrip(b"\n").partition(b"\n\n")
+            parts.append(super().parsebytes(head + b"\n\n"))
             parts[-1].set_payload(content.decode("ascii", "surrogateescape"))
         message.set_payload(parts)
         return message
 
 
-class Queueing(HTTPServer):
-    """A server that takes one request after another, and lets many wait."""
+class QueueingServer(HTTPServer):
+    """A server that answers one request after another, and lets many requests wait."""
 
     request_queue_size = 128
 
 
 def objects() -> dict[str, bytes]:
-    """Return all objects in memory, by their names."""
+    """Return all objects of the store in memory, by name."""
     return {name.lstrip("/"): bytes(file.getbuffer()) for name, file in MemoryFileSystem.store.items()}
 
 
 def clear_memory_store() -> None:
-    """Empties the store in memory."""
+    """Empty the store in memory."""
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines of small checkpoints for which there are tables of step caches."""
+"""Pipelines of small checkpoints with tables for step caches."""
 
 from dataclasses import replace
 from pathlib import Path

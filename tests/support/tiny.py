@@ -194,7 +194,7 @@ HUNYUAN_CHAT_ENCODER = {
     "vocab_size": 400,
     "hidden_size": 24,
     "intermediate_size": 32,
-    "num_hidden_layers": 3,  # of which one runs
+    "num_hidden_layers": 3,  # one of them runs
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "rms_norm_eps": 1e-6,
@@ -255,7 +255,7 @@ HUNYUAN_INDEX = {
 
 @contextmanager
 def compile_cache(folder: Path) -> Iterator[Path]:
-    """Keep compiled programs in the folder, so that each program is compiled once."""
+    """Cache compiled programs in the folder, so that each program is compiled once."""
     before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_compilation_cache_dir", str(folder))
     compilation_cache.reset_cache()  # else JAX keeps using the previous folder
@@ -299,7 +299,10 @@ def tiny_animate_checkpoint(folder: Path, *, layers: int = 2) -> Path:
         "image_processor": ["transformers", "CLIPImageProcessor"],
         "scheduler": ["diffusers", "DPMSolverMultistepScheduler"],
     }
-    wide = {"hidden_size": 1280, "num_attention_heads": 16}  # as the published tower, whose width no config has
+    wide = {
+        "hidden_size": 1280,
+        "num_attention_heads": 16,
+    }  # the width of the published encoder, which no config states
     _save(folder / "image_encoder", CLIP, IMAGE_ENCODER | wide, "model")
     _write_json(folder / "image_processor" / "preprocessor_config.json", IMAGE_PROCESSOR)
     _save(folder / "transformer", "WanAnimate2Transformer3DModel", ANIMATE_TRANSFORMER | {"num_layers": layers})
@@ -337,7 +340,7 @@ def tiny_control_checkpoint(folder: Path) -> Path:
 
 
 def tiny_causal_checkpoint(folder: Path) -> Path:
-    """Write the checkpoint of a model that makes blocks of two latent frames, of which it sees two."""
+    """Write the checkpoint of a causal model: chunks of two latent frames, and a window of two chunks."""
     kind, solver = "CausalWanTransformer3DModel", "SelfForcingFlowMatchScheduler"
     blocks = {"_class_name": kind, "num_frames_per_block": 2, "local_attn_size": -1, "sliding_window_num_frames": 4}
     parts = {"transformer": ["diffusers", kind], "scheduler": ["diffusers", solver]}
@@ -375,8 +378,8 @@ def tiny_cogvideox_checkpoint(folder: Path, **transformer: Any) -> Path:
     _save(folder / "vae", "AutoencoderKLCogVideoX", COGVIDEOX_VAE)
     save_tokenizer(folder / "tokenizer", model_max_length=TEXT_LENGTH)
     _write_json(folder / "scheduler" / "scheduler_config.json", COGVIDEOX_SCHEDULER)
-    pictured = transformer.get("in_channels", LATENT_CHANNELS) > LATENT_CHANNELS
-    kind = {"_class_name": "CogVideoXImageToVideoPipeline"} if pictured else {}
+    with_picture = transformer.get("in_channels", LATENT_CHANNELS) > LATENT_CHANNELS
+    kind = {"_class_name": "CogVideoXImageToVideoPipeline"} if with_picture else {}
     _write_json(folder / "model_index.json", COGVIDEOX_INDEX | kind)
     _write_json(folder / "generation_config.json", SMALL)
     return folder
@@ -404,7 +407,7 @@ def tiny_hunyuan_checkpoint(folder: Path, *, pictured: bool = False, **transform
 
 
 def save_byte_tokenizer(folder: Path) -> None:
-    """Write the folder of ByT5's tokenizer, whose tokens are bytes, without tokens of its own."""
+    """Write the folder of ByT5's tokenizer: its tokens are bytes, and it has no others."""
     _write_json(folder / "tokenizer_config.json", {"extra_ids": 0})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels for `admission` that are right, or fail each in its way; a child process finds them by their names."""
+"""Kernels that pass `admission` or fail in different ways; a child process loads them by name."""
 
 import os
 import time
@@ -19,7 +19,7 @@ def right(q, k, v, **options):
 
 
 def wrong(q, k, v, **options):
-    """Attention that loses the last key, as a tail that is cut off would."""
+    """Attention without the last key, like a kernel that drops a partial tile."""
     return right(q, k[:, :-1], v[:, :-1], **options)
 
 
@@ -45,7 +45,7 @@ def _kernel(name, attend):
 
 
 def _kernels(attend):
-    """Return a kernel that fails between two that are right."""
+    """Return a kernel of `attend` between two correct kernels."""
     return _kernel("heads_apart", right), _kernel("flash_tpu", attend), _kernel("heads_joined", right)
 
 

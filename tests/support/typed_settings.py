@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the typed keywords of a call, for editors: `python -m tests.support.typed_settings`."""
+"""Writes the typed keywords of a pipeline call, for editors: `python -m tests.support.typed_settings`."""
 
 from pathlib import Path
 
@@ -7,14 +7,14 @@ from wanjax.pipelines import settings
 from wanjax.pipelines.settings import LOAD_SETTINGS, Settings, schema
 
 FILE = Path(settings.__file__).with_name("typed_settings.py")
-ELSEWHERE = (
+NOT_KEYWORDS = (
     *LOAD_SETTINGS,
     "prompt",
     "original_prompt",
     "negative_prompt",
     "resize",
     "outpaint",
-)  # given to `load`, or as parameters of their own
+)  # arguments of `load`, or separate parameters of a call
 HEAD = '''# SPDX-License-Identifier: Apache-2.0
 """The settings of a call as typed keywords. `python -m tests.support.typed_settings` writes this file."""
 
@@ -35,7 +35,7 @@ class SettingsKeywords(TypedDict, total=False):
 def source() -> str:
     """Return the text of the module."""
     settings = schema(Settings).items()
-    lines = [f"    {name}: {_type(name)} | None" for name, _ in settings if name not in ELSEWHERE]
+    lines = [f"    {name}: {_type(name)} | None" for name, _ in settings if name not in NOT_KEYWORDS]
     return HEAD + "\n".join(lines) + "\n"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of annotations in tests, and a context without it."""
+"""Check annotations in tests, and turn the checks off for a `with` block."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,14 +14,14 @@ with_shapes = jaxtyping.jaxtyped
 
 
 def _has_shapes(annotation: Any) -> bool:
-    """Return whether an annotation has shapes, or may have: a text is not read."""
+    """Return whether an annotation has shapes, or may have them because it is a string."""
     if isinstance(annotation, str) or getattr(annotation, "__module__", "").startswith("jaxtyping"):
         return True
     return any(map(_has_shapes, get_args(annotation)))
 
 
 def by_annotation(*, typechecker: Callable) -> Callable[[Any], Any]:
-    """Stands for jaxtyping's decorator, which checks twice at each call and is for functions whose shapes are named."""
+    """Replace jaxtyping's decorator, which checks each call twice, for functions without shapes."""
 
     def decorate(function: Any) -> Any:
         annotations = getattr(function, "__annotations__", None)
@@ -41,14 +41,14 @@ def by_annotation(*, typechecker: Callable) -> Callable[[Any], Any]:
 
 
 def install() -> None:
-    """Check the annotations of all that is imported of the library from now on."""
+    """Check the annotations of the library's modules that are imported from now on."""
     jaxtyping.jaxtyped = by_annotation
     jaxtyping.install_import_hook("wanjax", "tests.support.types.checked")
 
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Disables checks of annotations, so that wrong operands reach the library's own messages."""
+    """Disable the checks of annotations, so that wrong operands reach the library's own messages."""
     disabled = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     try:

@@ -11,7 +11,7 @@ from PIL import Image
 
 RANDOM = np.random.default_rng(0)
 FRAMES = np.stack([np.roll(RANDOM.integers(40, 216, (12, 16, 3)), i, 1) for i in range(25)]).repeat(8, 1).repeat(8, 2)
-FRAMES = FRAMES.astype(np.uint8)  # 25 of 128x96, whose codes are long enough for a hole within one
+FRAMES = FRAMES.astype(np.uint8)  # 25 of 128x96; each is encoded in enough bytes for a hole in one frame
 X264 = ("-c:v", "libx264", "-pix_fmt", "yuv420p", "-g", "12")
 CONTAINERS = {
     "fast.mp4": (*X264, "-movflags", "+faststart"),
@@ -35,23 +35,23 @@ ANIMATIONS = ("a.gif", "a.webp", "a.png", "a.avif")
 
 
 def max_difference(first: np.ndarray, second: np.ndarray) -> int:
-    """Return the largest difference of two pictures or clips, which have one shape."""
+    """Return the largest difference of two pictures or clips of equal shape."""
     assert first.shape == second.shape
     return int(np.abs(first.astype(int) - second).max())
 
 
 def ffmpeg(*arguments: str | Path, frames: np.ndarray, rate: str = "25") -> str:
-    """Run ffmpeg on frames of RGB, or RGBA, at a rate; return what it says."""
+    """Run ffmpeg on RGB or RGBA frames at a frame rate; return its messages."""
     height, width, channels = frames.shape[1:]
     raw = ["-f", "rawvideo", "-pix_fmt", "rgba" if channels == 4 else "rgb24", "-s", f"{width}x{height}"]
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", *raw, "-framerate", rate, "-i", "-", *arguments]
-    done = subprocess.run(command, input=frames.tobytes(), capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()[-400:]
-    return done.stderr.decode()
+    run = subprocess.run(command, input=frames.tobytes(), capture_output=True, check=False)
+    assert run.returncode == 0, run.stderr.decode()[-400:]
+    return run.stderr.decode()
 
 
 def write_clip(path: Path, rate: str = "25", frames: np.ndarray = FRAMES) -> Path:
-    """Write a video or an animation in the container of its name."""
+    """Write a video or an animation in the container that the file name says."""
     if path.name in ANIMATIONS:
         first, *rest = [Image.fromarray(frame) for frame in frames]
         first.save(path, save_all=True, append_images=rest, duration=40, quality=90)
@@ -75,10 +75,10 @@ def write_damaged(path: Path, kind: str) -> Path:
 def names_broken_frame(sentence: str, name: str, kind: str) -> bool:
     """Return whether a message names the frame at which a damaged clip of `FRAMES` breaks.
 
-    Some that end early do not open at all.
+    A file that ends early may not open at all.
     """
     if (frame := re.search(r"breaks at frame (\d+)", sentence)) is None:
         return kind == "cut" and name in ("plain.mp4", "a.webp", "a.avif")
-    if (name, kind) == ("a.avif", "cut"):  # its frames are not in the order in which they are shown
+    if (name, kind) == ("a.avif", "cut"):  # its frames are not stored in display order
         return True
     return 8 <= int(frame[1]) <= 18

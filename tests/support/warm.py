@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command in new processes, with a folder as their compilation cache."""
+"""Run the command in a new process, with a compile cache in a folder."""
 
 import os
 import subprocess
@@ -10,14 +10,14 @@ from pathlib import Path
 def wanjax(
     folder: Path, *arguments: str, code: str = "from wanjax.cli import main; main()", devices: int | None = None
 ) -> str:
-    """Run the command in a new process with the folder as compilation cache; return its output.
+    """Run the command in a new process with a compile cache in the folder; return its stderr.
 
-    `devices` are the number into which JAX divides the processor, where it is given.
+    `devices` is the number of CPU devices of JAX; None for the default.
     """
-    here = {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder / "cache")}
+    variables = {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder / "cache")}
     run = subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        env=os.environ | here | ({"JAX_NUM_CPU_DEVICES": str(devices)} if devices else {}),
+        env=os.environ | variables | ({"JAX_NUM_CPU_DEVICES": str(devices)} if devices else {}),
         cwd=folder,
         capture_output=True,
         text=True,
@@ -27,5 +27,5 @@ def wanjax(
     return run.stderr
 
 
-def programs(folder: Path) -> set[str]:
+def cached_program_names(folder: Path) -> set[str]:
     return {path.name for path in (folder / "cache" / "wanjax" / "xla").rglob("*-cache")}

@@ -7,10 +7,10 @@ import numpy as np
 from flax import nnx
 
 
-def velocity(model, latents, t, text, sees):
-    """Return the velocity of latents [T H W C] whose frames are at the timesteps t [T], for a prompt [S E].
+def velocity(model, latents, t, text, frame_mask):
+    """Return the velocity of latents [T H W C] whose frames are positions the timesteps t [T], for a prompt [S E].
 
-    Frame i attends to frame j where `sees[i, j]`.
+    Frame i attends to frame j where `frame_mask[i, j]`.
     """
     config = model.config
     weights = {
@@ -26,29 +26,29 @@ def velocity(model, latents, t, text, sees):
     frames, height, width, _ = latents.shape
     _, ph, pw = config.patch
     rows, columns = height // ph, width // pw
-    cells = latents.astype(np.float64).reshape(frames, rows, ph, columns, pw, -1).transpose(0, 1, 3, 2, 4, 5)
-    x = linear(cells.reshape(frames * rows * columns, -1), "patch_embed")
-    of_token = np.repeat(np.arange(frames), rows * columns)
+    patches = latents.astype(np.float64).reshape(frames, rows, ph, columns, pw, -1).transpose(0, 1, 3, 2, 4, 5)
+    x = linear(patches.reshape(frames * rows * columns, -1), "patch_embed")
+    frame_of_token = np.repeat(np.arange(frames), rows * columns)
     text = linear(gelu(linear(text.astype(np.float64), "text_embed", "up")), "text_embed", "down")
     half = config.frequency_dim // 2
     angles = np.asarray(t, np.float64)[:, None] * 10000.0 ** (-np.arange(half) / half)
     time = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
     time = linear(silu(linear(time, "time_embed", "up")), "time_embed", "down")  # [T E]
     mod = linear(silu(time), "time_proj").reshape(frames, 6, -1)
-    turned = turns(config, frames, rows, columns)
-    mask = np.asarray(sees)[of_token][:, of_token]
+    rope = rope_tables(config, frames, rows, columns)
+    mask = np.asarray(frame_mask)[frame_of_token][:, frame_of_token]
 
     for layer in range(config.layers):
-        x = block(weights, layer, config, x, (mod, of_token), text, turned, mask)
+        x = block(weights, layer, config, x, (mod, frame_of_token), text, rope, mask)
 
     shift, scale = (get("table")[None] + time[:, None]).transpose(1, 0, 2)
-    y = layer_norm(x, config.eps) * (1 + scale[of_token]) + shift[of_token]
+    y = layer_norm(x, config.eps) * (1 + scale[frame_of_token]) + shift[frame_of_token]
     y = linear(y, "proj_out").reshape(frames, rows, columns, ph, pw, -1)
     return y.transpose(0, 1, 3, 2, 4, 5).reshape(frames, height, width, -1)
 
 
-def block(weights, layer, config, x, times, text, turned, mask):
-    """Return the tokens after a block of the network; `times` are the frames' modulations, and each token's frame."""
+def block(weights, layer, config, x, modulation, text, rope, mask):
+    """Return the tokens after a block. `modulation` is that of each frame, and the frame of each token."""
 
     def get(*path):
         return weights["blocks", *path][layer]
@@ -56,27 +56,29 @@ def block(weights, layer, config, x, times, text, turned, mask):
     def linear(x, *path):
         return x @ get(*path, "kernel") + get(*path, "bias")
 
-    mod, of_token = times
-    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = (mod + get("table")[None]).transpose(1, 0, 2)[:, of_token]
+    mod, frame_of_token = modulation
+    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = (mod + get("table")[None]).transpose(1, 0, 2)[
+        :, frame_of_token
+    ]
     y = layer_norm(x, config.eps) * (1 + scale) + shift
     q, k = (rms(linear(y, "self_attn", n), config.eps) * get("self_attn", f"{n}_norm", "scale") for n in "qk")
-    q, k = (rotated(heads(a, config.heads), *turned) for a in (q, k))
-    y = attended(q, k, heads(linear(y, "self_attn", "v"), config.heads), mask)
+    q, k = (rotated(heads(a, config.heads), *rope) for a in (q, k))
+    y = attention(q, k, heads(linear(y, "self_attn", "v"), config.heads), mask)
     x = x + gate * linear(y, "self_attn", "out")
     y = layer_norm(x, config.eps) * get("norm2", "scale") + get("norm2", "bias")
     q = rms(linear(y, "cross_attn", "q"), config.eps) * get("cross_attn", "q_norm", "scale")
     k = rms(linear(text, "cross_attn", "k"), config.eps) * get("cross_attn", "k_norm", "scale")
     q, k, v = (heads(a, config.heads) for a in (q, k, linear(text, "cross_attn", "v")))
-    x = x + linear(attended(q, k, v, np.ones((len(x), len(text)), bool)), "cross_attn", "out")
+    x = x + linear(attention(q, k, v, np.ones((len(x), len(text)), bool)), "cross_attn", "out")
     y = layer_norm(x, config.eps) * (1 + mlp_scale) + mlp_shift
     return x + mlp_gate * linear(gelu(linear(y, "mlp", "up")), "mlp", "down")
 
 
-def turns(config, frames, rows, columns):
+def rope_tables(config, frames, rows, columns):
     """Return the cosine and sine [L P] of each token's angles."""
-    at = np.stack(np.meshgrid(np.arange(frames), np.arange(rows), np.arange(columns), indexing="ij"), axis=-1)
+    positions = np.stack(np.meshgrid(np.arange(frames), np.arange(rows), np.arange(columns), indexing="ij"), axis=-1)
     angles = [
-        at[..., axis].reshape(-1, 1) * 10000.0 ** (-np.arange(0, channels, 2) / channels)
+        positions[..., axis].reshape(-1, 1) * 10000.0 ** (-np.arange(0, channels, 2) / channels)
         for axis, channels in enumerate(config.rope_channels)
     ]
     angles = np.concatenate(angles, axis=1)
@@ -88,7 +90,7 @@ def rotated(x, cos, sin):
     return np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
-def attended(q, k, v, mask):
+def attention(q, k, v, mask):
     scores = np.einsum("lnd,snd->nls", q, k) / math.sqrt(q.shape[-1])
     scores = np.where(mask[None], scores, -np.inf)
     scores = np.exp(scores - scores.max(axis=-1, keepdims=True))

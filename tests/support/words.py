@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that a message names what its reader needs: the wrong value and the right choice, in any sentence."""
+"""Check that a message contains certain words, such as the wrong value and a valid value, in any sentence."""
 
 import re
 
 
 def line_with_words(words: str) -> str:
-    """Return a pattern of the lines that name each of the words, in any order. What brackets enclose is one word."""
+    """Return a pattern for a line with all of these words in any order. Text in brackets is one word."""
     patterns = [
         (r"(?<!\w)" if word[0].isalnum() else "") + re.escape(word) + (r"(?!\w)" if word[-1].isalnum() else "")
         for word in re.findall(r"(?:\[[^]]*\]|\([^)]*\)|\{[^}]*\}|\S)+", words)
@@ -14,5 +14,5 @@ def line_with_words(words: str) -> str:
 
 
 def has_line_with(output: str, words: str) -> bool:
-    """Return whether one line names each of the words."""
+    """Return whether one line has all of these words."""
     return re.search(line_with_words(words), output) is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ComfyUI's own workflow templates, and workflows in both of their forms."""
+"""ComfyUI's workflow templates, and workflows in the editor's form and the API's form."""
 
 import json
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def template(name: str) -> dict[str, Any]:
 
 
 def template_names() -> list[str]:
-    """List all templates, without the files beside them that are no workflows."""
+    """List all templates, without other files in their folder."""
     names = [path.stem for path in sorted(TEMPLATES.glob("*.json"))]
     return [name for name in names if not name.startswith("index") and "nodes" in template(name)]
 
@@ -60,12 +60,12 @@ def api_form(graph: Graph) -> dict[str, Any]:
 
 
 def with_switch(name: str) -> dict[str, Any]:
-    """Return a template whose switch of fewer steps is turned."""
+    """Return a template with its switch for fewer steps flipped."""
     workflow = template(name)
     for node in nodes_of(workflow):
         if node["type"] == "PrimitiveBoolean" and node["widgets_values"] in ([True], [False]):
             node["widgets_values"] = [not node["widgets_values"][0]]
         values = node.get("widgets_values")
         if len(node["type"]) == 36 and isinstance(values, list) and values and isinstance(values[-1], bool):
-            values[-1] = not values[-1]  # the value that this use of a subgraph has
+            values[-1] = not values[-1]  # the value for this use of a subgraph
     return workflow

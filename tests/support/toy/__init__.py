@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A family outside the package, unlike those in it. `wanjax.register(TOY)` alone adds it.
+"""A family outside the package, unlike those in it. `wanjax.register(TOY)` adds it.
 
 Two text encoders, a dual stream with a text mask, a scheduler on v-predictions whose steps draw noise, an autoencoder
 of another scale.
@@ -90,8 +90,8 @@ class ToyConditioning(NamedTuple):
 def encode_texts(graphdefs, ids, mask, glyphs, weights):
     """Features of both encoders, and the mask of all tokens, of the prompt and of the negative one."""
     text, second = (nnx.merge(*pair) for pair in zip(graphdefs, weights, strict=True))
-    both = text(ids, mask), jnp.concatenate([mask, glyphs > 0], axis=1), second(glyphs)
-    return *(x[:1] for x in both), *(x[1:] for x in both)
+    features = text(ids, mask), jnp.concatenate([mask, glyphs > 0], axis=1), second(glyphs)
+    return *(x[:1] for x in features), *(x[1:] for x in features)
 
 
 @program(scan_options)
@@ -150,8 +150,10 @@ class ToyModel(VideoModel[ToyConditioning]):
         return runtime.components.get("tokenizer").tokenize([prompt]), glyphs.astype(np.int32)[None]
 
     def encode_text(self, runtime, settings):
-        both = [self._tokens(runtime, text) for text in (settings.prompt, settings.negative_prompt)]
-        ids, mask, glyphs = (np.concatenate(x) for x in zip(*((b.ids, b.mask, g) for b, g in both), strict=True))
+        tokens = [self._tokens(runtime, text) for text in (settings.prompt, settings.negative_prompt)]
+        ids, mask, glyphs = (
+            np.concatenate(x) for x in zip(*((text.ids, text.mask, glyphs) for text, glyphs in tokens), strict=True)
+        )
         splits = [runtime.split(name) for name in ("text_encoder", "text_encoder_2")]
         graphdefs, weights = zip(*splits, strict=True)
         return ToyConditioning(*runtime.call(encode_texts, graphdefs, ids, mask, glyphs, weights))

@@ -31,17 +31,17 @@ T5_NAMES = {
 
 def write_checkpoint(folder: Path, family: Family) -> Path:
     """Write a checkpoint of a family's only preset; return its folder."""
-    random, shapes = np.random.default_rng(0), family.presets[0].model
-    assert shapes is not None
+    random, model = np.random.default_rng(0), family.presets[0].model
+    assert model is not None
     classes = {}
-    for name, config in shapes.spec.networks.items():
-        result, is_t5 = family.network_of(config), isinstance(config, T5Config)
+    for name, config in model.spec.networks.items():
+        toy_network, is_t5 = family.network_of(config), isinstance(config, T5Config)
         entries = {T5_NAMES.get(key, key) if is_t5 else key: value for key, value in vars(config).items()}
         _write(folder / name / "config.json", entries | (T5 if is_t5 else {}))
-        graphdef, state = nnx.split(result.abstract(dtype=jnp.float32, param_dtype=jnp.float32))
+        graphdef, state = nnx.split(toy_network.abstract(dtype=jnp.float32, param_dtype=jnp.float32))
         weights = jax.tree.map(lambda x: random.normal(0, 0.3, x.shape).astype(np.float32), state)
-        modules.export(nnx.merge(graphdef, weights), result.rules, folder / name / "model.safetensors")
-        classes[name] = ["toys", result.kind.classes[0]]
+        modules.export(nnx.merge(graphdef, weights), toy_network.rules, folder / name / "model.safetensors")
+        classes[name] = ["toys", toy_network.kind.classes[0]]
     save_tokenizer(folder / "tokenizer", model_max_length=LENGTH)
     _write(folder / "scheduler" / "scheduler_config.json", {"_class_name": "Ancestral"})
     other_parts = {"tokenizer": ["transformers", "T5TokenizerFast"], "scheduler": ["toys", "AncestralScheduler"]}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second family outside the package, with what none in it has. `wanjax.register(TOY_SOUND)` alone adds it.
+"""A second family outside the package, with features that no family in it has. `wanjax.register(TOY_SOUND)` adds it.
 
-A video and its sound are denoised together, after a pass over a reference picture, and over a driving clip if one is
-given, an input of this family alone. Their keys and values are kept. A second network denoises both again at twice the
-height and width. The decoder takes noise, and makes sound too.
+The first network denoises a video and its sound together. Before, it reads a reference picture and an optional driving
+clip once, and caches their keys and values. Only this family has a driving clip. A second network denoises prompts again
+at twice the height and width. The decoder adds noise to the latents, and makes the sound too.
 """
 
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ from wanjax.pipelines.validation import FieldShape
 DEFAULTS = TOY_DEFAULTS.updated({"model": "toy-sound", "height": 64, "width": 64, "steps": 3})
 DRIVING = InputSpec("driving", "clip", "a driving clip", "A clip whose motion the video follows.", background="black")
 AUDIO = ModalitySpec(channels=5, per_second=12.8)
-NOISE = 0.1  # that the decoder takes
+NOISE = 0.1  # the noise level of the decoder's input
 JOINT = ("patch_embed", "audio_embed", "text_embed", "time_embed", "proj_out", "audio_out")
 BLOCK = ("video_qkv", "audio_qkv", "text_kv", "video_out", "audio_out")
 
@@ -105,8 +105,8 @@ def upsample(graphdef, latents, weights):
 
 
 @program(random_options)
-def add_noise(static, latents, words):
-    return (1 - NOISE) * latents + NOISE * draw_noise(words, (1, *latents.shape[1:]), 100)
+def add_noise(static, latents, key_data):
+    return (1 - NOISE) * latents + NOISE * draw_noise(key_data, (1, *latents.shape[1:]), 100)
 
 
 @program(conv_options)
@@ -171,9 +171,9 @@ class SoundModel(VideoModel[SoundConditioning]):
         return ForwardCost(tokens, config.layers, config.heads, config.width, flops, {"blocks": flops})
 
     def encode_text(self, runtime, settings):
-        [both] = self.tokenize(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
+        [prompts] = self.tokenize(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
         graphdef, weights = runtime.split("text_encoder")
-        return SoundConditioning(*runtime.call(encode_texts, graphdef, both.ids, both.mask, weights))
+        return SoundConditioning(*runtime.call(encode_texts, graphdef, prompts.ids, prompts.mask, weights))
 
     def encode_inputs(self, runtime, pictures, settings, *, tiling=None):
         vae, options = runtime.components.get("vae"), {"reference": pictures["image"][None]}

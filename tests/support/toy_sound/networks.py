@@ -40,7 +40,7 @@ class UpsamplerConfig:
 @dataclass(frozen=True)
 class SoundConfig:
     channels: int
-    samples: int  # of each latent
+    samples: int  # per latent
 
 
 class JointBlock(nnx.Module):
