@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the commands share: commands that do not run, and stages that end early."""
+"""Fixtures of the commands' tests: commands that do not run, and stages that fail."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -29,7 +29,7 @@ def record_arguments(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Arguments
 
 @pytest.fixture
 def failing_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, BaseException], AbstractContextManager[None]]:
-    """Let a method of `Run` fail, as by Ctrl-C or for want of memory: `with failing_in("latents", MemoryError())`."""
+    """Make a method of `Run` raise an error: `with failing_in("latents", MemoryError())`."""
 
     @contextmanager
     def failing(method: str, error: BaseException) -> Iterator[None]:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("cached_programs")
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
 ONE_FRAME = ("--size", "32x16", "--frames", "1", "--steps", "2", "--dtype", "float32")
 FRAMES = np.zeros((1, 16, 32, 3), np.uint8)
-EACH = """if True:  # runs commands, which `::` divides, and writes a null after the output of each
+RUN_COMMANDS = """if True:  # runs commands, which `::` divides, and writes a null after the output of each
     import os, sys
     from itertools import groupby
     from wanjax.cli import main
@@ -46,12 +46,12 @@ EACH = """if True:  # runs commands, which `::` divides, and writes a null after
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
+def text_model(tmp_path_factory) -> str:
     return str(tiny_checkpoint(tmp_path_factory.mktemp("text")))
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory) -> str:
+def image_model(tmp_path_factory) -> str:
     return str(tiny_image_checkpoint(tmp_path_factory.mktemp("image")))
 
 
@@ -71,15 +71,15 @@ def lines(output: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mov", "a.webm", "a.gif", "a.webp", "a"])
-def test_info_of_each_format(text, name):
+def test_info_prints_the_settings_of_each_format(text_model, name):
     options = ("--negative-prompt", "grey", "--guidance-scale", "2.5", "--seed", "7", "--fps", "8")
-    succeeded(wanjax("a red circle", "--model", text, *SMALL, *options, "--dir", "d", "--out", name))
+    succeeded(wanjax("a red circle", "--model", text_model, *SMALL, *options, "--dir", "d", "--out", name))
     entries = lines(succeeded(wanjax("info", name)).stdout)
     assert list(entries)[:8] == ["model", "prompt", "negative prompt", "size", "frames", "steps", "guidance", "seed"]
     assert (
         entries.items()
         >= {
-            "model": text,
+            "model": text_model,
             "prompt": "a red circle",
             "negative prompt": "grey",
             "size": "32x16",
@@ -91,32 +91,32 @@ def test_info_of_each_format(text, name):
             "scheduler": "unipc",
         }.items()
     )
-    assert not {"strength", "resize"} & entries.keys()  # of no use without a video, or a picture
-    record = json.loads(succeeded(wanjax("info", name, "--json")).stdout)
-    assert record == read_metadata(name) == load_settings(Path("d"))
+    assert not {"strength", "resize"} & entries.keys()  # without effect, because there is no video and no picture
+    metadata = json.loads(succeeded(wanjax("info", name, "--json")).stdout)
+    assert metadata == read_metadata(name) == load_settings(Path("d"))
     if name == "a":
         for path in ("a/frame_00002.png", "d", "d/generation_config.json", "d/stage2_latents.safetensors"):
             entries = json.loads(succeeded(wanjax("info", path, "--json")).stdout)
-            assert entries.items() <= record.items()
-            assert {**entries, "fps": 8} == record
+            assert entries.items() <= metadata.items()
+            assert {**entries, "fps": 8} == metadata
         encoded = json.loads(succeeded(wanjax("info", "d/stage1_embeddings.safetensors", "--json")).stdout)
         assert encoded == {"prompt": "a red circle", "negative_prompt": "grey"}
 
 
-def test_info_of_all_settings(image):
+def test_info_prints_all_settings(image_model):
     Image.fromarray(np.full((16, 32, 3), 200, np.uint8)).save("red.png")
     more = ("--image", "red.png", "--tile", "--scheduler", "unipc:order=1")
-    succeeded(wanjax("a", "--model", image, *ONE_FRAME, *more, "--seed", "-1", "--dir", "d", "--out", "a.mp4"))
-    record = read_metadata("a.mp4") | {"mesh": "dp=2,sp=2,tp=2", "rules": "tp", "lora": ["a:0.5", "b:1"]}
-    stage_files.save_settings(Path("d"), record)
+    succeeded(wanjax("a", "--model", image_model, *ONE_FRAME, *more, "--seed", "-1", "--dir", "d", "--out", "a.mp4"))
+    metadata = read_metadata("a.mp4") | {"mesh": "dp=2,sp=2,tp=2", "rules": "tp", "lora": ["a:0.5", "b:1"]}
+    stage_files.save_settings(Path("d"), metadata)
     entries = lines(succeeded(wanjax("info", "d")).stdout)
     assert (entries["image"], entries["resize"]) == (str(Path("red.png").absolute()), "crop")
     assert (entries["mesh"], entries["rules"], entries["tiling"]) == ("dp=2,sp=2,tp=2", "tp", "size 256, stride 192")
     assert (entries["lora"], entries["scheduler"]) == ("a:0.5, b:1", "unipc:order=1")
-    assert int(entries["seed"]) == record["seed"] >= 0
+    assert int(entries["seed"]) == metadata["seed"] >= 0
 
 
-def test_characters_that_would_steer_a_terminal():
+def test_control_characters_are_escaped():
     assert catalogue._as_text("a\x1b[2J\n\udce9é红") == r"a\x1b[2J\n\udce9é红"
 
 
@@ -139,8 +139,8 @@ def test_characters_that_would_steer_a_terminal():
         (".", None, "folder . no video stage"),
     ],
 )
-def test_files_without_a_record(name, contents, message):
-    """A dict stands for a video with the comments of another program."""
+def test_files_without_metadata_are_refused(name, contents, message):
+    """A dict is the metadata of another program's video."""
     if isinstance(contents, dict):
         write_video(name, FRAMES, 8, contents)
     elif contents is not None:
@@ -150,7 +150,7 @@ def test_files_without_a_record(name, contents, message):
     assert [path.name for path in Path().iterdir()] == ([name] if contents is not None else [])
 
 
-def test_a_folder_of_videos_is_answered_with_a_video_in_it(tmp_path):
+def test_the_message_for_a_folder_of_videos_names_a_video_in_it(tmp_path):
     folder = tmp_path / "wanjax_videos"
     folder.mkdir()
     for count, name in enumerate(("two.mp4", "one.webp"), 1):
@@ -159,7 +159,7 @@ def test_a_folder_of_videos_is_answered_with_a_video_in_it(tmp_path):
             assert has_line_with(refused(*map(str, command)), f"{folder} folder {count} {folder / name}")
 
 
-def test_a_folder_of_a_checkpoint_is_answered_with_the_command_that_describes_it():
+def test_the_message_for_a_checkpoint_names_the_command_that_describes_it():
     folder = Path("my model")
     folder.mkdir()
     (folder / "model_index.json").write_text("{}")
@@ -179,7 +179,7 @@ def test_a_folder_of_a_checkpoint_is_answered_with_the_command_that_describes_it
         ("noise.mp4", "it is damaged, or neither a video nor a picture"),
     ],
 )
-def test_why_a_file_has_no_settings(name, words):
+def test_the_message_says_why_a_file_has_no_settings(name, words):
     match name:
         case "a.preview.png":
             Image.new("RGB", (8, 8)).save(name)
@@ -195,8 +195,18 @@ def test_why_a_file_has_no_settings(name, words):
         assert "rewrote" not in message
 
 
-def test_a_video_is_reproduced_to_the_bit(text):
-    options = ("--model", text, *SMALL, "--guidance-scale", "3.5", "--scheduler", "euler", "--attention", "chunked")
+def test_a_video_is_reproduced_to_the_bit(text_model):
+    options = (
+        "--model",
+        text_model,
+        *SMALL,
+        "--guidance-scale",
+        "3.5",
+        "--scheduler",
+        "euler",
+        "--attention",
+        "chunked",
+    )
     succeeded(wanjax("a red circle", *options, "--seed", "-1", "--fps", "8", "--dir", "one", "--out", "one.mp4"))
     succeeded(wanjax("generate", "--from", "one.mp4", "--dir", "two", "--out", "two.mp4"))
     assert read_metadata("two.mp4") == read_metadata("one.mp4")
@@ -209,20 +219,20 @@ def test_a_video_is_reproduced_to_the_bit(text):
 
 
 @pytest.mark.parametrize("options", [(), ("--tile",), ("--windows", "2", "--match", "colour")], ids=" ".join)
-def test_the_printed_command_makes_the_video_again(image, options):
+def test_the_printed_command_makes_the_video_again(image_model, options):
     Image.new("RGB", (32, 16), "red").save("picture.png")
-    inputs = ("--model", image, "--image", "picture.png")
+    inputs = ("--model", image_model, "--image", "picture.png")
     succeeded(wanjax("a red circle", *inputs, *SMALL, *options, "--seed", "7", "--out", "one.mp4"))
-    printed = succeeded(wanjax("generate", "--from", "one.mp4", "--print-command", "--out", "two.mp4")).stdout
-    program, *words = shlex.split(printed)
+    command = succeeded(wanjax("generate", "--from", "one.mp4", "--print-command", "--out", "two.mp4")).stdout
+    program, *words = shlex.split(command)
     assert program == "wanjax"
     succeeded(wanjax(*words))
     assert read_metadata("two.mp4") == read_metadata("one.mp4")
     np.testing.assert_array_equal(frames("two.mp4"), frames("one.mp4"))
 
 
-def test_typed_options_win(text):
-    succeeded(wanjax("a red circle", "--model", text, *ONE_FRAME, "--seed", "7", "--out", "one.mp4"))
+def test_typed_options_override_the_metadata(text_model):
+    succeeded(wanjax("a red circle", "--model", text_model, *ONE_FRAME, "--seed", "7", "--out", "one.mp4"))
     metadata = read_metadata("one.mp4")
     changes = ("--seed", "8", "--steps", "1", "--negative-prompt", "blur")
     for prompt in (["a blue square"], ["--prompt", "a blue square"]):
@@ -238,20 +248,20 @@ def test_typed_options_win(text):
     assert read_metadata("two.mp4") == metadata | {"height": 32}
 
 
-def test_another_model_keeps_its_own_scheduler(text, tmp_path):
+def test_another_model_keeps_its_own_scheduler(text_model, tmp_path):
     copy = tiny_checkpoint(tmp_path / "other")
-    succeeded(wanjax("a", "--model", text, *SMALL, "--scheduler", "euler", "--out", "one.mp4"))
+    succeeded(wanjax("a", "--model", text_model, *SMALL, "--scheduler", "euler", "--out", "one.mp4"))
     output = succeeded(wanjax("--from", "one.mp4", "--model", copy, "--out", "two.mp4")).stderr
-    assert has_line_with(output, f"note: settings video by {text} {copy}")
-    record, two = read_metadata("one.mp4"), read_metadata("two.mp4")
-    assert [*two.pop("digests").values()] == [*record.pop("digests").values()]  # two copies of one model
-    assert two == record | {"model": str(copy), "scheduler": "unipc"}
+    assert has_line_with(output, f"note: settings video by {text_model} {copy}")
+    metadata, two = read_metadata("one.mp4"), read_metadata("two.mp4")
+    assert [*two.pop("digests").values()] == [*metadata.pop("digests").values()]  # two copies of one model
+    assert two == metadata | {"model": str(copy), "scheduler": "unipc"}
     succeeded(wanjax("--from", "one.mp4", "--model", copy, "--scheduler", "euler", "--out", "two.mp4", "--force"))
     assert read_metadata("two.mp4")["scheduler"] == "euler"
 
 
-def test_many_videos_from_one(text):
-    succeeded(wanjax("a", "--model", text, *SMALL, "--seed", "3", "--out", "one.mp4"))
+def test_the_metadata_of_one_video_makes_many_videos(text_model):
+    succeeded(wanjax("a", "--model", text_model, *SMALL, "--seed", "3", "--out", "one.mp4"))
     result = succeeded(wanjax("generate", "--from", "one.mp4", "--count", "2", "--out", "many")).stdout.splitlines()
     assert [read_metadata(path)["seed"] for path in result] == [3, 4]
     np.testing.assert_array_equal(frames(result[0]), frames("one.mp4"))
@@ -260,9 +270,9 @@ def test_many_videos_from_one(text):
     assert read_metadata(path)["prompt"] == "b"
 
 
-def test_videos_of_the_library(text):
+def test_videos_of_the_library_are_reproduced(text_model):
     """Loading in another dtype, and tiles of another size, have no options."""
-    pipe = library.load(text, dtype="float32", param_dtype="bfloat16")
+    pipe = library.load(text_model, dtype="float32", param_dtype="bfloat16")
     tiling = library.Tiling(16, 8)
     pipe("a", size=(16, 32), frames=1, steps=1, seed=1, tiling=tiling, batch_guidance=True).save("one.webp")
     succeeded(wanjax("--from", "one.webp", "--out", "two.webp"))
@@ -271,9 +281,9 @@ def test_videos_of_the_library(text):
     np.testing.assert_array_equal(frames("two.webp"), frames("one.webp"))
 
 
-def test_missing_pictures_and_noise(image, text):
+def test_missing_pictures_and_noise_are_reported(image_model, text_model):
     Image.fromarray(np.full((16, 32, 3), 200, np.uint8)).save("red.png")
-    succeeded(wanjax("a", "--model", image, "--image", "red.png", *ONE_FRAME, "--out", "one.mp4"))
+    succeeded(wanjax("a", "--model", image_model, "--image", "red.png", *ONE_FRAME, "--out", "one.mp4"))
     succeeded(wanjax("--from", "one.mp4", "--out", "two.mp4"))
     np.testing.assert_array_equal(frames("two.mp4"), frames("one.mp4"))
     os.rename("red.png", "blue.png")
@@ -283,15 +293,15 @@ def test_missing_pictures_and_noise(image, text):
     np.testing.assert_array_equal(frames("three.mp4"), frames("one.mp4"))
     noise = np.random.default_rng(0).normal(size=(1, 4, 2, 2, 4)).astype(np.float32)
     save_safetensors("noise.safetensors", {"noise": noise})
-    succeeded(wanjax("a", "--model", text, *SMALL, "--noise", "noise.safetensors", "--out", "four.mp4"))
+    succeeded(wanjax("a", "--model", text_model, *SMALL, "--noise", "noise.safetensors", "--out", "four.mp4"))
     os.unlink("noise.safetensors")
     assert has_line_with(refused("--from", "four.mp4"), "--noise")
-    pipe = library.load(text, dtype="float32")
+    pipe = library.load(text_model, dtype="float32")
     pipe("a", size=(16, 32), frames=5, steps=1, noise=noise).save("five.webp")
     assert has_line_with(refused("--from", "five.webp"), "float32 [1, 4, 2, 2, 4] sha256")
 
 
-PLACES = (
+FILE_PARAMETERS = (
     "out",
     "folder",
     "dir",
@@ -303,65 +313,69 @@ PLACES = (
     "file",
     "source",
 )
-"""Names of parameters and options that a stranger's record might use for a file to write or read."""
+"""Parameters and options that name files, which untrusted metadata could contain."""
 
 
-def test_metadata_of_a_stranger_chooses_no_file(text):
+def test_untrusted_metadata_chooses_no_file(text_model):
     Path("kept.mp4").write_bytes(b"the user's")
-    trap = {name: "trap/kept.mp4" for name in PLACES} | {"force": True, "processes": "10.0.0.1:1,2,0", "offload": "x"}
+    trap = {name: "trap/kept.mp4" for name in FILE_PARAMETERS} | {
+        "force": True,
+        "processes": "10.0.0.1:1,2,0",
+        "offload": "x",
+    }
     trap |= {"out": "kept.mp4", "seeds": "0..9", "count": 3, "quiet": True, "json": True, "preview": True}
-    record = {"model": "nano", "prompt": "a", "steps": 1, "width": 32, "height": 32, "frames": 1, "seed": 3}
-    Path("one.json").write_text(json.dumps(record | trap))
+    metadata = {"model": "nano", "prompt": "a", "steps": 1, "width": 32, "height": 32, "frames": 1, "seed": 3}
+    Path("one.json").write_text(json.dumps(metadata | trap))
     result = succeeded(wanjax("--from", "one.json")).stdout.splitlines()
     assert [Path(path).parent for path in result] == [Path("wanjax_videos").absolute()]
     assert sorted(path.name for path in Path().iterdir()) == ["kept.mp4", "one.json", "wanjax_videos"]
     assert Path("kept.mp4").read_bytes() == b"the user's"
 
 
-def test_metadata_names_files_that_are_unchanged(image, tmp_path):
-    """A file that metadata names is read only if its digest agrees: the metadata may be a stranger's."""
-    shutil.copytree(image, "model")
+def test_files_that_metadata_names_are_read_only_if_unchanged(image_model, tmp_path):
+    """A file that metadata names is read only if its digest agrees, because metadata may be untrusted."""
+    shutil.copytree(image_model, "model")
     Image.fromarray(np.full((16, 32, 3), 200, np.uint8)).save("red.png")
     succeeded(wanjax("a", "--model", "model", "--image", "red.png", *ONE_FRAME, "--dir", "d", "--out", "one.mp4"))
-    record = read_metadata("one.mp4")
-    assert sorted(record["digests"]) == [str(Path(name).absolute()) for name in ("model", "red.png")]
+    metadata = read_metadata("one.mp4")
+    assert sorted(metadata["digests"]) == [str(Path(name).absolute()) for name in ("model", "red.png")]
     for name, option in (("image", "--image"), ("last_image", "--last-image"), ("video", "--video")):
         for value in ("/etc/passwd", "/dev/zero", "a" * 5000):
-            changed = {k: v for k, v in record.items() if k != "digests"} | {name: value}
+            changed = {k: v for k, v in metadata.items() if k != "digests"} | {name: value}
             Path("other.json").write_text(json.dumps(changed))
             output = (
                 refused("--from", "other.json", "--model", "model", "--image", "red.png") if name != "image" else None
             )
             assert has_line_with(output or refused("--from", "other.json", "--model", "model"), f"{option} {value}")
-    for changed in ({"digests": {}}, {"digests": [3]}, {"digests": None}, {"digests": {record["image"]: "0" * 64}}):
-        Path("other.json").write_text(json.dumps(record | changed))
-        assert has_line_with(refused("--from", "other.json", "--model", "model"), f"--image {record['image']}")
+    for changed in ({"digests": {}}, {"digests": [3]}, {"digests": None}, {"digests": {metadata["image"]: "0" * 64}}):
+        Path("other.json").write_text(json.dumps(metadata | changed))
+        assert has_line_with(refused("--from", "other.json", "--model", "model"), f"--image {metadata['image']}")
     Image.fromarray(np.full((16, 32, 3), 100, np.uint8)).save("red.png")
-    assert has_line_with(refused("--from", "one.mp4"), f"--image {record['image']}")
+    assert has_line_with(refused("--from", "one.mp4"), f"--image {metadata['image']}")
     Path("model/transformer/config.json").write_text("{ }")
     for options in (
         ["--from", "one.mp4", "--image", "red.png"],
         ["decode", "--dir", "d", "--force"],
         ["denoise", "--dir", "d", "--force"],
     ):
-        assert has_line_with(refused(*options), f"--model {record['model']}")
+        assert has_line_with(refused(*options), f"--model {metadata['model']}")
 
 
-def test_other_devices_and_versions_are_reported(text):
-    succeeded(wanjax("a", "--model", text, *SMALL, "--dir", "d", "--out", "one.mp4"))
+def test_other_devices_and_versions_are_reported(text_model):
+    succeeded(wanjax("a", "--model", text_model, *SMALL, "--dir", "d", "--out", "one.mp4"))
     output = succeeded(wanjax("--from", "one.mp4", "--out", "two.mp4")).stderr
     assert "last digits" not in output
-    record = read_metadata("one.mp4") | {"version": "0.0.1", "devices": "8 x TPU v6 lite"}
-    stage_files.save_settings(Path("d"), record)
+    metadata = read_metadata("one.mp4") | {"version": "0.0.1", "devices": "8 x TPU v6 lite"}
+    stage_files.save_settings(Path("d"), metadata)
     output = succeeded(wanjax("--from", "d", "--out", "two.mp4", "--force")).stderr
     assert has_line_with(output, "0.0.1 8 v6 last digits")
 
 
-def test_tiles_of_two_sides():
+def test_tiles_of_unequal_height_and_width_are_reproduced():
     """A pair is a list in JSON."""
     tiling = {"size": [16, 32], "stride": [8, 16]}
-    record = {"model": "nano", "prompt": "a", "frames": 1, "steps": 1, "tiling": tiling}
-    Path("one.json").write_text(json.dumps(record))
+    metadata = {"model": "nano", "prompt": "a", "frames": 1, "steps": 1, "tiling": tiling}
+    Path("one.json").write_text(json.dumps(metadata))
     succeeded(wanjax("--from", "one.json", "--size", "32x32", "--out", "two.webp"))
     assert read_metadata("two.webp")["tiling"] == tiling
 
@@ -380,21 +394,24 @@ URL = "s3://videos/served/video_1/image.png"
         ({"tiling": {"size": "big", "stride": 8}}, "tiling {'size': 'big', 'stride': 8}"),
         ({"tiling": {"size": [8, 0], "stride": 8}}, "tiling {'size': [8, 0], 'stride': 8}"),
         ({"mesh": "tp=3"}, "mesh dp=1,sp=1,tp=3 3 devices 8"),
-        ({"image": URL, "digests": {URL: "0" * 64}}, f"{URL} --image"),  # the command takes pictures from here alone
+        (
+            {"image": URL, "digests": {URL: "0" * 64}},
+            f"{URL} --image",
+        ),  # the command reads pictures from this machine only
         *(
             ({"lora": [lora]}, "--lora a.safetensors digest")
-            for lora in ("a.safetensors", "high=a.safetensors:0.5", "HERE/a.safetensors")
+            for lora in ("a.safetensors", "high=a.safetensors:0.5", "FOLDER/a.safetensors")
         ),
     ],
 )
 def test_invalid_metadata(change, message):
     Path("a.safetensors").write_bytes(b"another")
-    record = json.dumps({"model": "nano", "prompt": "a", "steps": 1, **change})
-    Path("one.json").write_text(record.replace("HERE", str(Path().absolute())))
+    metadata = json.dumps({"model": "nano", "prompt": "a", "steps": 1, **change})
+    Path("one.json").write_text(metadata.replace("FOLDER", str(Path().absolute())))
     assert has_line_with(refused("--from", "one.json"), message)
 
 
-def test_metadata_of_earlier_scripts():
+def test_metadata_of_older_scripts_is_read():
     config = {"model_id": "nano", "prompt": "a red circle", "num_frames": 1, "num_inference_steps": 1, "seed": 2}
     Path("generation_config.json").write_text(json.dumps(config))
     assert lines(succeeded(wanjax("info", ".")).stdout)["steps"] == "1"
@@ -403,8 +420,8 @@ def test_metadata_of_earlier_scripts():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file systems elsewhere refuse such names")
-def test_names_that_are_not_utf_8(text):
-    """Run the commands in a new process, because the streams of tests take other bytes than a terminal."""
+def test_names_that_are_not_utf_8(text_model):
+    """Run the commands in a new process, because the streams of a test runner encode bytes differently."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUTF8": "1"}
     picture = b"caf\xe9.png"
     Image.fromarray(np.full((16, 32, 3), 200, np.uint8)).save("red.png")
@@ -415,17 +432,17 @@ def test_names_that_are_not_utf_8(text):
     again = [b"--from", b"na\xefve.mp4", b"--out", b"two\xe9.gif", b"--json"]
     wrong = [[b"info", b"\xe9.mp4"], [b"a", b"--image", b"\xe9.png"], [b"a", b"--out", b"\xe9.avi"]]
     words = [word for command in (first, *message, again, *wrong) for word in (*command, b"::")]
-    done = subprocess.run([sys.executable, "-c", EACH, *words], env=environment, capture_output=True)
-    path, named_file, of_file, of_folder, of_second, *nothing = done.stdout.split(b"\0")
-    assert done.stderr.split(b"\0")[1::2] == 5 * [b"0"] + 3 * [b"2"], done.stderr
+    run = subprocess.run([sys.executable, "-c", RUN_COMMANDS, *words], env=environment, capture_output=True)
+    path, info_text, file_json, folder_json, video_json, *empty = run.stdout.split(b"\0")
+    assert run.stderr.split(b"\0")[1::2] == 5 * [b"0"] + 3 * [b"2"], run.stderr
     assert path == os.fsencode(Path.cwd()) + b"/na\xefve.mp4\n"
-    assert rb"caf\udce9.png" in named_file
-    record = json.loads(of_file)
-    assert os.fsencode(record["image"]) == os.fsencode(Path.cwd()) + b"/" + picture
-    assert json.loads(of_folder) == record
-    assert os.fsencode(json.loads(of_second)["file"]).endswith(b"/two\xe9.gif")
-    assert nothing == 4 * [b""]
-    assert b"Traceback" not in done.stderr
+    assert rb"caf\udce9.png" in info_text
+    metadata = json.loads(file_json)
+    assert os.fsencode(metadata["image"]) == os.fsencode(Path.cwd()) + b"/" + picture
+    assert json.loads(folder_json) == metadata
+    assert os.fsencode(json.loads(video_json)["file"]).endswith(b"/two\xe9.gif")
+    assert empty == 4 * [b""]
+    assert b"Traceback" not in run.stderr
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.webm", "a.gif", "a.webp", "b.png"])

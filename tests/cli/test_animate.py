@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command and the library make a character move as in a driving clip, by a tiny checkpoint."""
+"""The command and the library animate a character by a driving clip, with a tiny checkpoint."""
 
 import json
 from pathlib import Path
@@ -30,22 +30,22 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def _in_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def of(folder: Path, *more: str | Path) -> tuple[str | Path, ...]:
+def video_arguments(folder: Path, *more: str | Path) -> tuple[str | Path, ...]:
     """Return the arguments of a video."""
     inputs = ("--image", folder / "character.png", "--video", folder / "driving.mp4")
     return ("a woman", "--model", folder / "model", *inputs, "--dtype", "float32", "--seed", "1", *more)
 
 
 def test_a_video_is_as_long_as_the_clip_and_has_the_picture_s_proportions(folder, tmp_path):
-    result = succeeded(wanjax(*of(folder, "--out", tmp_path / "whole.mp4")))
+    result = succeeded(wanjax(*video_arguments(folder, "--out", tmp_path / "whole.mp4")))
     assert has_line_with(result.output, "window 2 of 2 48x64")
     frames = read_clip(tmp_path / "whole.mp4", 100, 24)
     assert frames.shape == (13, 64, 48, 3)
-    succeeded(wanjax(*of(folder, "--windows", "1", "--out", tmp_path / "first.mp4")))
+    succeeded(wanjax(*video_arguments(folder, "--windows", "1", "--out", tmp_path / "first.mp4")))
     first = read_clip(tmp_path / "first.mp4", 100, 24)
     assert len(first) == 9
     assert np.abs(first.astype(int) - frames[:9]).mean() < 2  # the mp4 is lossy
@@ -60,7 +60,7 @@ def test_a_video_is_as_long_as_the_clip_and_has_the_picture_s_proportions(folder
     np.testing.assert_array_equal(read_clip(tmp_path / "again.mp4", 100, 24), frames)
 
 
-def test_the_library_makes_the_same_frames_and_the_clip_s_prompt_counts(folder):
+def test_the_library_makes_the_same_frames_and_uses_the_clip_s_prompt(folder):
     pipe = library.load(folder / "model", dtype="float32")
     inputs = {"image": folder / "character.png", "video": folder / "driving.mp4", "seed": 1}
     video, with_clip_prompt = pipe("a woman", **inputs), pipe("a woman", **inputs, clip_prompt="a man dances")
@@ -71,12 +71,12 @@ def test_the_library_makes_the_same_frames_and_the_clip_s_prompt_counts(folder):
     embeddings = pipe.encode("a woman", **inputs, windows=1)
     latents = pipe.denoise(embeddings, seed=1)
     assert latents.shape == (1, 4, 3, 8, 6)
-    np.testing.assert_array_equal(pipe.decode(latents), video.frames[:9])  # the picture leaves no bars here
+    np.testing.assert_array_equal(pipe.decode(latents), video.frames[:9])  # the picture needs no bars
 
 
 def test_noise_of_a_file_has_a_row_for_each_segment(folder, tmp_path):
     save_safetensors(tmp_path / "noise.safetensors", {"noise": np.zeros((2, 4, 4, 8, 6), np.float32)})
-    arguments = of(folder, "--noise", tmp_path / "noise.safetensors", "--out", tmp_path / "noise.mp4")
+    arguments = video_arguments(folder, "--noise", tmp_path / "noise.safetensors", "--out", tmp_path / "noise.mp4")
     assert wanjax(*arguments).exit_code == 0
 
 
@@ -90,9 +90,9 @@ def test_noise_of_a_file_has_a_row_for_each_segment(folder, tmp_path):
         (("--overlap", "3"), "overlap 3 1 5"),
     ],
 )
-def test_inputs_that_do_not_fit_a_character(folder, arguments, words):
+def test_inputs_that_do_not_fit_a_character_are_refused(folder, arguments, words):
     changed = [folder / x if "." in x and x[0] not in "-0" else x for x in arguments]
-    assert has_line_with(refused(*of(folder, *changed)), words)
+    assert has_line_with(refused(*video_arguments(folder, *changed)), words)
 
 
 def test_a_driving_clip_is_required(folder):
@@ -101,7 +101,7 @@ def test_a_driving_clip_is_required(folder):
 
 
 def test_a_table_animates_a_character_by_several_clips(folder, tmp_path):
-    """Rows of one model; the frames are those of `generate`."""
+    """The rows use one model; `batch` makes the same frames as `generate`."""
     Video(np.random.default_rng(1).integers(0, 256, (5, 40, 60, 3), dtype=np.uint8), 24, {}).save("short.mp4")
     character = str(folder / "character.png")
     rows = [
@@ -109,9 +109,9 @@ def test_a_table_animates_a_character_by_several_clips(folder, tmp_path):
         {"prompt": "a woman", "image": character, "video": "short.mp4", "seed": 1},
     ]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    arguments = "--model", folder / "model", "--dtype", "float32", "--out", "made"
+    arguments = "--model", folder / "model", "--dtype", "float32", "--out", "videos"
     succeeded(wanjax("batch", "rows.jsonl", *arguments))
-    succeeded(wanjax(*of(folder, "--out", "alone.mp4")))
-    videos = [read_clip(file, 100, 24) for file in sorted(Path("made").rglob("*.mp4"))]
+    succeeded(wanjax(*video_arguments(folder, "--out", "alone.mp4")))
+    videos = [read_clip(file, 100, 24) for file in sorted(Path("videos").rglob("*.mp4"))]
     assert sorted(map(len, videos)) == [5, 13]
     np.testing.assert_array_equal(max(videos, key=len), read_clip(Path("alone.mp4"), 100, 24))

@@ -59,8 +59,8 @@ def _in_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
 
 
-def left() -> list[str]:
-    """Return the files and the empty folders below the current folder."""
+def remaining_files() -> list[str]:
+    """Return the files and the empty folders in the current folder and below."""
     return sorted(str(path) for path in Path().rglob("*") if path.is_file() or not any(path.iterdir()))
 
 
@@ -68,7 +68,7 @@ AFTER_ENCODING = ["stage_outputs/generation_config.json", "stage_outputs/stage1_
 
 
 URL = "https://example.org/it?a=1&b=2"
-FETCH = f"{URL} curl '{URL}'"
+FETCH_WORDS = f"{URL} curl '{URL}'"
 COMMANDS = [  # mistakes in a request itself are in tests/mistakes
     ("a --attention flash", "attention 'flash' auto reference chunked cudnn flash_tpu"),
     ("a --overlap 5", "--overlap --windows"),
@@ -91,11 +91,11 @@ COMMANDS = [  # mistakes in a request itself are in tests/mistakes
     ("a two prompts", "prompt 3 quotes a two prompts"),
     ("--seed 3", "prompt missing"),
     ("encode", "prompt missing"),
-    (f"a --lora x.safetensors --lora {URL}", FETCH),
-    (f"a --config {URL}", FETCH),
-    (f"--from {URL}", FETCH),
-    (f"info {URL}", FETCH),
-    (f"convert {URL} out", FETCH),
+    (f"a --lora x.safetensors --lora {URL}", FETCH_WORDS),
+    (f"a --config {URL}", FETCH_WORDS),
+    (f"--from {URL}", FETCH_WORDS),
+    (f"info {URL}", FETCH_WORDS),
+    (f"convert {URL} out", FETCH_WORDS),
     (
         "a --model https://huggingface.co/Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
         "id Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
@@ -110,16 +110,16 @@ COMMANDS = [  # mistakes in a request itself are in tests/mistakes
 
 
 @pytest.mark.parametrize(("command", "message"), COMMANDS)
-def test_commands(command, message):
+def test_invalid_commands_are_refused(command, message):
     assert has_line_with(refused(*command.split()), message)
-    assert left() == []
+    assert remaining_files() == []
 
 
 WITHOUT_DEVICES = {
     "cuda": r"there is no device of cuda, or no plugin for it|Unable to initialize backend 'cuda'",
     "abacus": r"Backend 'abacus' is not in the list of known backends",
 }
-MAKE_MESH = """if True:  # where it may be the first to ask for devices
+MAKE_MESH = """if True:  # the first use of devices in this process
     import sys
     import wanjax
     try:
@@ -127,30 +127,30 @@ MAKE_MESH = """if True:  # where it may be the first to ask for devices
     except wanjax.WanjaxError as error:
         print(f"wanjax: {error}", file=sys.stderr)
         sys.exit(2)"""
-STARTED = {"make_mesh": ["-c", MAKE_MESH]} | {
+SCRIPTS = {"make_mesh": ["-c", MAKE_MESH]} | {
     name: ["-m", "wanjax", name] for name in ("a red circle", "bench", "warmup")
 }
-PLATFORM_CASES = [(platform, command) for platform in WITHOUT_DEVICES for command in STARTED]
+PLATFORM_CASES = [(platform, command) for platform in WITHOUT_DEVICES for command in SCRIPTS]
 
 
 @pytest.mark.parametrize(
     ("platform", "command"), quick([("cuda", "bench"), ("abacus", "warmup"), ("cuda", "make_mesh")], PLATFORM_CASES)
 )
 @pytest.mark.skipif(any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl"))), reason="there is a card")
-def test_a_platform_without_devices(platform, command):
+def test_a_platform_without_devices_is_reported(platform, command):
     """In a new process, because JAX chooses its devices once."""
     environment = os.environ | {"JAX_PLATFORMS": platform}
-    run = subprocess.run([sys.executable, *STARTED[command]], env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, *SCRIPTS[command]], env=environment, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (2, "")
     [sentence] = run.stderr.splitlines()
     assert has_line_with(sentence, f"wanjax: JAX_PLATFORMS={platform}")
     assert has_line_with(sentence, "without JAX_PLATFORMS")
     assert re.search(WITHOUT_DEVICES[platform], sentence)
-    assert left() == []
+    assert remaining_files() == []
 
 
 @pytest.mark.skipif(any(map(glob, TPUS)), reason="there is a TPU")
-def test_a_requested_tpu_without_libtpu():
+def test_a_missing_libtpu_is_reported_if_a_tpu_is_requested():
     """In a new process that cannot import libtpu, for all commands."""
     code = """if True:
         import sys
@@ -171,17 +171,17 @@ def test_a_requested_tpu_without_libtpu():
     )
     assert len(messages) == 5, run.stderr
     assert "Traceback" not in run.stderr
-    assert left() == []
+    assert remaining_files() == []
 
 
-def test_missing_processes(intact):
-    """In a new process, because JAX joins others before it chooses its devices."""
+def test_missing_processes_are_reported(intact):
+    """In a new process, because JAX joins other processes before it chooses its devices."""
     command = [sys.executable, "-m", "wanjax", "a", "--model", intact, "--processes", "auto"]
     run = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (2, "")
     [sentence] = run.stderr.splitlines()
     assert has_line_with(sentence, "wanjax: processes auto Slurm")
-    assert left() == []
+    assert remaining_files() == []
 
 
 def without_index(folder: Path) -> None:
@@ -248,20 +248,23 @@ def with_unlike_experts(folder: Path) -> None:
         (without_tensors, ["missing blocks.{0-1}.attn1.to_q.weight"]),
     ],
 )
-def test_checkpoints(damaged, damage, messages):
+def test_damaged_checkpoints_are_refused(damaged, damage, messages):
     damage(damaged)
     output = refused("a", "--model", damaged, *SMALL)
     for message in messages:
         assert has_line_with(output, message), output
-    assert not [name for name in left() if name.endswith(".mp4")]
+    assert not [name for name in remaining_files() if name.endswith(".mp4")]
 
 
 def zeros(name: str, *shape: int) -> dict[str, np.ndarray]:
     return {name: np.zeros(shape, np.float32)}
 
 
-Q = "blocks.0.attn1.to_q"
-NOT_FINITE = {f"{Q}.lora_A.weight": np.full((2, 24), np.nan, np.float32), f"{Q}.lora_B.weight": np.ones((24, 2), "f")}
+PROJECTION = "blocks.0.attn1.to_q"
+NOT_FINITE = {
+    f"{PROJECTION}.lora_A.weight": np.full((2, 24), np.nan, np.float32),
+    f"{PROJECTION}.lora_B.weight": np.ones((24, 2), "f"),
+}
 
 
 @pytest.mark.parametrize(
@@ -270,19 +273,19 @@ NOT_FINITE = {f"{Q}.lora_A.weight": np.full((2, 24), np.nan, np.float32), f"{Q}.
         (
             "--noise",
             zeros("noise", 1, 4, 3, 2, 4),
-            "given.safetensors noise [1, 4, 3, 2, 4] video [1, 4, 2, 2, 4]",
+            "tensors.safetensors noise [1, 4, 3, 2, 4] video [1, 4, 2, 2, 4]",
         ),
-        ("--noise", zeros("noise", 4, 2, 2, 4), "given.safetensors noise [4, 2, 2, 4]"),
+        ("--noise", zeros("noise", 4, 2, 2, 4), "tensors.safetensors noise [4, 2, 2, 4]"),
         ("--noise", zeros("latents", 1, 4, 2, 2, 4), "tensor 'noise' latents"),
-        ("--lora", NOT_FINITE, f"given.safetensors {Q}.lora_A.weight finite"),
+        ("--lora", NOT_FINITE, f"tensors.safetensors {PROJECTION}.lora_A.weight finite"),
     ],
     ids=["another shape", "fewer axes", "another name", "not finite"],
 )
-def test_unusable_tensors(intact, option, tensors, message):
+def test_tensors_of_a_wrong_shape_or_name_are_refused(intact, option, tensors, message):
     with unchecked():
-        save_safetensors("given.safetensors", tensors)
-    assert has_line_with(refused("a", "--model", intact, *SMALL, option, "given.safetensors"), message)
-    assert left() == ["given.safetensors"]
+        save_safetensors("tensors.safetensors", tensors)
+    assert has_line_with(refused("a", "--model", intact, *SMALL, option, "tensors.safetensors"), message)
+    assert remaining_files() == ["tensors.safetensors"]
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +304,7 @@ def stages(complete) -> Path:
     return shutil.copytree(complete, Path("stage_outputs"))
 
 
-def test_stage_files_that_do_not_belong_together(intact, stages):
+def test_stage_files_of_different_videos_are_refused(intact, stages):
     shutil.copytree(stages, "other")
     assert CliRunner().invoke(main, ["encode", "b", "--model", str(intact), "--dir", "other", "--force"]).exit_code == 0
     output = refused("decode", "--dir", "other")
@@ -320,7 +323,7 @@ def without(name: str) -> Callable[[Path], None]:
 
 
 def with_settings(**change: Any) -> Callable[[Path], None]:
-    """Return what changes the settings of a stage by hand."""
+    """Return a function that changes the settings of stage files."""
 
     def harm(stages: Path) -> None:
         settings = json.loads((stages / stage_files.CONFIG).read_text())
@@ -334,7 +337,7 @@ def with_latents_that_are_not_finite(stages: Path) -> None:
         stage_files.save_latents(stages, np.full((1, 4, 2, 2, 4), np.nan, np.float32), load_settings(stages))
 
 
-STAGES = {  # the command, what was done to the files, and what the sentence names
+STAGES = {  # the command, the damage to the files, and the words of the message
     "no settings to denoise": ("denoise", without(stage_files.CONFIG), "generation_config.json encode"),
     "no embeddings": (
         "denoise",
@@ -359,12 +362,12 @@ STAGES = {  # the command, what was done to the files, and what the sentence nam
 
 
 @pytest.mark.parametrize(("command", "harm", "message"), STAGES.values(), ids=STAGES)
-def test_stages_that_cannot_continue(stages, command, harm, message):
+def test_stages_with_missing_or_invalid_files_are_refused(stages, command, harm, message):
     harm(stages)
     assert has_line_with(refused(*command.split()), message)
 
 
-def test_stage_files_of_another_model(stages):
+def test_stage_files_of_another_model_are_refused(stages):
     wide = np.zeros((1, 8, 99), np.float32)
     save_safetensors(stages / stage_files.EMBEDDINGS_FILE, {"prompt_embeds": wide, "negative_prompt_embeds": wide})
     before = (stages / stage_files.LATENTS_FILE).read_bytes()
@@ -375,61 +378,63 @@ def test_stage_files_of_another_model(stages):
     assert has_line_with(refused("decode"), "stage2_latents.safetensors 16 channels 4")
 
 
-OF_ROOT = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="nothing is forbidden to root")
+UNLESS_ROOT = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="nothing is forbidden to root")
 
 
 @pytest.mark.parametrize(
-    ("option", "where", "words"),
+    ("option", "path", "words"),
     [
         ("--dir", "file/stages", "file folder another"),
         ("--out", "file/clip.mp4", "file folder another"),
-        pytest.param("--dir", "mine/stages", "Permission denied", marks=OF_ROOT),
+        pytest.param("--dir", "mine/stages", "Permission denied", marks=UNLESS_ROOT),
     ],
 )
-def test_folders_that_cannot_be_written(intact, option, where, words):
+def test_folders_that_cannot_be_written_are_reported(intact, option, path, words):
     Path("file").write_text("")
     Path("mine").mkdir(mode=0o500)
-    assert has_line_with(refused("a", "--model", intact, *SMALL, option, where), words)
-    assert left() == ["file", "mine"]
+    assert has_line_with(refused("a", "--model", intact, *SMALL, option, path), words)
+    assert remaining_files() == ["file", "mine"]
 
 
-def test_a_file_where_a_checkpoint_is_to_be_written():
+def test_a_file_in_place_of_the_output_folder_is_refused():
     Path("circle.mp4").write_text("")
     run = wanjax("convert", "nano", "circle.mp4")
     assert run.exit_code == 2
     assert has_line_with(run.stderr, "circle.mp4 new folder")
-    assert "parameters" not in run.stderr  # no table of what will not be written
-    assert "completed work is kept" not in run.stderr  # the same command would end in the same way
-    assert left() == ["circle.mp4"]
+    assert "parameters" not in run.stderr  # no table of weights, because nothing is written
+    assert "completed work is kept" not in run.stderr  # repeating the command would not help
+    assert remaining_files() == ["circle.mp4"]
 
 
-def test_a_disk_that_fills_with_latents(intact, monkeypatch):
+def test_a_disk_that_fills_with_latents_is_reported(intact, monkeypatch):
     calls = []
 
     def sync(descriptor):
         calls.append(descriptor)
-        if len(calls) >= 2:  # from the second file on; the kept state is done without, the latents are not
-            raise OSError(errno.ENOSPC, "No space left on device")
+        if (
+            len(calls) >= 2
+        ):  # from the second file on; a run continues without its saved state, but not without its latents
+            raise OSError(errno.ENOSPC, "No space remaining_files on device")
 
     monkeypatch.setattr(os, "fsync", sync)
     output = refused("a", "--model", intact, *SMALL, "--dir", "stage_outputs", status=1)
-    assert has_line_with(output, "stage_outputs/stage2_latents.safetensors No space left on device")
-    assert left() == AFTER_ENCODING
+    assert has_line_with(output, "stage_outputs/stage2_latents.safetensors No space remaining_files on device")
+    assert remaining_files() == AFTER_ENCODING
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_disk_that_fills_with_the_video(intact, monkeypatch, at_once):
+@pytest.mark.parametrize("full_at_once", [True, False])
+def test_a_disk_that_fills_with_the_video_is_reported(intact, monkeypatch, full_at_once):
     """Simulates the full disk by a limit on the size of files, because ffmpeg runs in another process.
 
-    It is full before the first step, or after the trial.
+    The disk is full before the first step, or after the trial.
     """
     run = subprocess.Popen
     limited = ["sh", "-c", 'ulimit -f 1; trap "" XFSZ; exec "$@"', "sh"]
 
     def start(command, **kw):
-        return run([*limited, *command] if at_once or "trial" not in " ".join(command) else command, **kw)
+        return run([*limited, *command] if full_at_once or "trial" not in " ".join(command) else command, **kw)
 
     monkeypatch.setattr(subprocess, "Popen", start)
     output = refused("a", "--model", intact, *SMALL, "--dir", "stage_outputs", status=1)
     assert has_line_with(output, "output_video.mp4 written")
-    assert left() == ([] if at_once else [*AFTER_ENCODING, "stage_outputs/stage2_latents.safetensors"])
+    assert remaining_files() == ([] if full_at_once else [*AFTER_ENCODING, "stage_outputs/stage2_latents.safetensors"])

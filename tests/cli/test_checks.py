@@ -121,7 +121,7 @@ MISTAKES = {
     "worker --database nodir/jobs.sqlite --out x": "nodir/jobs.sqlite --database",
     "worker --database here.txt --out x --extend-prompt http://a/v1": "--extend-prompt --dir",
     "serve --workers 2 --ray nonsense": "'nonsense' auto HOST:PORT local",
-    "models nnano": "nnano model_index.json",  # a folder here is not taken for a mistyped name
+    "models nnano": "nnano model_index.json",  # a folder of this name exists, so the name is not mistyped
     "convert . x": ". model_index.json checkpoint",
     "convert nano": "missing nano FOLDER",
     "convert nano x --verify": "--verify nano x",
@@ -130,39 +130,39 @@ MISTAKES = {
     "train nano encoded --out here.txt": "--out here.txt file give folder",
     "train nnano encoded --out x": "nnano model_index.json",
 }
-TRIED = """if True:
+RUN_MISTAKES = """if True:
     import contextlib, io, json, sys
     from wanjax.cli import main
-    answers = []
+    results = []
     for arguments in json.loads(sys.argv[1]):
-        with contextlib.redirect_stderr(io.StringIO()) as said:
+        with contextlib.redirect_stderr(io.StringIO()) as stderr:
             try:
                 status = main(arguments, prog_name="wanjax")
             except SystemExit as end:
                 status = end.code
-        answers.append([status, said.getvalue(), "jax" in sys.modules])
-    print(json.dumps(answers))
+        results.append([status, stderr.getvalue(), "jax" in sys.modules])
+    print(json.dumps(results))
 """
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory):
-    """What a fresh process answers to each mistake: the status, the message, and whether JAX was imported by then."""
-    here = tmp_path_factory.mktemp("here")
-    (here / "here.png").touch()
-    (here / "here.txt").write_text("a red circle\n")
+def results(tmp_path_factory):
+    """For each mistake in a new process: the status, the message, and whether JAX was imported."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    (folder / "here.png").touch()
+    (folder / "here.txt").write_text("a red circle\n")
     for name in ("encoded", "nnano"):
-        (here / name).mkdir()
-    (here / "encoded/generation_config.json").write_text('{"model": "nano", "prompt": "a red circle"}')
+        (folder / name).mkdir()
+    (folder / "encoded/generation_config.json").write_text('{"model": "nano", "prompt": "a red circle"}')
     commands = json.dumps([shlex.split(text) for text in MISTAKES])
-    run = subprocess.run([sys.executable, "-c", TRIED, commands], cwd=here, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", RUN_MISTAKES, commands], cwd=folder, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return dict(zip(MISTAKES, json.loads(run.stdout), strict=True))
 
 
 @pytest.mark.parametrize("arguments", MISTAKES)
-def test_a_mistake_is_reported_before_jax_is_imported(answers, arguments):
-    status, message, imported = answers[arguments]
+def test_a_mistake_is_reported_before_jax_is_imported(results, arguments):
+    status, message, imported = results[arguments]
     assert status == 2
     assert message.startswith("wanjax: ")
     assert message.count("\n") == 1
@@ -186,7 +186,7 @@ def test_settings_that_a_model_refuses_are_reported_before_its_download(tmp_path
 
 
 @pytest.mark.parametrize("kind", ["image", "images"])
-def test_a_clip_given_as_a_picture_names_the_input_for_clips(tmp_path, kind):
+def test_the_message_for_a_clip_in_place_of_a_picture_names_the_input_for_clips(tmp_path, kind):
     (tmp_path / "clip.mp4").write_bytes(bytes(100))
     options, spec = {"image": tmp_path / "clip.mp4"}, IMAGE
     if kind == "images":

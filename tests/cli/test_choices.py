@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that choose how a video is made: the scheduler, attention and devices, by our names and those of scripts."""
+"""Options that choose the scheduler, attention and devices, with their names here and in older scripts."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def test_a_chosen_scheduler_is_used_by_the_next_stage(model):
 
 
 @pytest.mark.parametrize(
-    ("option", "read", "least"),
+    ("option", "read", "implemented"),
     [
         ("attention", AttentionConfig.parse, {*IMPLEMENTATIONS}),
         ("cache", cache_rule, {*caching.RULES}),
@@ -70,9 +70,9 @@ def test_a_chosen_scheduler_is_used_by_the_next_stage(model):
         ("scheduler", schedulers.parse, {*schedulers.SCHEDULERS}),
     ],
 )
-def test_names_listed_without_jax_are_valid_and_complete(option, read, least):
-    """An option refuses a name that is missing from this list; the tables that read it need JAX."""
-    assert least <= {*CHOICES[option]}
+def test_names_listed_without_jax_are_valid_and_complete(option, read, implemented):
+    """An option refuses names that are not in this list. The tables of implementations need JAX."""
+    assert implemented <= {*CHOICES[option]}
     for name in CHOICES[option]:
         read(name)
 
@@ -109,7 +109,7 @@ def parsed(record_arguments) -> Arguments:
         ("--rules tp", "rules", "tp"),
     ],
 )
-def test_options_of_scripts(parsed, options, name, value):
+def test_the_option_names_of_older_scripts_are_accepted(parsed, options, name, value):
     for command in (["a"], ["plan"]):
         succeeded(wanjax(*command, *options.split()))
         assert (str(parsed[name]) if isinstance(parsed[name], AttentionConfig) else parsed[name]) == value
@@ -130,11 +130,11 @@ def test_options_of_scripts(parsed, options, name, value):
         ("--use_k_smooth", "flash_tpu runs on TPUs"),
         ("--sp_num 3", "8 devices sp=3"),
         ("--mesh auto,tp=2", "mesh 'auto,tp=2'"),
-        ("--scheduler unipc:2", "'unipc:2' unipc euler dpm++ consistency rcm rcm-ode"),  # those for this model
+        ("--scheduler unipc:2", "'unipc:2' unipc euler dpm++ consistency rcm rcm-ode"),  # the schedulers for this model
         ("--scheduler unipc:2", "unipc:order=1 consistency:timesteps=1000,757,522 rcm:sigma_max=200"),
     ],
 )
-def test_invalid_or_contradictory_options(model, options, sentence):
+def test_invalid_or_contradictory_options_are_refused(model, options, sentence):
     assert has_line_with(refused("a", "--model", model, *SMALL, *options.split()), sentence)
 
 
@@ -159,8 +159,8 @@ def test_a_window_confines_self_attention(model):
     assert np.abs(read("wide") - read("whole")).max() < 1e-5
     assert np.abs(read("narrow") - read("whole")).max() > 1e-4
     pipe = library.load(model, attention="reference:window=2", dtype="float32")
-    ours = pipe.denoise(pipe.encode("a"), size=(16, 32), frames=5, steps=2)
-    assert error(read("narrow"), np.float64(ours)) < 1e-5
+    expected = pipe.denoise(pipe.encode("a"), size=(16, 32), frames=5, steps=2)
+    assert error(read("narrow"), np.float64(expected)) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,8 @@ def test_a_window_confines_self_attention(model):
         ("wan2.1-t2v-14b-4step", "wan2.1-t2v-14b-4step"),
     ],
 )
-def test_names_of_repositories(name, preset, tmp_path):
+def test_the_name_of_a_repository_selects_its_preset(name, preset, tmp_path):
     assert registry.model_description(name).settings.model == preset
     Path(name).mkdir(parents=True)
-    if "/" not in name:  # a folder here comes before a name of which the owner was left out
+    if "/" not in name:  # a folder has priority over a repository name without its owner
         assert registry.find_preset(name) == (registry.presets()[name] if name == preset else None)

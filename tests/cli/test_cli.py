@@ -33,7 +33,7 @@ from wanjax.pipelines.resume import ResumeObserver
 from wanjax.pricing.libtpu import TPUS
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
-HERE = ("--dir", "stage_outputs")
+STAGE_FOLDER = ("--dir", "stage_outputs")
 STAGE_FILES = [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE, stage_files.LATENTS_FILE]
 
 
@@ -43,7 +43,7 @@ def model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def xla(tmp_path_factory):
+def _compile_cache(tmp_path_factory):
     with compile_cache(tmp_path_factory.getbasetemp() / "xla") as folder:
         yield folder
 
@@ -61,11 +61,11 @@ def parsed(record_arguments) -> Arguments:
 
 
 def test_help_lists_the_commands():
-    stderr = succeeded(wanjax("--help")).output
+    output = succeeded(wanjax("--help")).output
     commands = (
         "generate batch encode denoise decode plan warmup calibrate convert train info models bench selftest serve"
     )
-    assert re.findall(r"^  (\w+)  ", stderr, re.MULTILINE) == [*commands.split(), "worker"]
+    assert re.findall(r"^  (\w+)  ", output, re.MULTILINE) == [*commands.split(), "worker"]
     assert succeeded(wanjax("--version")).output.startswith("wanjax ")
 
 
@@ -194,20 +194,20 @@ def test_help_lists_the_commands():
     ],
 )
 def test_help_is_complete(command, options):
-    stderr = succeeded(wanjax(command, "--help-all")).output
-    message = re.findall(r"^  (?:-\w, )?--([a-z0-9-]+)(?: |$)", stderr, re.MULTILINE)
+    output = succeeded(wanjax(command, "--help-all")).output
+    message = re.findall(r"^  (?:-\w, )?--([a-z0-9-]+)(?: |$)", output, re.MULTILINE)
     assert sorted(message) == sorted(options.split())
     short = succeeded(CliRunner(env={"COLUMNS": "80"}).invoke(main, [command, "--help"])).output.splitlines()
     assert len(short) <= 50
     assert max(map(len, short)) <= 80
-    assert ("--help-all" in "".join(short)) == (len(stderr.splitlines()) > 50)
+    assert ("--help-all" in "".join(short)) == (len(output.splitlines()) > 50)
 
 
 @pytest.mark.parametrize(
     "arguments",
     ["--help", "models", "models wan2.2-i2v-a14b", "a --frames 18", "plan --size 9p", "a b"],
 )
-def test_answers_do_not_wait_for_jax(arguments):
+def test_quick_commands_do_not_import_jax(arguments):
     code = f"""if True:
         import sys, wanjax.cli
         try:
@@ -221,12 +221,12 @@ def test_answers_do_not_wait_for_jax(arguments):
     assert "'numpy'" not in modules
 
 
-def test_the_listing_is_that_of_the_presets():
-    """`python -m tests.support.listing` writes it again."""
+def test_the_listing_of_models_matches_the_presets():
+    """`python -m tests.support.listing` updates it."""
     assert listing.FILE.read_text(encoding="utf-8") == listing.source()
 
 
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, which has so much to say, is not installed")
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
 @pytest.mark.skipif(any(map(glob, TPUS)), reason="there is a TPU")
 def test_libtpu_is_silent_without_a_tpu():
     code = """if True:
@@ -236,12 +236,12 @@ def test_libtpu_is_silent_without_a_tpu():
         main(["look"])"""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "JAX_"))}
     environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # else libtpu gives up silently while another process uses it
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    run = subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
 
 
-def test_generate(model):
-    result = succeeded(wanjax("a red circle", "--model", model, *SMALL, *HERE))
+def test_generate_writes_a_video_and_its_stage_files(model):
+    result = succeeded(wanjax("a red circle", "--model", model, *SMALL, *STAGE_FOLDER))
     path = Path("stage_outputs") / stage_files.VIDEO_FILE
     assert result.stdout.strip() == str(path.absolute())
     assert files("stage_outputs") == sorted([*STAGE_FILES, stage_files.VIDEO_FILE])
@@ -304,13 +304,13 @@ def test_another_seed_for_denoise_gives_other_latents(model):
     np.testing.assert_array_equal(result[0], result[2])
 
 
-def test_noise_from_a_file(model):
+def test_noise_from_a_file_replaces_the_seed(model):
     noise = np.random.default_rng(0).normal(size=(1, 4, 2, 2, 4)).astype(np.float32)
     save_safetensors("noise.safetensors", {"noise": noise})
     latents = []
     for seed in ("1", "2"):
         noisy = ("--seed", seed, "--noise", "noise.safetensors", "--force")
-        result = succeeded(wanjax("a", "--model", model, *SMALL, *noisy, *HERE))
+        result = succeeded(wanjax("a", "--model", model, *SMALL, *noisy, *STAGE_FOLDER))
         latents.append(load_safetensors(Path("stage_outputs") / stage_files.LATENTS_FILE)["latents"].copy())
     np.testing.assert_array_equal(*latents)
     file = str(Path("noise.safetensors").absolute())
@@ -318,26 +318,28 @@ def test_noise_from_a_file(model):
     assert video_files.read_metadata(Path("stage_outputs") / stage_files.VIDEO_FILE)["noise"] == file
 
 
-def test_two_experts(model):
+def test_two_experts_share_the_steps(model):
     folder = shutil.copytree(model, "experts")
     shutil.copytree(Path(folder) / "transformer", Path(folder) / "transformer_2")
     index = Path(folder) / "model_index.json"
     added = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.8}
     index.write_text(json.dumps(json.loads(index.read_text()) | added))
     scales = ("--guidance-scale", "2", "--guidance-scale-2", "3")
-    output = succeeded(wanjax("a", "--model", folder, *SMALL, *scales, *HERE)).stderr
+    output = succeeded(wanjax("a", "--model", folder, *SMALL, *scales, *STAGE_FOLDER)).stderr
     assert "guidance 2 and 3" in output
     assert has_line_with(output, "step 2 transformer_2 loaded")
     settings = json.loads((Path("stage_outputs") / stage_files.CONFIG).read_text())
     assert (settings["guidance_scale"], settings["guidance_scale_2"], settings["boundary"]) == (2.0, 3.0, 0.8)
 
 
-def test_denoising_from_a_video(model):
+def test_denoising_can_start_from_a_video(model):
     Path("first").mkdir()
     for i, frame in enumerate(np.random.default_rng(0).integers(0, 256, (5, 16, 32, 3), dtype=np.uint8)):
         Image.fromarray(frame).save(f"first/{i}.png")
     options = ("--video", "first", *SMALL)
-    output = succeeded(wanjax("b", "--model", model, *options, "--strength", "0.5", "--out", "second", *HERE)).stderr
+    output = succeeded(
+        wanjax("b", "--model", model, *options, "--strength", "0.5", "--out", "second", *STAGE_FOLDER)
+    ).stderr
     assert "step 1 of 1" in output or "1 of 1" in output
     embeddings = load_safetensors(Path("stage_outputs") / stage_files.EMBEDDINGS_FILE)
     assert embeddings["video_latents"].shape == (1, 4, 2, 2, 4)
@@ -370,7 +372,7 @@ def test_embeddings_of_226_tokens_give_a_note(model, failing_in):
 
 def test_latents_are_saved_before_decoding(model, failing_in):
     with failing_in("frames", KeyboardInterrupt()):
-        result = wanjax("a", "--model", model, *SMALL, "--out", "b c.mp4", *HERE)
+        result = wanjax("a", "--model", model, *SMALL, "--out", "b c.mp4", *STAGE_FOLDER)
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-2] == "wanjax: stopped"
     assert result.stderr.endswith(": wanjax decode --dir stage_outputs --out 'b c.mp4'\n")
@@ -381,15 +383,15 @@ def test_latents_are_saved_before_decoding(model, failing_in):
 
 
 def test_an_interrupted_denoising_leaves_the_embeddings(model, failing_in, monkeypatch):
-    command = ["a", "--model", model, *SMALL, *HERE]
+    command = ["a", "--model", model, *SMALL, *STAGE_FOLDER]
     monkeypatch.setattr(sys, "argv", ["wanjax", *command])
     with failing_in("latents", KeyboardInterrupt()):
         result = wanjax(*command)
     assert result.exit_code == 130
-    assert result.stderr.endswith(f": {shlex.join(['wanjax', *command])}\n")  # the same command continues
+    assert result.stderr.endswith(f": {shlex.join(['wanjax', *command])}\n")  # the same command resumes
     assert files("stage_outputs") == [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE]
     succeeded(wanjax("denoise"))
-    assert load_settings(Path("stage_outputs"))["steps"] == 2  # as in the first command
+    assert load_settings(Path("stage_outputs"))["steps"] == 2  # the setting of the first command
 
 
 def test_windows_stopped_before_their_first_step_restart(failing_in, monkeypatch):
@@ -402,15 +404,15 @@ def test_windows_stopped_before_their_first_step_restart(failing_in, monkeypatch
 
 
 def test_no_resume_command_is_printed_for_a_wrong_setting(model, failing_in):
-    """A step cache that reads the weights refuses its number of steps only then."""
+    """A step cache that depends on weights can refuse the number of steps only when they are loaded."""
     with failing_in("latents", SettingError("the step cache teacache:0.13 reuses nothing: take more steps", "cache")):
-        result = wanjax("a", "--model", model, *SMALL, *HERE)
+        result = wanjax("a", "--model", model, *SMALL, *STAGE_FOLDER)
     assert result.exit_code == 2
     assert result.stderr.endswith("reuses nothing: take more steps\n")
 
 
 def test_steps_of_other_settings_are_not_discarded(model, monkeypatch):
-    """In a folder that the user named, as a finished stage is not."""
+    """They are protected like a finished stage, because the user named the folder."""
 
     def interrupt(observer, step):
         observer.stopped(step)
@@ -418,12 +420,12 @@ def test_steps_of_other_settings_are_not_discarded(model, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(ResumeObserver, "stepped", interrupt)
-        assert wanjax("a", "--model", model, *SMALL, *HERE).exit_code == 130
-    changed = ("a", "--model", model, *SMALL, *HERE, "--guidance-scale", "3")
+        assert wanjax("a", "--model", model, *SMALL, *STAGE_FOLDER).exit_code == 130
+    changed = ("a", "--model", model, *SMALL, *STAGE_FOLDER, "--guidance-scale", "3")
     before = {name: (Path("stage_outputs") / name).read_bytes() for name in files("stage_outputs")}
     assert has_line_with(refused(*changed), "stage2_state guidance scale --dir --force")
     assert {name: (Path("stage_outputs") / name).read_bytes() for name in files("stage_outputs")} == before
-    assert "resumed after 1 of 2 steps" in succeeded(wanjax("a", "--model", model, *SMALL, *HERE)).stderr
+    assert "resumed after 1 of 2 steps" in succeeded(wanjax("a", "--model", model, *SMALL, *STAGE_FOLDER)).stderr
     with monkeypatch.context() as patch:
         patch.setattr(ResumeObserver, "stepped", interrupt)
         assert wanjax("a", "--model", model, *SMALL, "--dir", "two").exit_code == 130
@@ -437,10 +439,10 @@ def test_an_interrupted_encoding_leaves_nothing(model, failing_in):
     assert files(".") == []
 
 
-def test_peaks_of_memory(monkeypatch):
+def test_peak_memory_is_read_on_each_platform(monkeypatch):
     assert report._device_peak_memory() is None  # a CPU reports no device memory
     assert (report._host_peak_memory() or 0) > 1e7
-    monkeypatch.setattr(report, "PROC_STATUS", Path("absent"))  # as outside Linux
+    monkeypatch.setattr(report, "STATUS", Path("absent"))  # a system other than Linux
     assert (report._host_peak_memory() or 0) > 1e7
     chips = [SimpleNamespace(platform="tpu", memory_stats=lambda n=n: {"peak_bytes_in_use": n}) for n in (3, 5)]
     monkeypatch.setattr(jax, "local_devices", lambda: chips)
@@ -449,44 +451,44 @@ def test_peaks_of_memory(monkeypatch):
 
 def test_a_failure_has_a_traceback(model, failing_in):
     with failing_in("frames", RuntimeError("a bug")):
-        result = wanjax("a", "--model", model, *SMALL, *HERE)
+        result = wanjax("a", "--model", model, *SMALL, *STAGE_FOLDER)
     assert result.exit_code == 1
     assert isinstance(result.exception, RuntimeError)
     assert "wanjax decode --dir stage_outputs" in result.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: Out of memory while ...")])
-def test_out_of_memory(model, failing_in, error):
+def test_the_message_for_a_lack_of_memory_suggests_a_smaller_size(model, failing_in, error):
     with failing_in("latents", error):
         result = wanjax("a", "--model", model, *SMALL)
     assert result.exit_code == 1
     assert has_line_with(result.stderr.splitlines()[-2], "wanjax: memory --size")
 
 
-def test_a_model():
-    described = json.loads(succeeded(wanjax("models", "wan2.2-i2v-a14b", "--json")).stdout)
-    assert described["sizes"] == {"720p": "1280x720", "480p": "832x480", "portrait": "720x1280", "square": "960x960"}
-    assert (described["takes"], described["needs"]) == (["image", "last_image"], ["image"])
-    assert described["licence"] == "Apache-2.0"
+def test_models_describes_one_model():
+    descriptions = json.loads(succeeded(wanjax("models", "wan2.2-i2v-a14b", "--json")).stdout)
+    assert descriptions["sizes"] == {"720p": "1280x720", "480p": "832x480", "portrait": "720x1280", "square": "960x960"}
+    assert (descriptions["takes"], descriptions["needs"]) == (["image", "last_image"], ["image"])
+    assert descriptions["licence"] == "Apache-2.0"
     output = succeeded(wanjax("models", "wan2.2-i2v-a14b")).stdout
     assert re.search(r"^takes  +a prompt, --image \(needed\), --last-image$", output, re.MULTILINE)
     assert re.search(r"^sizes  +720p 1280x720, 480p 832x480", output, re.MULTILINE)
     assert has_line_with(refused("models", "nan"), "'nan' nano")
 
 
-def test_models():
-    described = json.loads(succeeded(wanjax("models", "--json")).stdout)
-    assert described[0]["name"] == "nano"
-    for model in described:
+def test_models_lists_all_models():
+    descriptions = json.loads(succeeded(wanjax("models", "--json")).stdout)
+    assert descriptions[0]["name"] == "nano"
+    for model in descriptions:
         assert {"name", "about", "source", "parameters", "licence", "defaults"} <= model.keys()
         assert model["memory"] == sum(model["networks"].values()) > 2 * model["parameters"] > 0
         assert {"text_encoder", "transformer", "vae"} <= model["networks"].keys()
-    sizes = {model["name"]: model["networks"] for model in described}
+    sizes = {model["name"]: model["networks"] for model in descriptions}
     assert sizes["wan2.1-t2v-14b"]["text_encoder"] == 2 * 5_680_910_336
     assert sizes["wan2.1-t2v-14b"]["vae"] == 4 * 126_892_531
     assert sizes["wan2.2-t2v-a14b"]["transformer_2"] == 2 * 14_288_491_584
     output = succeeded(CliRunner(env={"COLUMNS": "200"}).invoke(main, ["models"])).stdout
-    for model in described:
+    for model in descriptions:
         size = f"{model['defaults']['width']}x{model['defaults']['height']}"
         assert re.search(
             rf"^{re.escape(model['name'])} .* {size} .*{re.escape(model['licence'])}", output, re.MULTILINE

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sets of compiler options, on the command line and in the library."""
+"""The compiler option sets `safe` and `fast`, on the command line and in the library."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,19 +31,19 @@ def model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _with_a_refused_option_in_the_fast_set(monkeypatch, tmp_path):
+def _with_a_rejected_option_in_the_fast_set(monkeypatch, tmp_path):
     """Add an option that XLA does not know to the fast set of two programs."""
     monkeypatch.chdir(tmp_path)
-    refused = {"xla_no_such_option": "true"}
-    monkeypatch.setattr(sampling, "take_step", replace(denoiser.take_step, fast_options=lambda on: refused))
-    monkeypatch.setattr(frames, "decode_chunk", replace(frames.decode_chunk, fast_options=lambda on: refused))
+    rejected = {"xla_no_such_option": "true"}
+    monkeypatch.setattr(sampling, "take_step", replace(denoiser.take_step, fast_options=lambda context: rejected))
+    monkeypatch.setattr(frames, "decode_chunk", replace(frames.decode_chunk, fast_options=lambda context: rejected))
 
 
 def latents(folder: str) -> np.ndarray:
     return np.asarray(stage_files.load_latents(Path(folder), load_settings(Path(folder))))
 
 
-def test_a_refused_option_is_noted_once_and_the_video_is_made(model):
+def test_a_rejected_option_gives_one_note_and_the_video_is_made(model):
     options = ("a red circle", "--model", model, *SMALL)
     fast = succeeded(wanjax(*options, *FAST, "--dir", "fast"))
     assert fast.stderr.count(NOTE) == fast.stderr.count("xla_no_such_option, which") == 1, fast.stderr
@@ -53,30 +53,30 @@ def test_a_refused_option_is_noted_once_and_the_video_is_made(model):
     assert np.array_equal(latents("fast"), latents("safe"))
 
 
-def test_each_stage_takes_a_set(model):
+def test_each_stage_accepts_a_compiler(model):
     succeeded(wanjax("encode", "a red circle", "--model", model, "--size", "32x16", "--frames", "1", *FAST))
     assert NOTE in succeeded(wanjax("denoise", "--steps", "2", *FAST)).stderr
     assert NOTE in succeeded(wanjax("decode", *FAST)).stderr
 
 
-def test_the_warm_up_takes_a_set(model):
+def test_the_warm_up_accepts_a_compiler(model):
     assert NOTE in succeeded(wanjax("warmup", "--model", model, *SMALL, *FAST)).stderr
 
 
-def refused_by_the_library(*arguments: str) -> str:
+def library_error(*arguments: str) -> str:
     with pytest.raises(WanjaxError) as caught:
         library.load(*arguments, compiler="quick")
     return str(caught.value)
 
 
 @pytest.mark.parametrize("command", ["generate a", "encode a", "denoise", "decode", "plan", "warmup", "load nano"])
-def test_an_unknown_set_is_refused(command):
+def test_an_unknown_compiler_is_refused(command):
     name, *options = command.split()
-    output = refused_by_the_library(*options) if name == "load" else refused(name, *options, "--compiler", "quick")
+    output = library_error(*options) if name == "load" else refused(name, *options, "--compiler", "quick")
     assert has_line_with(output, "'quick' safe fast")
 
 
-def test_the_library_warns_of_a_refused_option(model):
+def test_the_library_warns_of_a_rejected_option(model):
     pipe = library.load(model, compiler="fast", dtype="float32")
     with pytest.warns(WanjaxWarning, match="compiled without xla_no_such_option") as warned:
         pipe("a red circle", size=(16, 32), frames=1, steps=2)

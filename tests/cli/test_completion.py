@@ -20,27 +20,27 @@ COMMANDS += ["info", "models", "bench", "selftest", "serve", "worker"]
 def completions(line: str) -> list[tuple[str, str]]:
     """Return the completions of a line's last word, as (type, value)."""
     words = line.split(" ")
-    requested = {"_WANJAX_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    done = CliRunner(env=requested).invoke(main, [], prog_name="wanjax")
-    assert done.exit_code == 0, done.output
-    assert done.stderr == ""
-    return [tuple(item.split(",", 1)) for item in done.stdout.splitlines() if item]
+    variables = {"_WANJAX_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    result = CliRunner(env=variables).invoke(main, [], prog_name="wanjax")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    return [tuple(line.split(",", 1)) for line in result.stdout.splitlines() if line]
 
 
 def values(line: str) -> list[str]:
     return [value for _, value in completions(line)]
 
 
-def test_commands():
+def test_commands_are_completed():
     assert values("wanjax ") == COMMANDS
     assert values("wanjax de") == ["denoise", "decode"]
     assert values("wanjax help de") == ["denoise", "decode"]
 
 
-def test_options():
+def test_options_are_completed():
     assert values("wanjax generate --gui") == ["--guidance-scale", "--guidance-scale-2", "--guidance-rule"]
     assert values("wanjax plan --ch") == ["--chip"]
-    assert values("wanjax --guidance-scale-") == ["--guidance-scale-2"]  # of the implied command
+    assert values("wanjax --guidance-scale-") == ["--guidance-scale-2"]  # options of `generate`, which is the default
     assert {"--help", "--version", "--seed"} <= set(values("wanjax --"))
     assert values("wanjax sunset --see") == ["--seeds", "--seed"]
     assert values("wanjax decod --f") == [
@@ -51,7 +51,7 @@ def test_options():
         "--flow-shift",
         "--follow",
         "--force",
-    ]  # a prompt so far
+    ]  # `decod` may be a prompt
     assert values("wanjax generate --dtype ") == ["bfloat16", "float32"]
     assert "--use-dp" not in values("wanjax generate --")
 
@@ -60,7 +60,7 @@ def test_options():
     "line",
     ["wanjax generate --model ", "wanjax --model ", "wanjax plan ", "wanjax convert ", "wanjax a --seed 3 --model "],
 )
-def test_models(line):
+def test_models_are_completed(line):
     assert values(line) == list(presets())
     assert values(line + "wan2.1-t2v") == [name for name in presets() if name.startswith("wan2.1-t2v")]
     assert completions(line + "./wa") == [("file", "./wa")]
@@ -70,11 +70,11 @@ def test_models(line):
     "option",
     ["--image", "--video", "--lora", "--prompts", "--config", "--from", "--out", "-o", "--noise", "--reference"],
 )
-def test_files(option):
+def test_file_options_are_completed_with_files(option):
     assert completions(f"wanjax generate {option} so") == [("file", "so")]
 
 
-def test_other_files_and_folders():
+def test_other_options_are_completed_with_files_and_folders():
     assert completions("wanjax info so") == [("file", "so")]
     assert completions("wanjax generate --dir so") == [("file", "so")]
     assert completions("wanjax generate --profile so") == [("dir", "so")]
@@ -85,14 +85,14 @@ def test_a_line_that_would_be_refused_is_completed():
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_of_a_shell(shell):
-    done = CliRunner(env={"_WANJAX_COMPLETE": f"{shell}_source"}).invoke(main, [], prog_name="wanjax")
-    assert done.exit_code == 0
-    assert f"_WANJAX_COMPLETE={shell}_complete" in done.stdout
+def test_the_completion_script_of_each_shell_is_printed(shell):
+    result = CliRunner(env={"_WANJAX_COMPLETE": f"{shell}_source"}).invoke(main, [], prog_name="wanjax")
+    assert result.exit_code == 0
+    assert f"_WANJAX_COMPLETE={shell}_complete" in result.stdout
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-def test_bash_itself(tmp_path):
+def test_bash_completes_a_model(tmp_path):
     """Run the function of click's script on a line, as bash does when Tab is pressed."""
     program = tmp_path / "wanjax"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m wanjax "$@"\n')
@@ -105,5 +105,5 @@ def test_bash_itself(tmp_path):
     printf '%s\\n' "${COMPREPLY[@]}"
     """
     environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, cwd=Path(tmp_path))
-    assert done.stdout.split() == ["wan2.1-vace-1.3b", "wan2.1-vace-14b", "wan2.1-vace-14b-causvid"], done.stderr
+    result = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, cwd=Path(tmp_path))
+    assert result.stdout.split() == ["wan2.1-vace-1.3b", "wan2.1-vace-14b", "wan2.1-vace-14b-causvid"], result.stderr

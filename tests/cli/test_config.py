@@ -44,7 +44,7 @@ json = true
 def parsed(monkeypatch, tmp_path, record_arguments) -> Arguments:
     """The arguments that the command line passes to commands, which do not run."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "")  # is restored, because a test may set it
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "")  # so that it is restored if a test sets it
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS")
     Path("my.toml").write_text(CONFIG)
     for name in ("a.safetensors", "b.safetensors", "c.safetensors", "lines.txt", "b.mp4"):
@@ -95,7 +95,7 @@ def test_shared_and_per_command_options(parsed):
     assert (parsed["steps"], parsed["seed"]) == (None, 7)
 
 
-def test_typed_options_win(parsed):
+def test_typed_options_override_the_config_file(parsed):
     typed = ("--size", "640x320", "--seed", "8", "--lora", "c.safetensors", "--model", "nano")
     succeeded(wanjax(*typed, "a cat", "--config", "my.toml"))
     assert (parsed["height"], parsed["width"]) == (320, 640)
@@ -111,7 +111,7 @@ def test_typed_options_replace_conflicting_ones(parsed):
     Path("lines.txt").write_text("a red circle\n")
     succeeded(wanjax("generate", "--config", "my.toml"))
     assert (parsed["prompts"], parsed["prompt"], parsed["seeds"]) == ("lines.txt", None, "0..3")
-    assert parsed["strength"] == 0.5  # for those lines that name a video
+    assert parsed["strength"] == 0.5  # for the lines with a video
     succeeded(wanjax("a cat", "--count", "2", "--config", "my.toml"))
     assert (parsed["prompts"], parsed["prompt"], parsed["seeds"], parsed["count"]) == (None, "a cat", None, 2)
     succeeded(wanjax("a cat", "--seed", "2", "--config", "my.toml"))
@@ -121,8 +121,13 @@ def test_typed_options_replace_conflicting_ones(parsed):
 
 
 def test_metadata_overrides_the_config_file(parsed):
-    Path("made.json").write_text('{"model": "nano", "prompt": "b", "seed": 1, "height": 32, "width": 64, "steps": 3}')
-    for order in (("--config", "my.toml", "--from", "made.json"), ("--from", "made.json", "--config", "my.toml")):
+    Path("metadata.json").write_text(
+        '{"model": "nano", "prompt": "b", "seed": 1, "height": 32, "width": 64, "steps": 3}'
+    )
+    for order in (
+        ("--config", "my.toml", "--from", "metadata.json"),
+        ("--from", "metadata.json", "--config", "my.toml"),
+    ):
         succeeded(wanjax(*order))
         assert [parsed[name] for name in ("model", "prompt", "seed", "height", "width", "steps")] == [
             "nano", "b", 1, 32, 64, 3,
@@ -130,11 +135,11 @@ def test_metadata_overrides_the_config_file(parsed):
         assert (parsed["guidance_scale"], parsed["tile"], parsed["lora"], parsed["mesh"]) == (None, False, (), None)
         assert parsed["attention"] is None
         assert parsed["out"] == "a.mp4"
-    Path("my.toml").write_text("[generate]\nfrom = 'made.json'\n")
+    Path("my.toml").write_text("[generate]\nfrom = 'metadata.json'\n")
     assert has_line_with(refused("a", "--config", "my.toml"), "'from'")
 
 
-def test_report_flags(parsed):
+def test_a_config_file_can_set_quiet_and_json(parsed):
     Path("my.toml").write_text("quiet = true\njson = true\n")
     succeeded(wanjax("a cat", "--config", "my.toml"))
     assert (parsed["report"].quiet, parsed["report"].in_json) == (True, True)
@@ -144,11 +149,11 @@ def test_report_flags(parsed):
 
 def test_every_command_takes_a_config():
     Path("my.toml").write_text("json = true\n")
-    Path("made.json").write_text('{"model": "nano", "prompt": "b"}')
+    Path("metadata.json").write_text('{"model": "nano", "prompt": "b"}')
     for command in main.commands.values():
         options = {name for parameter in command.params for name in parameter.opts}
         assert ("--config" in options) == (command.name != "help")
-    for command in (["models"], ["info", "made.json"]):
+    for command in (["models"], ["info", "metadata.json"]):
         assert json.loads(succeeded(wanjax(*command, "--config", "my.toml")).stdout)
 
 
@@ -184,7 +189,7 @@ def test_empty_files_and_tables_change_nothing(parsed):
         (None, "my.toml TOML file"),
     ],
 )
-def test_mistakes(text, message):
+def test_mistakes_in_a_config_file_are_refused(text, message):
     if text is None:
         Path("my.toml").unlink()
     else:
@@ -199,7 +204,7 @@ def test_a_config_with_a_byte_order_mark(parsed, encoding):
     assert (parsed["steps"], parsed["out"]) == (30, "a.mp4")
 
 
-def test_a_video(tmp_path_factory, monkeypatch):
+def test_a_config_file_makes_a_video(tmp_path_factory, monkeypatch):
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path_factory.mktemp("video"))
     model = tiny_checkpoint(Path("tiny").absolute())

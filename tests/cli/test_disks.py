@@ -20,8 +20,8 @@ pytestmark = [
 ]
 SMALL = ("--size", "32x32", "--frames", "5")
 PROMPT = ("a red circle", *SMALL, "--steps", "1")
-CLOSED = Path("/sys")  # of Linux, in which not even root makes files
-COMMANDS = {  # what each writes into the folder DISK
+UNWRITABLE = Path("/sys")  # not even root can create files here on Linux
+COMMANDS = {  # commands that write into the folder DISK
     "generate --out": (*PROMPT, "--out", "DISK/a.mp4"),
     "generate --dir": (*PROMPT, "--dir", "DISK/stages"),
     "encode": ("encode", "a red circle", *SMALL, "--dir", "DISK/stages"),
@@ -32,8 +32,8 @@ COMMANDS = {  # what each writes into the folder DISK
     "denoise": ("denoise", *SMALL, "--steps", "1", "--dir", "DISK/stages"),
     "decode": ("decode", "--dir", "DISK/stages"),
 }
-ELSEWHERE = ("generate --out", "batch", "serve")  # commands that have files on other disks too
-BEFORE = {"denoise": 1, "decode": 2}  # the stages whose files are there before
+WITH_OTHER_DISKS = ("generate --out", "batch", "serve")  # commands that have files on other disks too
+STAGES_BEFORE = {"denoise": 1, "decode": 2}  # the number of stages that must run before
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +48,14 @@ def inputs(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def stages(request, inputs, tmp_path, monkeypatch) -> Path:
-    """The folder DISK, with what the stages before a command left there."""
+    """The folder DISK, with the files of the stages before a command."""
     monkeypatch.chdir(inputs)
     disk = tmp_path / "disk"
     disk.mkdir()
-    done = BEFORE.get(request.node.callspec.params["command"], 0)
-    if done >= 1:
+    num_stages = STAGES_BEFORE.get(request.node.callspec.params["command"], 0)
+    if num_stages >= 1:
         succeeded(wanjax("encode", "a red circle", *SMALL, "--dir", disk / "stages"))
-    if done >= 2:
+    if num_stages >= 2:
         succeeded(wanjax("denoise", *SMALL, "--steps", "1", "--dir", disk / "stages"))
     return disk
 
@@ -68,22 +68,25 @@ def files(disk: Path) -> list[Path]:
     return sorted(disk.rglob("*"))
 
 
-@pytest.mark.skipif(not CLOSED.is_dir(), reason="has no folder in which nobody writes")
+@pytest.mark.skipif(not UNWRITABLE.is_dir(), reason="no folder is unwritable for root")
 @pytest.mark.parametrize(
-    "command", quick(["generate --out", "batch", "train", "convert"], [name for name in COMMANDS if name not in BEFORE])
+    "command",
+    quick(["generate --out", "batch", "train", "convert"], [name for name in COMMANDS if name not in STAGES_BEFORE]),
 )
-def test_a_disk_that_cannot_be_written(inputs, monkeypatch, command):
+def test_a_disk_that_cannot_be_written_is_reported(inputs, monkeypatch, command):
     monkeypatch.chdir(inputs)
-    assert str(CLOSED) in refused(*arguments(command, CLOSED))
+    assert str(UNWRITABLE) in refused(*arguments(command, UNWRITABLE))
 
 
-@pytest.mark.parametrize("command", quick(["encode", "convert"], [name for name in COMMANDS if name not in ELSEWHERE]))
-def test_a_disk_that_is_full(stages, command):
-    """A full disk is nobody's mistake, so the status is 1."""
+@pytest.mark.parametrize(
+    "command", quick(["encode", "convert"], [name for name in COMMANDS if name not in WITH_OTHER_DISKS])
+)
+def test_a_full_disk_is_reported(stages, command):
+    """A full disk is not a mistake of the user, so the status is 1."""
     before = files(stages)
     with limit_file_size(100):
         assert str(stages) in refused(*arguments(command, stages), status=1)
-    resumable = ("trained", ".converted.partial")  # from which the same command goes on
+    resumable = ("trained", ".converted.partial")  # the same command resumes from these files
     assert not [path for path in files(stages) if path not in before and not {*resumable} & {*path.parts}]
 
 

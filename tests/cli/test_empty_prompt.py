@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An empty prompt is confirmed on a terminal, and elsewhere a mistake at every interface but the library's."""
+"""A terminal asks for an empty prompt again; other interfaces refuse it, except the library."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def test_a_row_may_have_an_empty_prompt(row):
     assert read_requests("rows.jsonl")[0].fields == {"prompt": row.get("prompt", "")}
 
 
-def test_a_terminal_is_prompted_for_the_prompt():
+def test_a_terminal_asks_for_a_missing_prompt():
     terminal, child = os.openpty()
     command = [sys.executable, "-m", "wanjax", "generate", "--model", "nowhere/at/all"]
     process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child)

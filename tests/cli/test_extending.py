@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that a language model extends: what is sent, stored and refused, against a server on the loopback."""
+"""Prompts that a language model extends: what is sent, stored and refused, with a server on loopback."""
 
 import copy
 import json
@@ -37,7 +37,7 @@ def _with_a_key(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-def longer(handler, text):
+def lengthen(handler, text):
     return 200, completion(f"\x1b[31m{text},\n slowly\u202e, <think>")
 
 
@@ -46,7 +46,7 @@ def files_with(secret: str, folder: Path) -> list[Path]:
 
 
 def test_a_video_stores_both_prompts_and_is_reproduced_without_the_language_model(model, tmp_path):
-    with chatting(longer) as chat:
+    with chatting(lengthen) as chat:
         extend = ("--extend-prompt", chat.url, "--extend-model", "small")
         messages = succeeded(run("a cat", "--model", model, *SMALL, *extend, "--dir", "stages", "--out", "one.png"))
         (path, key, body) = chat.requests[0]
@@ -70,7 +70,7 @@ def test_a_video_stores_both_prompts_and_is_reproduced_without_the_language_mode
 def test_an_unextended_prompt_of_metadata_is_extended():
     record = {"model": "nano", "prompt": "a cat", "original_prompt": "", "frames": 1, "steps": 1}
     Path("one.json").write_text(json.dumps(record))
-    with chatting(longer) as chat:
+    with chatting(lengthen) as chat:
         succeeded(run("--from", "one.json", "--size", "32x32", "--extend-prompt", chat.url, "--out", "two.png"))
     assert read_metadata("two.png")["original_prompt"] == "a cat"
 
@@ -78,7 +78,7 @@ def test_an_unextended_prompt_of_metadata_is_extended():
 def test_each_prompt_of_a_list_is_extended_once(model):
     Path("list.txt").write_text("a cat\na dog\n")
     options = ("--prompts", "list.txt", "--seeds", "1,2", "--model", model, *SMALL, "--out", "many")
-    with chatting(longer) as chat:
+    with chatting(lengthen) as chat:
         succeeded(run("generate", *options, "--extend-prompt", chat.url))
         assert [body["messages"][-1]["content"] for _, _, body in chat.requests] == ["a cat", "a dog"]
         Path("list.txt").write_text("a cat\na dog\na hen\n")
@@ -92,7 +92,7 @@ def test_a_picture_has_other_instructions_and_later_windows_are_extended(tmp_pat
     Image.new("RGB", (16, 16)).save("in.png")
     model = tiny_image_checkpoint(tmp_path / "model")
     shape = ("--frames", "5", "--size", "16x16", "--steps", "1", "--image", "in.png", "--model", str(model))
-    with chatting(longer) as chat:
+    with chatting(lengthen) as chat:
         succeeded(run("a cat", "--then", "a dog", *shape, "--extend-prompt", chat.url, "--out", "made.gif"))
         bodies = [body["messages"] for _, _, body in chat.requests]
     assert [messages[1]["content"] for messages in bodies] == ["a cat", "a dog"]
@@ -103,7 +103,7 @@ def test_a_picture_has_other_instructions_and_later_windows_are_extended(tmp_pat
 
 
 def dripping(handler, text):
-    """Send a byte now and then, each within any timeout of a socket."""
+    """Send one byte at a time, often enough for the timeout of a socket."""
     handler.send_response(200)
     handler.end_headers()
     for _ in range(100):
@@ -163,16 +163,16 @@ def test_thoughts_and_quotation_marks_are_removed_from_a_prompt():
     assert (result, result.original) == ("A cat.", "a cat")
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda prompt: pickle.loads(pickle.dumps(prompt))])
-def test_an_extended_prompt_can_be_copied(copied):
-    result = copied(prompt_extension.ExtendedPrompt("A cat.", "a cat"))
+@pytest.mark.parametrize("copy_function", [copy.copy, copy.deepcopy, lambda prompt: pickle.loads(pickle.dumps(prompt))])
+def test_an_extended_prompt_can_be_copied(copy_function):
+    result = copy_function(prompt_extension.ExtendedPrompt("A cat.", "a cat"))
     assert (result, result.original) == ("A cat.", "a cat")
-    settings = copied(wanjax.load("nano").settings(prompt=result))
+    settings = copy_function(wanjax.load("nano").settings(prompt=result))
     assert (settings.prompt, settings.original_prompt) == ("A cat.", "a cat")
     assert type(settings.prompt) is str
 
 
-NOBODY = "http://127.0.0.1:9"
+UNUSED_URL = "http://127.0.0.1:9"
 
 
 @pytest.mark.parametrize(
@@ -185,10 +185,10 @@ NOBODY = "http://127.0.0.1:9"
         ("http://a/v1?key=1", SECRET),
         ("http://a:x/", SECRET),
         ("http://a/\n", SECRET),
-        (NOBODY, "sk\nsecret"),
+        (UNUSED_URL, "sk\nsecret"),
     ],
 )
-def test_an_url_is_valid_without_a_key_and_a_key_is_one_line(url, key, monkeypatch):
+def test_a_url_with_a_key_and_a_key_of_two_lines_are_refused(url, key, monkeypatch):
     monkeypatch.setenv(prompt_extension.KEY_VARIABLE, key)
     with pytest.raises(WanjaxError, match=line_with_words(prompt_extension.KEY_VARIABLE)) as error:
         wanjax.extend_prompt("a cat", url)
@@ -199,9 +199,9 @@ def test_an_url_is_valid_without_a_key_and_a_key_is_one_line(url, key, monkeypat
 @pytest.mark.parametrize(
     ("options", "words", "status"),
     [
-        (("--extend-prompt", NOBODY), f"{NOBODY} request failed start server", 1),
+        (("--extend-prompt", UNUSED_URL), f"{UNUSED_URL} request failed start server", 1),
         (("--extend-model", "small"), "--extend-prompt", 2),
     ],
 )
-def test_options_that_extend_nothing(options, words, status):
+def test_options_that_cannot_extend_a_prompt_are_refused(options, words, status):
     assert has_line_with(refused("a cat", *SMALL, *options, status=status), words)

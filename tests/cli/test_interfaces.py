@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any value of any option, typed, in the TOML of `--config` and in the metadata of `--from`: a start or an error.
+"""Any value of any option starts a run or gives an error: on the command line, in TOML and in metadata.
 
-Commands go as far as they would before the first network is loaded, or the first program is recorded.
+A command stops before it loads the first network or traces the first program.
 """
 
 import json
@@ -21,16 +21,16 @@ from wanjax.media.bounds import MEDIA_LIMITS
 from wanjax.media.stage_files import CONFIG
 from wanjax.pipelines.video_metadata import DIGESTS_KEY
 
-ONE = "--frames", "1", "--steps", "1"
-REQUEST = "a red circle", *ONE
+ONE_STEP = "--frames", "1", "--steps", "1"
+REQUEST = "a red circle", *ONE_STEP
 COMMANDS = {
     "generate": REQUEST,
     "encode": (*REQUEST, "--dir", "d"),
-    "plan": ("nano", "--chip", "cpu", *ONE),
-    "warmup": ("nano", *ONE),
+    "plan": ("nano", "--chip", "cpu", *ONE_STEP),
+    "warmup": ("nano", *ONE_STEP),
 }
-ELSEWHERE = {"config", "from", "at"}  # interfaces themselves, and a server
-NAMES = st.text(st.characters(exclude_characters="/~"), max_size=20)  # which lead to no folder but the test's
+EXCLUDED = {"config", "from", "at"}  # options that name a file of options, or a server
+NAMES = st.text(st.characters(exclude_characters="/~"), max_size=20)  # no paths outside the test's folder
 SAMPLES = [
     "x",
     "0",
@@ -56,19 +56,19 @@ VALUES = st.one_of(PLAIN, st.lists(PLAIN, max_size=3), st.dictionaries(NAMES, PL
 
 
 def examples(number: int) -> Any:
-    """Decorate a test with a number of examples in the folder and with the patches of one test."""
+    """Return the settings of a test with a number of examples, which share one folder and its patches."""
     return settings(max_examples=number, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True)
-def _stopped(monkeypatch, tmp_path):
-    """End a command with 0 where it would load the first network, in a folder of its own."""
+def _stop_before_the_first_network(monkeypatch, tmp_path):
+    """End a command with status 0 before it loads the first network; use a temporary folder."""
 
     def started(*_: Any, **__: Any) -> None:
         raise click.exceptions.Exit(0)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(MEDIA_LIMITS, "max_pixels", MEDIA_LIMITS.max_pixels)  # which an option changes
+    monkeypatch.setattr(MEDIA_LIMITS, "max_pixels", MEDIA_LIMITS.max_pixels)  # restored, because an option changes it
     for owner, name in (
         (stages.VideoCommand, "fit_previews"),
         (stages.VideoCommand, "run"),
@@ -78,7 +78,7 @@ def _stopped(monkeypatch, tmp_path):
     ):
         monkeypatch.setattr(owner, name, started)
     for module in (stages, many, planning):
-        monkeypatch.setattr(module, "init_distributed", lambda *_: None)  # else it would wait for other processes
+        monkeypatch.setattr(module, "init_distributed", lambda *_: None)  # do not wait for other processes
 
 
 def visible(command: click.Command) -> dict[str, click.Option]:
@@ -91,7 +91,7 @@ GENERATE = visible(main.commands["generate"])
 
 
 def check(*arguments: str) -> None:
-    """Run a command, which has to begin, or to be refused with a message of moderate length."""
+    """Run a command, which must start, or fail with one message of moderate length."""
     result = wanjax(*arguments)
     assert result.exit_code in (0, 2), (arguments, result.exception)
     assert result.exception is None or isinstance(result.exception, SystemExit), (arguments, result.exception)
@@ -102,24 +102,24 @@ def check(*arguments: str) -> None:
         assert "Error:" not in sentences[0], (arguments, sentences[0])
 
 
-def typed(data: st.DataObject, options: dict[str, click.Option]) -> list[str]:
+def draw_option(data: st.DataObject, options: dict[str, click.Option]) -> list[str]:
     """Draw an option, with a value if it takes one."""
-    name = data.draw(st.sampled_from(sorted(options.keys() - ELSEWHERE)))
+    name = data.draw(st.sampled_from(sorted(options.keys() - EXCLUDED)))
     return [f"--{name}"] if options[name].is_flag else [f"--{name}={data.draw(TEXTS)}"]
 
 
 def typed_value(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(COMMANDS)))
-    check(name, *COMMANDS[name], *typed(data, visible(main.commands[name])))
+    check(name, *COMMANDS[name], *draw_option(data, visible(main.commands[name])))
 
 
 def value_of_any_command(data: st.DataObject) -> None:
-    """Parse alone: what the commands do with their options is theirs."""
+    """Only parse the options; the command does not run."""
     name = data.draw(st.sampled_from(sorted(main.commands)))
     command = main.commands[name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "callback", lambda: None)
-        check(name, *data.draw(st.lists(TEXTS, max_size=1)), *typed(data, visible(command) or {"help": HELP}))
+        check(name, *data.draw(st.lists(TEXTS, max_size=1)), *draw_option(data, visible(command) or {"help": HELP}))
 
 
 HELP = click.Option(["--help"], is_flag=True)
@@ -134,16 +134,16 @@ def toml(value: Any) -> str:
 
 
 def toml_value(data: st.DataObject) -> None:
-    key = data.draw(st.sampled_from([*sorted(GENERATE.keys() - ELSEWHERE), "generate", "plan", "prompt", "other"]))
+    key = data.draw(st.sampled_from([*sorted(GENERATE.keys() - EXCLUDED), "generate", "plan", "prompt", "other"]))
     name = data.draw(st.sampled_from(sorted(COMMANDS)))
-    place = data.draw(st.sampled_from(["", f"[{name}]\n"]))
-    Path("my.toml").write_text(f"{place}{key} = {toml(data.draw(VALUES))}\n", encoding="utf-8", errors="replace")
+    table = data.draw(st.sampled_from(["", f"[{name}]\n"]))
+    Path("my.toml").write_text(f"{table}{key} = {toml(data.draw(VALUES))}\n", encoding="utf-8", errors="replace")
     check(name, *COMMANDS[name], "--config", "my.toml")
 
 
 @pytest.mark.parametrize(("value", "message"), [("a\0b", r"\\(x0)?0"), ("9" * 400, "99999"), ("file/below", "file")])
 @pytest.mark.parametrize("option", ["dir", "profile", "out", "noise"])
-def test_unknown_names_in_files(option, value, message):
+def test_invalid_paths_are_refused_in_a_config_file_too(option, value, message):
     Path("file").touch()
     Path("my.toml").write_text(f"{option} = {json.dumps(value)}\n")
     for arguments in ((f"--{option}", value), ("--config", "my.toml")):
@@ -170,8 +170,8 @@ KEYS = [
 ]
 
 
-def recorded_value(data: st.DataObject) -> None:
-    """A stranger's record; nothing is written where it says."""
+def metadata_value(data: st.DataObject) -> None:
+    """Untrusted metadata: no file is written to a path that it names."""
     record = {"model": "nano", "prompt": "a red circle", "seed": 3, "frames": 1, "steps": 1}
     record |= data.draw(st.dictionaries(st.sampled_from([*KEYS, "out", "folder", "dir"]), VALUES, max_size=2))
     Path("theirs").mkdir(exist_ok=True)
@@ -185,20 +185,20 @@ INTERFACES = {
     value_of_any_command: (60, 3000),
     toml_value: (15, 400),
     toml_text: (10, 200),
-    recorded_value: (15, 400),
+    metadata_value: (15, 400),
 }
 
 
-def through(interface: Any, number: int) -> None:
+def run_examples(interface: Any, number: int) -> None:
     examples(number)(given(st.data())(lambda data: interface(data)))()
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
 def test_a_value_begins_a_video_or_is_refused(interface):
-    through(interface, INTERFACES[interface][0])
+    run_examples(interface, INTERFACES[interface][0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interface", INTERFACES)
 def test_many_values_begin_a_video_or_are_refused(interface):
-    through(interface, INTERFACES[interface][1])
+    run_examples(interface, INTERFACES[interface][1])

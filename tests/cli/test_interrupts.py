@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C, by real signals to real processes: the first stops in between, the second at once."""
+"""Ctrl-C as real signals to real processes: the first stops after a step or chunk, the second at once."""
 
 import os
 import pty
@@ -45,7 +45,7 @@ def frames(run, *_, **__):
     run.report_progress("chunk", 1, 2)
     compute()
 
-Run.{patched} = {work}
+Run.{method} = {work}
 main()
 """
 CONTINUE = "completed work is kept; continue with: "
@@ -63,7 +63,7 @@ def environment(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
-    """A folder with what the commands read: latents with their embeddings, a list of prompts, pictures to learn."""
+    """A folder of inputs: the stage files of a video, a list of prompts, and pictures to train on."""
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "prompts.txt").write_text("a red circle\na blue square\n")
     (folder / "clips").mkdir()
@@ -82,7 +82,7 @@ def _in_temporary_folder(tmp_path, monkeypatch):
 
 
 class Run:
-    """A command in a process, and what it has written to stderr, a pipe or a terminal."""
+    """A command in a process. `output` is its stderr so far, from a pipe or a terminal."""
 
     def __init__(self, command: list[str], environment: dict[str, str], *, terminal: bool = False):
         self.reader, writer = pty.openpty() if terminal else os.pipe()
@@ -100,7 +100,7 @@ class Run:
         os.close(self.reader)
 
     def wait_for(self, text: str, seconds: float) -> None:
-        """Wait until the command has written a text."""
+        """Wait until the command has written this text."""
         deadline = time.monotonic() + seconds
         while text not in self.output:
             assert time.monotonic() < deadline, self.output
@@ -114,16 +114,16 @@ class Run:
     def press(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
-    def ended(self, seconds: float) -> int:
+    def wait_for_end(self, seconds: float) -> int:
         """Return the exit status; fail if the process runs for longer."""
         status = self.process.wait(seconds)
         self.read()
         return status
 
 
-def blocked(patched: str, work: str, *arguments: str) -> list[str]:
+def blocked_command(method: str, work: str, *arguments: str) -> list[str]:
     """Return a command whose run has one method replaced."""
-    return [sys.executable, "-c", CODE.format(patched=patched, work=work), *arguments]
+    return [sys.executable, "-c", CODE.format(method=method, work=work), *arguments]
 
 
 COMMANDS = {
@@ -142,9 +142,9 @@ MOMENTS = [0.2, 0.5, 1, 2, 3, 5]
 
 @pytest.mark.parametrize(("command", "seconds"), quick([("generate", 2), ("convert", 0.5)], product(COMMANDS, MOMENTS)))
 def test_ctrl_c_ends_a_command_at_any_moment(environment, inputs, command, seconds):
-    """While Python imports, JAX starts, or weights are read: with 130, no traceback, and nothing half-written.
+    """Also while Python imports, JAX starts, or weights load: the status is 130, without traceback or partial files.
 
-    A folder of stage files stays only where the last line names it.
+    A folder of stage files stays only if the last line names it.
     """
     shutil.copytree(inputs, ".", dirs_exist_ok=True)
     runs = Path(environment["XDG_CACHE_HOME"], "wanjax", "runs")
@@ -152,27 +152,29 @@ def test_ctrl_c_ends_a_command_at_any_moment(environment, inputs, command, secon
     with Run([sys.executable, "-m", "wanjax", *COMMANDS[command]], environment) as run:
         time.sleep(seconds)
         run.press()
-        status = run.ended(20)
-    if "Traceback" in run.output:  # Python had not come to this library: a busy machine starts it slowly
+        status = run.wait_for_end(20)
+    if "Traceback" in run.output:  # Python had not yet imported this library
         assert "wanjax" not in run.output.replace("python -m wanjax", "")
     elif status:
         assert status == 130
         assert "wanjax: stopped" in run.output
-    else:  # it had ended, or a server had begun to listen
+    else:  # the command had finished, or the server already listened
         assert command in ("plan", "convert", "serve", "encode", "decode")
     assert not (status and Path("converted").exists())
     assert not [path for path in Path().rglob("*.mp4") if status]
-    way_on = "continue with" in run.output or "start again" in run.output
-    assert not (status and command in ("denoise", "batch", "train")) or way_on == (
+    suggests_resuming = "continue with" in run.output or "start again" in run.output
+    assert not (status and command in ("denoise", "batch", "train")) or suggests_resuming == (
         f": wanjax {' '.join(COMMANDS[command])}\n" in run.output
     )
     assert all(str(folder) in run.output for folder in set(runs.glob("*")) - before)
 
 
-@pytest.mark.slow  # the next one is quick: the second ends what a process does, and what it has started
+@pytest.mark.slow  # the next test is quick
 @pytest.mark.parametrize("work", ["compute", "compile"])
 def test_a_second_ctrl_c_ends_what_xla_is_doing(model, environment, work):
-    command = blocked("latents", f"lambda *_, **__: (call() for call in [{work}])", *ARGUMENTS, "--model", model)
+    command = blocked_command(
+        "latents", f"lambda *_, **__: (call() for call in [{work}])", *ARGUMENTS, "--model", model
+    )
     with Run(command, environment) as run:
         run.wait_for("encode: done", 300)
         time.sleep(2)
@@ -181,7 +183,7 @@ def test_a_second_ctrl_c_ends_what_xla_is_doing(model, environment, work):
         time.sleep(1)
         assert run.process.poll() is None
         run.press()
-        assert run.ended(5) == 130
+        assert run.wait_for_end(5) == 130
     assert run.output.endswith(
         f"\nwanjax: stopped at once\n{CONTINUE}{shlex.join(['wanjax', *ARGUMENTS, '--model', model])}\n"
     )
@@ -190,14 +192,14 @@ def test_a_second_ctrl_c_ends_what_xla_is_doing(model, environment, work):
 
 @pytest.mark.parametrize("out", quick(["output_video.mp4"], ["output_video.mp4", "frames"]))
 def test_a_second_ctrl_c_leaves_no_unfinished_file(model, environment, out):
-    """The encoder of the mp4 writes its file once its input ends, unless it ends too."""
+    """The encoder of an mp4 would write its file at the end of its input, so it must end too."""
     options = ("--model", model, "--steps", "1", "--out", f"d/{out}")
-    with Run(blocked("frames", "frames", *ARGUMENTS, *options), environment, terminal=True) as run:
+    with Run(blocked_command("frames", "frames", *ARGUMENTS, *options), environment, terminal=True) as run:
         run.wait_for("chunk 1 of 2", 300)
         run.press()
         run.wait_for("stopping after the current chunks", 5)
         run.press()
-        assert run.ended(5) == 130
+        assert run.wait_for_end(5) == 130
     assert run.output.count("\x1b[?25l") == run.output.count("\x1b[?25h")  # the cursor is shown again
     assert ": wanjax decode --dir d" in run.output
     time.sleep(1)
@@ -211,7 +213,7 @@ def test_ctrl_c_stops_after_a_step(model, environment):
         time.sleep(4)
         run.press()
         run.wait_for("; press Ctrl-C again to stop at once\n", 5)
-        assert run.ended(120) == 130
+        assert run.wait_for_end(120) == 130
     assert run.output.endswith(f"\nwanjax: stopped\n{CONTINUE}{shlex.join(['wanjax', *command[3:]])}\n")
     assert "Traceback" not in run.output
     assert {stage_files.CONFIG, stage_files.EMBEDDINGS_FILE} <= set(files("d"))
@@ -222,39 +224,39 @@ def test_ctrl_c_stops_after_a_step(model, environment):
 @pytest.mark.parametrize("done", [0, 1, 2])
 def test_ctrl_c_ends_a_long_step(environment, done):
     """The steps before it are saved, and the printed command resumes from the last of them."""
-    requested = ["a red circle", "--size", "1152x1152", "--frames", "5", "--steps", "6", "--dir", "d"]
-    with Run([sys.executable, "-m", "wanjax", *requested], environment, terminal=True) as run:
+    arguments = ["a red circle", "--size", "1152x1152", "--frames", "5", "--steps", "6", "--dir", "d"]
+    with Run([sys.executable, "-m", "wanjax", *arguments], environment, terminal=True) as run:
         run.wait_for(f"step {done} of 6", 300)
-        for _ in range(20):  # a terminal whose end is not read holds its process up
+        for _ in range(20):  # a process waits for a terminal that nobody reads
             run.read()
             time.sleep(0.1)
         run.press()
-        run.wait_for(CONTINUE + shlex.join(["wanjax", *requested]), 3)
-        assert run.ended(1) == 130
+        run.wait_for(CONTINUE + shlex.join(["wanjax", *arguments]), 3)
+        assert run.wait_for_end(1) == 130
     state = Path("d") / stage_files.STATE_FILE
     assert state.exists() == (done > 0)
     assert done == 0 or SafetensorsFile(state).metadata["steps"] == str(done)
 
 
-AGAIN = {  # a stage under way, and what is written once it is
+RESUMABLE = {  # the arguments of a command, and a text that it writes during its stage
     "denoise": (["-m", "wanjax", "denoise", "--dir", "d", "--steps", "20000", "--force"], "denoise: step"),
-    "decode": (["-c", CODE.format(patched="frames", work="frames"), "decode", "--dir", "d"], "decode: chunk 1 of 2"),
+    "decode": (["-c", CODE.format(method="frames", work="frames"), "decode", "--dir", "d"], "decode: chunk 1 of 2"),
     "train": (["-m", "wanjax", *COMMANDS["train"], "--steps", "100000"], "train: step"),
     "batch": (["-m", "wanjax", *COMMANDS["batch"][:-1], "20000"], "videos: video 0 of 2"),
 }
 
 
-@pytest.mark.parametrize("command", quick(["denoise"], AGAIN))
+@pytest.mark.parametrize("command", quick(["denoise"], RESUMABLE))
 def test_a_stopped_command_says_that_repeating_it_resumes(environment, inputs, command):
     shutil.copytree(inputs, ".", dirs_exist_ok=True)
-    arguments, under_way = AGAIN[command]
+    arguments, running_text = RESUMABLE[command]
     with Run([sys.executable, *arguments], environment) as run:
-        run.wait_for(under_way, 300)
+        run.wait_for(running_text, 300)
         run.press()
-        if command == "decode":  # a chunk that does not end
+        if command == "decode":  # the chunk never ends
             run.wait_for("stopping after", 5)
             run.press()
-        assert run.ended(30) == 130
+        assert run.wait_for_end(30) == 130
     again = " ".join(["wanjax", *arguments[arguments.index(command) :]])
     before = "no video is complete; start again with" if command == "batch" else CONTINUE.rstrip(": ")
     assert run.output.endswith(f"{before}: {again}\n")
@@ -263,17 +265,17 @@ def test_a_stopped_command_says_that_repeating_it_resumes(environment, inputs, c
     assert not [*Path().rglob("*.mp4")]
 
 
-MEASURING = {"selftest": (["selftest"], "attention"), "bench": (["bench", "nano", "--no-keep"], "a step, ")}
-"""Commands that keep nothing of what they have measured, and what they write once they measure."""
+STATELESS = {"selftest": (["selftest"], "attention"), "bench": (["bench", "nano", "--no-keep"], "a step, ")}
+"""Commands that save no measurements, and the text that they write when they measure."""
 
 
-@pytest.mark.parametrize("command", quick(["selftest"], MEASURING))
+@pytest.mark.parametrize("command", quick(["selftest"], STATELESS))
 def test_ctrl_c_ends_a_command_without_state(environment, command):
-    arguments, under_way = MEASURING[command]
+    arguments, running_text = STATELESS[command]
     with Run([sys.executable, "-m", "wanjax", *arguments], environment) as run:
-        run.wait_for(under_way, 300)
+        run.wait_for(running_text, 300)
         run.press()
-        assert run.ended(10) == 130
+        assert run.wait_for_end(10) == 130
     assert run.output.endswith("\nwanjax: stopped\n")
     assert "Ctrl-C again" not in run.output
     assert files(".") == []
@@ -307,13 +309,13 @@ def test_ctrl_c_keeps_complete_files():
 
 
 def test_ctrl_c_ends_an_endless_stage(monkeypatch):
-    """As while the memory is exhausted. Of denoising, the steps that are done are kept first, even if late."""
+    """For example, if memory is exhausted. Denoising first saves its finished steps, even after the timeout."""
     ended = threading.Event()
     monkeypatch.setattr("wanjax.cli.report.exit_immediately", lambda *_: ended.set())
     monkeypatch.setattr("wanjax.cli.report.STOP_TIMEOUT", 0.2)
     cases = [("encode", 0, 0, True), ("denoise", 0, 0, True), ("denoise", 3, 0, False), ("denoise", 3, 2, False)]
     cases += [("denoise", 3, None, False), ("denoise", 3, 3, True), ("decode", 0, 0, True)]
-    cases += [("train", 0, 0, True), ("train", 3, 0, False)]  # while a step is compiled, and with steps to keep
+    cases += [("train", 0, 0, True), ("train", 3, 0, False)]  # while a step compiles, and with steps to save
     cases += [("record", 0, 0, True), ("compile", 0, 0, True)]
     for stage, done, saved, ends in cases:
         report = Report()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`generate` with several prompts and seeds: names, videos that are there already, and a run that was killed."""
+"""`generate` with several prompts and seeds: file names, existing videos, and a killed run."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
-from hypothesis import strategies as some
+from hypothesis import strategies as st
 
 from tests.support.batches import read_manifest
 from tests.support.commands import refused
@@ -49,7 +49,7 @@ def run(*arguments, status=0, **more):
 
 
 def names(folder):
-    """Return the names of a folder's videos, each of which its manifest has once."""
+    """Return the names of a folder's videos; check that the manifest has each name once."""
     result = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
     assert sorted(entry["file_name"] for entry in read_manifest(folder)) == result
     return result
@@ -90,9 +90,9 @@ def test_only_missing_videos_are_made(tmp_path):
     assert len(names(tmp_path / "many")) == 8
 
 
-@pytest.mark.slow  # tests/pipelines/test_resume.py has a quick one, of one video
+@pytest.mark.slow  # tests/pipelines/test_resume.py has a quick test with one video
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal of POSIX")
-def test_a_run_that_was_killed_makes_the_rest(tmp_path):
+def test_a_killed_run_makes_the_rest_when_it_is_repeated(tmp_path):
     command = [sys.executable, "-m", "wanjax", "generate", "--prompts", "prompts.txt", "--count", "3", "--out", "many"]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     killed = subprocess.Popen([*command, *SMALL], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -122,7 +122,7 @@ def test_a_run_that_was_killed_makes_the_rest(tmp_path):
         (("a", "--seeds", "9" * 5000), "whole numbers"),
         (("a", "--seeds", "1", "--count", 2), "--seeds --count"),
         (("a", "--seeds", "1", "--seed", 2), "--seeds 1 --seed 2"),
-        (("a", "--seeds", "0..99999999999"), "0..99999999999 100,000,000,000 100,000"),  # which are never listed
+        (("a", "--seeds", "0..99999999999"), "0..99999999999 100,000,000,000 100,000"),  # without creating this list
         (("a", "--count", 0), "--count 0 1"),
         (("a", "--count", 10**12), "--count 1000000000000 100000"),
         (("a", "--count", 2, "--dir", "here"), "--dir video"),
@@ -131,7 +131,7 @@ def test_a_run_that_was_killed_makes_the_rest(tmp_path):
     ],
     ids=str,
 )
-def test_mistakes(tmp_path, arguments, sentence):
+def test_mistakes_in_several_prompts_and_seeds_are_refused(tmp_path, arguments, sentence):
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "wrong.jsonl").write_text('"a"\n{"prompt": "a", "steps": 0}\n')
     assert has_line_with(run("generate", *arguments, *SMALL, status=2).stderr, sentence)
@@ -158,7 +158,7 @@ def test_mistakes(tmp_path, arguments, sentence):
     ],
     ids=str,
 )
-def test_mistakes_of_a_batch(arguments, sentence):
+def test_mistakes_of_a_batch_are_refused(arguments, sentence):
     if "--ray" in arguments:
         pytest.importorskip("ray")
     Path("promt.csv").write_text("promt\na cat\n")
@@ -192,9 +192,9 @@ def test_earlier_failures_are_tried_last(tmp_path):
 
 
 WRONG = [
-    {"prompt": "a", "steps": 0},  # refused as it is read
-    {"prompt": "a", "frames": 6},  # by what is listed of the model
-    {"prompt": "a", "image": "gone.png"},  # by the model
+    {"prompt": "a", "steps": 0},  # refused when it is read
+    {"prompt": "a", "frames": 6},  # refused by the listing of models
+    {"prompt": "a", "image": "gone.png"},  # refused by the model
     {"prompt": "a", "size": "70x70"},
     {"prompt": "a", "mask": "here.png"},
     {"prompt": "a", "frames": 6},
@@ -206,7 +206,7 @@ WRONG = [
     ("model", "words"),
     [
         ((), ["6 lines", "line 1: steps 0", "lines 2, 6:", "line 3: gone.png", "line 4: 70", "line 5: mask"]),
-        (  # before it is downloaded
+        (  # before the download
             ("--model", "wan2.1-t2v-1.3b"),
             ["6 lines", "line 1: steps 0", "lines 2, 6: 4n", "line 3: image", "line 4: 70", "line 5: mask"],
         ),
@@ -215,8 +215,8 @@ WRONG = [
 def test_all_wrong_rows_are_reported_at_once(model, words):
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in WRONG))
     output = refused("batch", "rows.jsonl", *model, "--out", "videos")
-    for line, named in zip(output.splitlines(), words, strict=True):
-        assert has_line_with(line, named), line
+    for line, words_of_line in zip(output.splitlines(), words, strict=True):
+        assert has_line_with(line, words_of_line), line
     assert not Path("videos").exists()
 
 
@@ -230,8 +230,8 @@ def test_wrong_rows_are_reported_before_jax_is_imported():
     assert has_line_with(result.stderr, "line 2: steps 0")
 
 
-@given(some.lists(some.integers(0, 2**40), min_size=1, max_size=5), some.integers(0, 9), some.integers(0, 9))
-def test_lists_of_seeds(single, first, more):
+@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=5), st.integers(0, 9), st.integers(0, 9))
+def test_lists_and_ranges_of_seeds_are_parsed(single, first, more):
     listed = ",".join([*map(str, single), f"{first}..{first + more}"])
     assert read_seeds(listed) == list(dict.fromkeys([*single, *range(first, first + more + 1)]))
 
@@ -240,7 +240,7 @@ def test_lists_of_seeds(single, first, more):
     ("option", "value", "message"),
     [("--steps", "999999999999", "1000000"), ("--size", "100000x100000", "16384"), ("--frames", "9" * 12, "100000")],
 )
-def test_values_that_no_machine_can_make_are_refused_at_once(option, value, message):
+def test_values_that_are_too_large_are_refused_at_once(option, value, message):
     output = refused("generate", "a", option, value)
     assert has_line_with(output, f"{message}")
     assert "memory" not in output

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistyped commands: they are refused with the right name, and make no video."""
+"""Mistyped commands: the message suggests a valid name, and no video is made."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from wanjax.cli.arguments import OLD_SCRIPT_OPTIONS, OTHER_OPTION_NAMES
 
 @pytest.fixture(autouse=True)
 def parsed(tmp_path, monkeypatch, record_arguments) -> Arguments:
-    """What makes a video gets, which does not run."""
+    """The arguments that `generate` gets; it does not run."""
     monkeypatch.chdir(tmp_path)
     return record_arguments({stages: ["generate"]})
 

@@ -2,7 +2,7 @@
 """A second family outside the package, with features that no family in it has. `wanjax.register(TOY_SOUND)` adds it.
 
 The first network denoises a video and its sound together. Before, it reads a reference picture and an optional driving
-clip once, and caches their keys and values. Only this family has a driving clip. A second network denoises prompts again
+clip once, and caches their keys and values. Only this family has a driving clip. A second network denoises both again
 at twice the height and width. The decoder adds noise to the latents, and makes the sound too.
 """
 
