@@ -321,7 +321,7 @@ MUTATIONS = (
         " / parts.tensor_names.divisor",
         "",
         "weights of 8-bit integers are 127 times too large",
-        ("checkpoints/test_dequantized.py::test_integers_of_which_127_is_the_scale",),
+        ("checkpoints/test_dequantized.py::test_integers_whose_scale_is_that_of_127_are_dequantized",),
     ),
     Mutation(
         "block-scale",
@@ -329,7 +329,7 @@ MUTATIONS = (
         "x = np.repeat(x, size, axis)",
         "x = np.concatenate([x] * size, axis)",
         "fp8 weights with a scale for each block are multiplied by the scales of other blocks",
-        ("checkpoints/test_dequantized.py::test_every_spelling_and_shape",),
+        ("checkpoints/test_dequantized.py::test_every_spelling_and_shape_is_dequantized",),
     ),
     Mutation(
         "table-rows",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hub on loopback that the client is pointed at, and a checkpoint that has been converted."""
+"""A hub on loopback for the client, and a converted checkpoint."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,7 @@ def server():
 
 @pytest.fixture
 def set_hub_url(tmp_path, monkeypatch):
-    """Points the client, which reads the environment only when it is imported, at a hub."""
+    """Return a function that sets the hub's address in the client, which reads the environment only at import."""
 
     def point(url, offline=False):
         for name, value in {
@@ -53,7 +53,7 @@ def online(server, set_hub_url):
 
 @pytest.fixture(scope="module")
 def cached_shapes():
-    """Trace each network once: tracing takes most of the time in converting so small a checkpoint."""
+    """Trace each network once, because tracing takes most of the time of a small conversion."""
     cache = {}
 
     def abstract(network, **options):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of Wan Animate 2: its tensors are those of image to video, so other marks distinguish them."""
+"""Files of Wan Animate 2 have the tensors of image to video, so other marks distinguish them."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def tensors() -> dict[str, np.ndarray]:
     return {name: random.normal(size=spec.shape).astype(np.float32) for name, spec in specs.items()}
 
 
-def by_the_authors(tensors: dict[str, np.ndarray], level: str = ".") -> dict[str, np.ndarray]:
+def with_names_of_the_authors(tensors: dict[str, np.ndarray], level: str = ".") -> dict[str, np.ndarray]:
     names = {name: original.TRANSFORMER.to_authors(name) or "" for name in tensors}
     return {re.sub(r"(blocks\.\d+)\.", rf"\1{level}", names[name]): x for name, x in tensors.items()}
 
@@ -59,7 +59,7 @@ def weights(source: Any) -> list[np.ndarray]:
     ],
 )
 def test_a_file_is_recognised_by_its_header_blocks_or_name(tensors, tmp_path, name, header, level, scheduler):
-    save_safetensors(tmp_path / name, by_the_authors(tensors, level), header)
+    save_safetensors(tmp_path / name, with_names_of_the_authors(tensors, level), header)
     source = open_source(tmp_path / name)
     assert source.index["_class_name"] == "WanAnimate2Pipeline"
     assert source["scheduler"].config()["_class_name"] == scheduler
@@ -71,14 +71,14 @@ def test_a_file_is_recognised_by_its_header_blocks_or_name(tensors, tmp_path, na
         np.testing.assert_array_equal(result, exact)
 
 
-def test_integers_with_rotated_groups(tmp_path):
-    """Comfy-Org's smaller file, whose linear layers of the blocks are in 8 bits (ConvRot)."""
+def test_integers_with_rotated_groups_are_dequantized(tmp_path):
+    """Comfy-Org's smaller file has the linear layers of the blocks in 8 bits (ConvRot)."""
     config = JSON | {"dim": 64, "ffn_dim": 128, "freq_dim": 64, "text_dim": 64}
     kind = read_network(JSON["_class_name"], config, NETWORKS)
     random, exact_tensors, tensors = np.random.default_rng(0), {}, {}
     for name, spec in kind.specs.items():
         x = random.normal(size=spec.shape).astype(np.float32)
-        [stored] = by_the_authors({name: x})
+        [stored] = with_names_of_the_authors({name: x})
         if x.ndim == 2 and re.fullmatch(r"blocks\.\d+\.(self_attn|cross_attn|ffn)\..*weight", stored):
             layer = stored.removesuffix(".weight")
             integers, entries, x = convrot(layer, x, 64)
@@ -96,12 +96,12 @@ def test_integers_with_rotated_groups(tmp_path):
         np.testing.assert_allclose(result, exact, rtol=2**-9, atol=1e-6 * np.abs(exact).max())
 
 
-def test_without_a_mark_it_is_image_to_video(tensors, tmp_path):
-    save_safetensors(tmp_path / "wan_i2v.safetensors", by_the_authors(tensors), {"config": "{}"})
+def test_a_file_without_a_mark_is_image_to_video(tensors, tmp_path):
+    save_safetensors(tmp_path / "wan_i2v.safetensors", with_names_of_the_authors(tensors), {"config": "{}"})
     assert open_source(tmp_path / "wan_i2v.safetensors").index["_class_name"] == "WanImageToVideoPipeline"
 
 
-def published(folder: Path, tensors: dict[str, np.ndarray], scheduler: dict[str, Any]) -> Path:
+def write_published(folder: Path, tensors: dict[str, np.ndarray], scheduler: dict[str, Any]) -> Path:
     """Write a transformer and a scheduler as diffusers publishes them."""
     config = animate.transformer_config(JSON)
     names = dict(zip(tensors_in_order(tensors, config), animate_keys(config), strict=True))
@@ -124,7 +124,7 @@ def published(folder: Path, tensors: dict[str, np.ndarray], scheduler: dict[str,
 
 
 def tensors_in_order(tensors: dict[str, np.ndarray], config: AnimateTransformerConfig) -> list[str]:
-    """Return the names of the tensors in the order of `animate_keys`, by the names from which it translates."""
+    """Return the original names of the tensors in the order of `animate_keys`."""
     assert transformer_keys(config).keys() == tensors.keys()
     return list(transformer_keys(config))
 
@@ -143,11 +143,11 @@ def tensors_in_order(tensors: dict[str, np.ndarray], config: AnimateTransformerC
     ],
 )  # fmt: skip
 def test_diffusers_folders_are_distinguished_by_their_scheduler(tensors, tmp_path, scheduler, distilled, steps):
-    folder = published(tmp_path / "checkpoint", tensors, scheduler)
+    folder = write_published(tmp_path / "checkpoint", tensors, scheduler)
     checkpoint = inspect_checkpoint(folder)
     assert checkpoint.model.distilled == distilled
     assert (checkpoint.settings.steps, checkpoint.settings.fps) == (steps, 24)
-    save_safetensors(tmp_path / "animate_2.safetensors", by_the_authors(tensors))
-    same = weights(open_source(tmp_path / "animate_2.safetensors"))
-    for result, exact in zip(weights(checkpoint.source), same, strict=True):
+    save_safetensors(tmp_path / "animate_2.safetensors", with_names_of_the_authors(tensors))
+    expected = weights(open_source(tmp_path / "animate_2.safetensors"))
+    for result, exact in zip(weights(checkpoint.source), expected, strict=True):
         np.testing.assert_array_equal(result, exact)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stored arrays: Orbax reads them, any sharding is restored from any other, and faults are named."""
+"""Stored arrays: Orbax reads them, they are restored with any sharding, and messages name faults."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "w"
 
 
-def fault(read, *args):
+def error_message(read, *args):
     """Return the message with which `read` fails."""
     with pytest.raises(WanjaxError) as caught:
         read(*args)
@@ -94,8 +94,8 @@ def test_arrays_are_read_as_written(folder):
     assert {path for path in folder.rglob("*") if path.is_file()} == arrays.files()
 
 
-def test_orbax_reads_what_we_write(folder):
-    """Orbax's own checkpointer restores the tree and the values."""
+def test_orbax_reads_stored_arrays(folder):
+    """Orbax's checkpointer restores the tree and the values."""
     tree = {
         "blocks": {"q": {name: TENSORS[f"blocks.q.{name}"] for name in ("kernel", "bias")}},
         "levels": {"0": {"gamma": TENSORS["levels.0.gamma"]}},
@@ -113,35 +113,41 @@ def test_orbax_reads_what_we_write(folder):
 
 def test_on_one_cpu_an_array_takes_no_extra_memory(folder, monkeypatch):
     buffers = []
+<<<<<<< HEAD
     aligned = store.aligned_empty
     monkeypatch.setattr(store, "aligned_empty", lambda *args: buffers.append(aligned(*args)) or buffers[-1])
     [weights] = (
         OrbaxCheckpoint(folder).restore({"blocks.q.kernel": jax.ShapeDtypeStruct((6, 16, 24), jnp.bfloat16)}).values()
     )
+=======
+    aligned_empty = store.aligned_empty
+    monkeypatch.setattr(store, "aligned_empty", lambda *args: buffers.append(aligned_empty(*args)) or buffers[-1])
+    [weights] = Arrays(folder).restore({"blocks.q.kernel": jax.ShapeDtypeStruct((6, 16, 24), jnp.bfloat16)}).values()
+>>>>>>> ea1d49a2 (Name the tests of the commands and of checkpoints after what a user relies on)
     assert len(buffers) == 1
     assert weights.unsafe_buffer_pointer() == buffers[0].ctypes.data
 
 
-def chunk(folder, name="blocks.q.kernel"):
+def last_chunk(folder, name="blocks.q.kernel"):
     return sorted((folder / name / "c").rglob("*"))[-1]
 
 
 def test_a_flipped_byte_is_detected_at_any_read(folder):
-    file = chunk(folder)
+    file = last_chunk(folder)
     contents = bytearray(file.read_bytes())
     contents[20] ^= 1
     file.write_bytes(contents)
     array = StoredArray(folder / "blocks.q.kernel")
     for read in (array.read, array.digest):
-        assert f"{folder / 'blocks.q.kernel'} is damaged" in fault(read)
+        assert f"{folder / 'blocks.q.kernel'} is damaged" in error_message(read)
     array.read([slice(0, 1)])  # another chunk
 
 
 @pytest.mark.parametrize("size", [None, 0, 3, 100])
 def test_a_truncated_or_missing_chunk_is_detected(folder, size):
-    chunk(folder).unlink() if size is None else os.truncate(chunk(folder), size)
+    last_chunk(folder).unlink() if size is None else os.truncate(last_chunk(folder), size)
     array = StoredArray(folder / "blocks.q.kernel")
-    assert has_line_with(fault(array.read), "blocks.q.kernel damaged")
+    assert has_line_with(error_message(array.read), "blocks.q.kernel damaged")
     assert not all(array.is_written(piece) for piece in array.chunk_slices())
 
 
@@ -156,14 +162,22 @@ def test_a_digest_depends_on_values_shape_and_dtype(folder):
 )
 def test_a_broken_tree_is_named(folder, text):
     (folder / "_METADATA").unlink() if text is None else (folder / "_METADATA").write_text(text)
+<<<<<<< HEAD
     assert has_line_with(fault(OrbaxCheckpoint, folder), f"{folder / '_METADATA'}")
+=======
+    assert has_line_with(error_message(Arrays, folder), f"{folder / '_METADATA'}")
+>>>>>>> ea1d49a2 (Name the tests of the commands and of checkpoints after what a user relies on)
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc", "a/b", "", "a..b", "\x1b"])
 def test_a_tree_cannot_name_an_array_outside_its_folder(folder, name):
     tree = {"tree_metadata": {"x": {"key_metadata": [{"key": name, "key_type": 2}]}}}
     (folder / "_METADATA").write_text(json.dumps(tree))
+<<<<<<< HEAD
     assert repr(name) in fault(OrbaxCheckpoint, folder)
+=======
+    assert repr(name) in error_message(Arrays, folder)
+>>>>>>> ea1d49a2 (Name the tests of the commands and of checkpoints after what a user relies on)
 
 
 LARGE = {"name": "regular", "configuration": {"chunk_shape": [1 << 40] * 3}}
@@ -174,9 +188,9 @@ LARGE = {"name": "regular", "configuration": {"chunk_shape": [1 << 40] * 3}}
 def test_broken_metadata_of_an_array_is_named(folder, key, value):
     file = folder / "blocks.q.kernel" / "zarr.json"
     file.write_text(json.dumps(json.loads(file.read_bytes()) | {key: value}))
-    if key == "shape" and isinstance(value, list):  # a valid but absurd shape fits no model
+    if key == "shape" and isinstance(value, list):  # the shape is valid, though no model has it
         return
-    assert str(file.parent) in fault(StoredArray, file.parent)
+    assert str(file.parent) in error_message(StoredArray, file.parent)
 
 
 CONFIG = replace(
@@ -188,12 +202,19 @@ def encoder():
     return T5Encoder(CONFIG, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
 
 
-def test_written_on_one_device_read_on_eight_and_back(tmp_path):
+def test_arrays_of_one_device_are_restored_on_eight_and_back(tmp_path):
     """The values are equal on the requested shards; no device ever holds more than its shards and one tensor."""
     model = encoder()
     save(model, tmp_path / "one")
+<<<<<<< HEAD
     on_eight_devices("from tests.checkpoints.test_arrays import there_and_back; there_and_back()", tmp_path)
     again = modules.restore(nnx.eval_shape(encoder), OrbaxCheckpoint(tmp_path / "eight"))
+=======
+    on_eight_devices(
+        "from tests.checkpoints.test_arrays import restore_on_eight_devices; restore_on_eight_devices()", tmp_path
+    )
+    again = modules.restore(nnx.eval_shape(encoder), Arrays(tmp_path / "eight"))
+>>>>>>> ea1d49a2 (Name the tests of the commands and of checkpoints after what a user relies on)
     for name, x in modules.parameters(model).items():
         assert np.asarray(modules.parameters(again)[name]).tobytes() == np.asarray(x).tobytes()
 
@@ -202,36 +223,50 @@ COLUMNS = {"vocab": "tp", "embed": None, "heads": "tp", "mlp": "tp", "layers": N
 ROWS = {"vocab": None, "embed": "tp", "heads": ("dp",), "mlp": "dp", "layers": None}
 
 
-def meshed(sizes, rules):
+def sharded_encoder(sizes, rules):
     """Return the encoder as shapes with shardings."""
     mesh = jax.make_mesh(sizes, ("dp", "tp"), axis_types=(AxisType.Auto, AxisType.Auto))
 
-    def place(weight):
+    def with_sharding(weight):
         x = weight.get_value()
         spec = PartitionSpec(*(rules.get(axis) for axis in axes_of(weight) or ()))
         return weight.replace(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)))
 
     graphdef, state = nnx.split(nnx.eval_shape(encoder))
-    return nnx.merge(graphdef, nnx.from_flat_state([(path, place(leaf)) for path, leaf in nnx.to_flat_state(state)]))
+    return nnx.merge(
+        graphdef, nnx.from_flat_state([(path, with_sharding(leaf)) for path, leaf in nnx.to_flat_state(state)])
+    )
 
 
-def there_and_back():
+def restore_on_eight_devices():
     import sys
     from pathlib import Path
 
     folder = Path(sys.argv[1])
-    abstract = meshed((2, 4), COLUMNS)
+    abstract = sharded_encoder((2, 4), COLUMNS)
     targets = modules.parameters(abstract)
     shards = sum(map(nbytes_on_each, targets.values()))
     largest = max(x.size * x.dtype.itemsize for x in targets.values())
     assert shards < 0.6 * sum(x.size * x.dtype.itemsize for x in targets.values())
+<<<<<<< HEAD
     most = []
     model = modules.restore(abstract, OrbaxCheckpoint(folder / "one"), progress=lambda *_: most.append(most_bytes_on_a_device()))
     assert max(most) <= shards + largest
+=======
+    held_bytes = []
+    model = modules.restore(
+        abstract, Arrays(folder / "one"), progress=lambda *_: held_bytes.append(most_bytes_on_a_device())
+    )
+    assert max(held_bytes) <= shards + largest
+>>>>>>> ea1d49a2 (Name the tests of the commands and of checkpoints after what a user relies on)
     for name, x in modules.parameters(model).items():
         assert x.sharding == targets[name].sharding
         assert np.asarray(x).tobytes() == OrbaxCheckpoint(folder / "one").read(name).tobytes()
     save(model, folder / "eight")
+<<<<<<< HEAD
     restored = modules.restore(meshed((4, 2), ROWS), OrbaxCheckpoint(folder / "eight"))
+=======
+    restored = modules.restore(sharded_encoder((4, 2), ROWS), Arrays(folder / "eight"))
+>>>>>>> ea1d49a2 (Name the tests of the commands and of checkpoints after what a user relies on)
     for name, x in modules.parameters(restored).items():
         assert np.asarray(x).tobytes() == np.asarray(modules.parameters(model)[name]).tobytes()

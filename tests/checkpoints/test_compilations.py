@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading takes weights from files to devices without a program to compile."""
+"""Loading copies weights from files to devices without compiling a program."""
 
 import sys
 
@@ -41,8 +41,8 @@ def load_all(name):
     sizes = MESHES[name]
     mesh = sizes and wanjax.make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
     with compilations() as compiled:
-        for model, how in (("nano", {}), (converted, {}), (converted, {"lora": lora})):
-            pipe = wanjax.load(model, mesh=mesh, **how)
+        for model, options in (("nano", {}), (converted, {}), (converted, {"lora": lora})):
+            pipe = wanjax.load(model, mesh=mesh, **options)
             loaded = {name: pipe.components.get(name) for name in pipe.components.names}
             assert {"text_encoder", "transformer", "vae"} <= loaded.keys()
     assert compiled == []

@@ -33,7 +33,7 @@ from wanjax.registry import open_source
 pytestmark = pytest.mark.usefixtures("cached_shapes")
 
 
-def test_there_and_back_is_equal_bit_for_bit(source, converted, tmp_path):
+def test_a_conversion_and_back_is_equal_bit_for_bit(source, converted, tmp_path):
     assert ToDiffusers(open_source(converted), tmp_path / "back", NETWORKS).run()
     assert tensors(tmp_path / "back") == tensors(source)
     other_files = ["model_index.json", "tokenizer/tokenizer.json", "scheduler/scheduler_config.json", "README.md"]
@@ -54,35 +54,36 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", quick(["control", "two experts"], MODELS))
-def test_every_model_goes_there_and_back(model, tmp_path):
-    source_folder = MODELS[model](tmp_path / "given")
-    assert ToWanjax(open_source(source_folder), tmp_path / "there", NETWORKS).run()
-    assert ToDiffusers(open_source(tmp_path / "there"), tmp_path / "back", NETWORKS).run()
+def test_every_model_is_converted_and_back(model, tmp_path):
+    source_folder = MODELS[model](tmp_path / "original")
+    assert ToWanjax(open_source(source_folder), tmp_path / "converted", NETWORKS).run()
+    assert ToDiffusers(open_source(tmp_path / "converted"), tmp_path / "back", NETWORKS).run()
     assert tensors(tmp_path / "back") == tensors(source_folder)
     for file in source_folder.rglob("*.json"):
         assert json_or_text(tmp_path / "back" / file.relative_to(source_folder)) == json_or_text(file)
 
 
 @pytest.mark.parametrize("prefix", quick([""], ["vision_model.", ""]))
-def test_unused_tensors_are_converted_there_and_back(prefix, tmp_path):
+def test_unused_tensors_are_converted_and_back(prefix, tmp_path):
     """CLIP's last block and norm, under either of their names, are converted but not read by `load`."""
-    source_folder = tiny_image_checkpoint(tmp_path / "given")
+    source_folder = tiny_image_checkpoint(tmp_path / "original")
     weights = source_folder / "image_encoder" / "model.safetensors"
     used = {key: np.array(x) for key, x in load_safetensors(weights).items()}
     last = {key.replace(".0.", ".1."): x + 1 for key, x in used.items() if ".layers.0." in key}
-    more = {"vision_model.post_layernorm.weight": np.ones(16, np.float32), **last}
-    more["vision_model.embeddings.position_ids"] = np.arange(5)[None]
-    outside = {"visual_projection.weight"}  # of the tower
+    other_unused = {"vision_model.post_layernorm.weight": np.ones(16, np.float32), **last}
+    other_unused["vision_model.embeddings.position_ids"] = np.arange(5)[None]
+    outside = {"visual_projection.weight"}  # not part of the vision tower
     extra_tensors = {
-        key if key in outside else prefix + key.removeprefix("vision_model."): x for key, x in (used | more).items()
+        key if key in outside else prefix + key.removeprefix("vision_model."): x
+        for key, x in (used | other_unused).items()
     }
     save_safetensors(weights, extra_tensors)
-    assert ToWanjax(open_source(source_folder), tmp_path / "there", NETWORKS).run()
-    verify(open_source(tmp_path / "there"))
-    assert ToDiffusers(open_source(tmp_path / "there"), tmp_path / "back", NETWORKS).run()
+    assert ToWanjax(open_source(source_folder), tmp_path / "converted", NETWORKS).run()
+    verify(open_source(tmp_path / "converted"))
+    assert ToDiffusers(open_source(tmp_path / "converted"), tmp_path / "back", NETWORKS).run()
     assert tensors(tmp_path / "back") == tensors(source_folder)
     assert set(tensors(source_folder)) >= {f"image_encoder.{key}" for key in extra_tensors}
-    encoders = [parameters(loading.load(tmp_path / name).image_encoder) for name in ("given", "there")]
+    encoders = [parameters(loading.load(tmp_path / name).image_encoder) for name in ("original", "converted")]
     for name, x in encoders[0].items():
         np.testing.assert_array_equal(x, encoders[1][name])
 
@@ -92,13 +93,13 @@ def json_or_text(path: Path):
 
 
 def test_large_components_go_back_in_shards(source, converted, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert, "split_into_shards", lambda reader, stem: store_shards(reader, stem, 20_000))
+    monkeypatch.setattr(convert, "split_into_shards", lambda reader, stem: original_split(reader, stem, 20_000))
     ToDiffusers(open_source(converted), tmp_path / "back", NETWORKS).run()
     assert (tmp_path / "back" / "transformer" / f"{WEIGHTS}.index.json").is_file()
     assert tensors(tmp_path / "back") == tensors(source)
 
 
-store_shards = convert.split_into_shards
+original_split = convert.split_into_shards
 
 
 def tokens(pipe):
@@ -116,22 +117,24 @@ def test_a_converted_checkpoint_names_its_source(source, converted):
 
 def test_a_converted_checkpoint_is_loaded_like_any_other(source, converted):
     messages = []
-    here = wanjax.load(source, param_dtype="bfloat16")
-    there = wanjax.load(converted, param_dtype="bfloat16", progress=lambda *at: messages.append(at))
-    assert there.defaults.updated({"model": ""}) == here.defaults.updated({"model": ""})
+    original_pipe = wanjax.load(source, param_dtype="bfloat16")
+    converted_pipe = wanjax.load(
+        converted, param_dtype="bfloat16", progress=lambda *progress: messages.append(progress)
+    )
+    assert converted_pipe.defaults.updated({"model": ""}) == original_pipe.defaults.updated({"model": ""})
     for name in COMPONENTS:
-        weights, expected = (modules.parameters(getattr(pipe, name)) for pipe in (there, here))
+        weights, expected = (modules.parameters(getattr(pipe, name)) for pipe in (converted_pipe, original_pipe))
         assert weights.keys() == expected.keys()
         for path, x in weights.items():
             assert (x.dtype, np.asarray(x).tobytes()) == (expected[path].dtype, np.asarray(expected[path]).tobytes())
     for name in COMPONENTS:
-        done, total = [at[1:] for at in messages if at[0] == name][-1]
+        done, total = [progress[1:] for progress in messages if progress[0] == name][-1]
         assert done == total > 0
-    assert tokens(there) == tokens(here)
+    assert tokens(converted_pipe) == tokens(original_pipe)
 
 
-def test_the_command_says_what_it_reads_and_writes(source, tmp_path):
-    target = tmp_path / "made" / "here"
+def test_the_command_prints_what_it_reads_and_writes(source, tmp_path):
+    target = tmp_path / "new" / "checkpoint"
     status, out, err = convert_command(source, target, "--dtype", "bfloat16")
     assert (status, out) == (0, "")
     for words in (
@@ -202,6 +205,6 @@ def test_each_component_can_have_a_different_dtype(source, tmp_path):
     ],
 )
 def test_mistakes_are_reported(source, converted, tmp_path, arguments, message):
-    places = {"source": source, "converted": converted, "new": tmp_path / "new"}
-    assert has_line_with(refused(*(argument.format(**places) for argument in arguments)), message)
+    paths = {"source": source, "converted": converted, "new": tmp_path / "new"}
+    assert has_line_with(refused(*(argument.format(**paths) for argument in arguments)), message)
     assert not os.listdir(tmp_path)

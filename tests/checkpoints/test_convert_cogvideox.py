@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`wanjax convert` of CogVideoX's checkpoints: exact to the bit in both directions, and of the same latents."""
+"""`wanjax convert` of CogVideoX's checkpoints: exact to the bit in both directions, with equal latents."""
 
 import json
 
@@ -14,7 +14,7 @@ from tests.support.tiny import tiny_cogvideox_checkpoint
 pytestmark = pytest.mark.usefixtures("cached_shapes")
 CONFIG_1_0 = {"patch_size_t": None, "patch_bias": True, "sample_height": 4, "sample_width": 6}
 LEARNED = {"use_learned_positional_embeddings": True, "in_channels": 8}
-MEMBERS = {
+MODELS = {
     "1.5": {},
     "1.5 from a picture": {"in_channels": 8, "ofs_embed_dim": 24},
     "2b": CONFIG_1_0 | {"use_rotary_positional_embeddings": False},
@@ -23,13 +23,13 @@ MEMBERS = {
 }
 
 
-@pytest.mark.parametrize("member", quick(["1.5", "5b from a picture"], MEMBERS))
-def test_there_and_back_is_equal_bit_for_bit(member, tmp_path):
-    source_folder = tiny_cogvideox_checkpoint(tmp_path / "given", **MEMBERS[member])
+@pytest.mark.parametrize("model", quick(["1.5", "5b from a picture"], MODELS))
+def test_a_conversion_and_back_is_equal_bit_for_bit(model, tmp_path):
+    source_folder = tiny_cogvideox_checkpoint(tmp_path / "original", **MODELS[model])
     (source_folder / "tokenizer" / "tokenizer.json").unlink()
     (source_folder / "tokenizer" / "spiece.model").write_bytes(b"\n\x05\n\x03abc")
-    assert convert_command(source_folder, tmp_path / "there")[0] == 0
-    assert convert_command(tmp_path / "there", tmp_path / "back", "--to", "diffusers")[0] == 0
+    assert convert_command(source_folder, tmp_path / "converted")[0] == 0
+    assert convert_command(tmp_path / "converted", tmp_path / "back", "--to", "diffusers")[0] == 0
     assert tensors(tmp_path / "back") == tensors(source_folder)
     assert len(tensors(source_folder)) > 250
     for file in source_folder.rglob("*"):
@@ -40,15 +40,15 @@ def test_there_and_back_is_equal_bit_for_bit(member, tmp_path):
             assert back.read_bytes() == file.read_bytes()
 
 
-@pytest.mark.slow  # tests/checkpoints/test_convert.py has a quick one, of Wan
+@pytest.mark.slow  # tests/checkpoints/test_convert.py has a quick test with Wan
 def test_a_converted_checkpoint_makes_the_same_latents(tmp_path):
-    source_folder = tiny_cogvideox_checkpoint(tmp_path / "given", **MEMBERS["1.5 from a picture"])
-    assert convert_command(source_folder, tmp_path / "there")[0] == 0
+    source_folder = tiny_cogvideox_checkpoint(tmp_path / "original", **MODELS["1.5 from a picture"])
+    assert convert_command(source_folder, tmp_path / "converted")[0] == 0
     settings = {"size": (32, 48), "frames": 9, "steps": 2, "guidance_scale": 4.0}
     latents = []
-    for folder in (source_folder, tmp_path / "there"):
+    for folder in (source_folder, tmp_path / "converted"):
         pipe = wanjax.load(folder)
-        encoded = pipe.encode("a red circle", "a blue cat", image=np.full((32, 48, 3), 90, np.uint8), **settings)
-        latents.append(np.asarray(pipe.denoise(encoded, seed=3, **settings)))
+        conditioning = pipe.encode("a red circle", "a blue cat", image=np.full((32, 48, 3), 90, np.uint8), **settings)
+        latents.append(np.asarray(pipe.denoise(conditioning, seed=3, **settings)))
     assert latents[0].std() > 0.1
     np.testing.assert_array_equal(*latents)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of the source, the disk, the process and the written files: each is named; none leaves a broken copy."""
+"""Faults of the source, the disk, the process or the written files are reported, and leave no broken copy."""
 
 import json
 import os
@@ -41,9 +41,9 @@ def with_another_dtype(folder: Path) -> None:
 
 def change(folder: Path, changed: Callable[[dict], dict]) -> None:
     for file in (folder / "transformer").glob("*.safetensors"):
-        held = {key: np.array(x) for key, x in load_safetensors(file).items()}
-        if "proj_out.bias" in held:
-            save_safetensors(file, held | changed(held))
+        stored = {key: np.array(x) for key, x in load_safetensors(file).items()}
+        if "proj_out.bias" in stored:
+            save_safetensors(file, stored | changed(stored))
 
 
 def test_weights_that_are_not_finite_are_not_written(damaged, tmp_path):
@@ -55,7 +55,7 @@ def test_weights_that_are_not_finite_are_not_written(damaged, tmp_path):
 def in_one_file(harm: Callable[[Path], None]) -> Callable[[Path], None]:
     """Apply damage to a transformer that is stored in one file."""
 
-    def do(folder: Path) -> None:
+    def damage(folder: Path) -> None:
         (folder / "transformer" / f"{WEIGHTS}.index.json").unlink()
         parts = list((folder / "transformer").glob("*.safetensors"))
         save_safetensors(
@@ -63,7 +63,7 @@ def in_one_file(harm: Callable[[Path], None]) -> Callable[[Path], None]:
         )
         harm(folder)
 
-    return do
+    return damage
 
 
 @pytest.mark.parametrize(
@@ -138,12 +138,12 @@ def stop_in(monkeypatch, method: str, source: Path, target: Path) -> None:
 def test_finished_chunks_are_not_written_again(source, converted, tmp_path, monkeypatch):
     stop_in(monkeypatch, "_copy_files", source, tmp_path / "new")
     chunks = {path: path.stat().st_mtime_ns for path in (tmp_path / ".new.partial").rglob("c/**/*") if path.is_file()}
-    lost = sorted(chunks)[3]
-    lost.unlink()
+    lost_file = sorted(chunks)[3]
+    lost_file.unlink()
     ToWanjax(open_source(source), tmp_path / "new", NETWORKS).run()
     for path, written in chunks.items():
         now = tmp_path / "new" / path.relative_to(tmp_path / ".new.partial")
-        assert (now.stat().st_mtime_ns == written) == (path != lost)
+        assert (now.stat().st_mtime_ns == written) == (path != lost_file)
     assert checksums(tmp_path / "new") == checksums(converted)
 
 
@@ -156,7 +156,7 @@ def test_a_chunk_damaged_before_the_end_is_detected_and_rewritten(source, conver
     assert checksums(tmp_path / "new") == checksums(converted)
 
 
-KILLED = """
+KILL_SCRIPT = """
 import os, random, signal, sys
 from pathlib import Path
 
@@ -167,64 +167,66 @@ from wanjax.registry import open_source
 from wanjax.pipelines.wan.networks import NETWORKS
 
 store.MAX_CHUNK_BYTES = 1 << 12
-os.fsync = lambda descriptor: None  # which waits for a disk that does not lose its power here
+os.fsync = lambda descriptor: None  # tests need no protection against a loss of power
 source, target, rng = open_source(sys.argv[1]), Path(sys.argv[2]), random.Random(0)
 # tensorstore cannot be open in a fork
 forth = convert.ToWanjax(source, target, NETWORKS) if sys.argv[3] == "forth" else None
 
 
-def begun():
+def start():
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
-        on_progress = lambda *at: os.write(write, b".")
+        on_progress = lambda *progress: os.write(write, b".")
         (forth or convert.ToDiffusers(source, target, NETWORKS)).run(on_progress)
         os._exit(0)
     os.close(write)
     return pid, os.fdopen(read, "rb")
 
 
-def ended(pid):
+def wait(pid):
     return os.waitpid(pid, 0)[1]
 
 
-pid, events = begun()
+pid, events = start()
 count = len(events.read())
-assert ended(pid) == 0
-target.rename(target.with_name("whole"))
+assert wait(pid) == 0
+target.rename(target.with_name("uninterrupted"))
 for moment in range(int(sys.argv[4])):
-    pid, events = begun()
+    pid, events = start()
     events.read(rng.randrange(count))
     os.kill(pid, signal.SIGKILL)
-    if (status := ended(pid)) != 0:  # 0: it ended just before it was killed
+    if (status := wait(pid)) != 0:  # 0: it had ended before it was killed
         assert os.WTERMSIG(status) == signal.SIGKILL
         assert not target.exists()
-        pid, events = begun()
+        pid, events = start()
         events.read()
-        assert ended(pid) == 0
+        assert wait(pid) == 0
     target.rename(target.with_name(f"run{moment}"))
 """
 
 
-@pytest.mark.parametrize(("way", "kills"), quick([("forth", 5)], [("forth", 5), ("forth", 20), ("back", 20)]))
-def test_killed_at_random_moments_each_rerun_completes(source, converted, tmp_path, way, kills):
-    """Kill lead to the checksums of an uninterrupted run. The autoencoder has too many arrays for it."""
-    source_folder = shutil.copytree(converted if way == "back" else source, tmp_path / "given")
+@pytest.mark.parametrize(("direction", "kills"), quick([("forth", 5)], [("forth", 5), ("forth", 20), ("back", 20)]))
+def test_a_conversion_that_is_killed_at_any_moment_completes_when_repeated(
+    source, converted, tmp_path, direction, kills
+):
+    """Each rerun gives the checksums of an uninterrupted run. The autoencoder is left out: it has too many arrays."""
+    source_folder = shutil.copytree(converted if direction == "back" else source, tmp_path / "original")
     index = json.loads((source_folder / "model_index.json").read_text())
     (source_folder / "model_index.json").write_text(json.dumps(index | {"vae": [None, None]}))
     run = subprocess.run(
-        [sys.executable, "-c", KILLED, source_folder, tmp_path / "target", way, str(kills)],
+        [sys.executable, "-c", KILL_SCRIPT, source_folder, tmp_path / "target", direction, str(kills)],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    read = {"forth": checksums, "back": tensors}[way]
-    expected = read(tmp_path / "whole")
+    contents_of = {"forth": checksums, "back": tensors}[direction]
+    expected = contents_of(tmp_path / "uninterrupted")
     assert len(os.listdir(tmp_path)) == kills + 2
     for run in tmp_path.glob("run*"):
-        assert read(run) == expected
-        if way == "forth":
+        assert contents_of(run) == expected
+        if direction == "forth":
             verify(open_source(run))
 
 
@@ -244,7 +246,7 @@ def flipped(folder: Path) -> Path:
 
 
 def swapped_arrays(folder: Path) -> Path:
-    """Swaps two arrays, each of which is valid."""
+    """Swap two valid arrays."""
     weights = folder / "transformer" / "weights"
     for a, b in (
         ("text_embed.up.bias", "x"),
@@ -267,7 +269,7 @@ def change_manifest(folder: Path, **changes: object) -> Path:
 
 
 def emptied(folder: Path) -> Path:
-    """Take all networks out of the manifest, whose own digest then is another."""
+    """Remove all networks from the manifest, and keep its old digest."""
     return change_manifest(folder, networks={})
 
 
@@ -288,13 +290,13 @@ def no_arrays(folder: Path) -> Path:
     return folder
 
 
-def stray(folder: Path) -> Path:
+def extra_file(folder: Path) -> Path:
     (folder / "vae" / "weights" / "quant.kernel" / "more").write_bytes(b"x")
     return folder / "vae" / "weights" / "quant.kernel" / "more"
 
 
 def swapped_chunks(folder: Path) -> Path:
-    """Swaps the chunks of two arrays of one shape, each of which has the checksum of its bytes."""
+    """Swap the chunks of two arrays of equal shape. The checksum in each chunk stays valid."""
     weights = folder / "transformer" / "weights"
     first, second = (weights / name / "c" / "0" for name in ("text_embed.up.bias", "time_embed.up.bias"))
     first_bytes = first.read_bytes()
@@ -303,7 +305,7 @@ def swapped_chunks(folder: Path) -> Path:
     return weights
 
 
-def with_the_manifest(text: str) -> Callable[[Path], Path]:
+def with_manifest(text: str) -> Callable[[Path], Path]:
     def harm(folder: Path) -> Path:
         (folder / "wanjax.json").write_text(text)
         return folder / "wanjax.json"
@@ -312,12 +314,12 @@ def with_the_manifest(text: str) -> Callable[[Path], Path]:
 
 
 MANIFESTS = ["", "[]", "{}", '{"format": 2}', '{"format": 1}', '{"format": 1, "request": 7}']
-HARMS = [lost_chunk, lost_array, flipped, swapped_arrays, swapped_chunks, stray, another_config]
+HARMS = [lost_chunk, lost_array, flipped, swapped_arrays, swapped_chunks, extra_file, another_config]
 
 
 @pytest.mark.parametrize(
     "harm",
-    [*HARMS, emptied, emptied_with_its_digest, another_licence, no_arrays, *map(with_the_manifest, MANIFESTS)],
+    [*HARMS, emptied, emptied_with_its_digest, another_licence, no_arrays, *map(with_manifest, MANIFESTS)],
 )
 def test_verify_names_the_damage(converted, tmp_path, harm):
     folder = shutil.copytree(converted, tmp_path / "harmed")
@@ -328,11 +330,11 @@ def test_verify_names_the_damage(converted, tmp_path, harm):
     ("harm", "verify", "words"),
     [
         (flipped, False, "proj_out.kernel damaged"),
-        (swapped_chunks, True, "text_embed.up.bias"),  # each intact, so that only the manifest's checksums differ
+        (swapped_chunks, True, "text_embed.up.bias"),  # the chunks are valid, but the checksums of the manifest differ
         (swapped_chunks, False, None),
     ],
 )
-def test_nothing_broken_is_loaded(converted, tmp_path, monkeypatch, harm, verify, words):
+def test_damaged_weights_are_not_loaded(converted, tmp_path, monkeypatch, harm, verify, words):
     monkeypatch.chdir(tmp_path)
     folder = shutil.copytree(converted, tmp_path / "harmed")
     wanjax.load(folder, verify=verify)
@@ -357,9 +359,9 @@ def test_files_of_another_size_are_refused_before_anything_is_read(converted, tm
     name = str(harm(folder))
     size = [f"{os.stat(name).st_size + more:,}" for more in (0, 1)] if harm is cut else []
     monkeypatch.chdir(tmp_path)
-    output = commands.refused("generate", "a", "--model", folder, "--dir", "left")
+    output = commands.refused("generate", "a", "--model", folder, "--dir", "stages")
     assert all(word in output for word in (name, *size))
-    assert not Path("left").exists()
+    assert not Path("stages").exists()
 
 
 @pytest.mark.parametrize("name", ["..", "../transformer", "/etc", ""])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""8-bit weights with scales, in every published spelling and shape: at most one rounding from what they were."""
+"""8-bit weights with scales, in every published spelling and shape: dequantized to within one rounding."""
 
 import json
 import shutil
@@ -23,13 +23,13 @@ from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.registry import open_source
 
-ROUNDING = 2.0**-4  # of a number with three bits after the point, relative
-SMALLEST = 2.0**-10  # half the distance of the numbers next to 0, in units of the scale
+ROUNDING = 2.0**-4  # the relative error of a number with three mantissa bits
+SMALLEST = 2.0**-10  # half the distance between numbers is_near 0, in units of the scale
 SHAPES = [(192, 384), (256, 256), (160, 256), (256, 96)]
 
 
 def weight(shape):
-    """Return a weight whose rows, and parts of rows, are of very different sizes."""
+    """Return a weight with rows and columns of very different magnitudes."""
     random = np.random.default_rng(0)
     x = random.normal(size=shape) * np.exp(random.normal(size=(shape[0], *(1 for _ in shape[1:]))))
     return (x * np.exp(np.linspace(-1, 1, shape[-1]))).astype(np.float32)
@@ -39,62 +39,72 @@ def per_tensor(x):
     return block_scales(x, *x.shape)
 
 
-def flat(x):
+def per_row_vector(x):
     scale, full_scale = per_row(x)
     return scale[:, 0], full_scale
 
 
-def parts(x):
+def groups_with_axis(x):
     scale, full_scale = block_scales(x, 1, 32)
     return scale[..., None], full_scale
 
 
-def without_axis(x):
+def groups(x):
     return block_scales(x, 1, 32)
 
 
-def squares(x):
+def blocks_of_128(x):
     return block_scales(x, 128, 128)
 
 
-def small_squares(x):
+def blocks_of_32(x):
     return block_scales(x, 32, 32)
 
 
-def one_value(x):
+def one_element(x):
     scale, full_scale = per_tensor(x)
     return scale.reshape(1), full_scale
 
 
-def none(x):
+def scalar(x):
     scale, full_scale = per_tensor(x)
     return scale.reshape(()), full_scale
 
 
-LAYOUTS = [per_tensor, one_value, none, per_row, flat, parts, without_axis, squares, small_squares]
+LAYOUTS = [
+    per_tensor,
+    one_element,
+    scalar,
+    per_row,
+    per_row_vector,
+    groups_with_axis,
+    groups,
+    blocks_of_128,
+    blocks_of_32,
+]
 
 
-def eight_bits(name, x, layout, spelling="weight_scale", numbers="weight", dtype=ml_dtypes.float8_e4m3fn):
-    """Return the tensors of a weight, and the sizes of its scale at every number."""
+def quantize(name, x, layout, scale_name="weight_scale", values_name="weight", dtype=ml_dtypes.float8_e4m3fn):
+    """Return the tensors of a quantized weight, and its scale for every number."""
     scale, full_scale = layout(x)
-    return {f"{name}.{numbers}": (x / full_scale).astype(dtype), f"{name}.{spelling}": scale}, full_scale
+    return {f"{name}.{values_name}": (x / full_scale).astype(dtype), f"{name}.{scale_name}": scale}, full_scale
 
 
-def near(result, x, full_scale):
+def is_near(result, x, full_scale):
     return (np.abs(result - x) <= np.abs(x) * ROUNDING + full_scale * SMALLEST).all()
 
 
 @pytest.mark.parametrize("spelling", ["scale_weight", "weight_scale", "weight_scale_inv"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_spelling_and_shape(shape, layout, spelling):
+def test_every_spelling_and_shape_is_dequantized(shape, layout, spelling):
     x = weight(shape)
-    tensors, full_scale = eight_bits("a.b", x, layout, spelling)
+    tensors, full_scale = quantize("a.b", x, layout, spelling)
     bias = np.ones(shape[0], np.float32)
     reader = DequantizedReader(Tensors(tensors | {"a.b.bias": bias}))
     assert set(reader.specs) == {"a.b.weight", "a.b.bias"}
     assert reader.specs["a.b.weight"] == (shape, np.dtype(np.float32))
-    assert near(reader.read("a.b.weight"), x, full_scale)
+    assert is_near(reader.read("a.b.weight"), x, full_scale)
     np.testing.assert_array_equal(reader.read("a.b.bias"), bias)
 
 
@@ -106,7 +116,7 @@ def test_a_kernel_has_a_scale_for_each_row():
             "p.weight": (x / full_scale).astype(ml_dtypes.float8_e4m3fn),
             "p.weight_scale": full_scale.reshape(shape),
         }
-        assert near(DequantizedReader(Tensors(tensors)).read("p.weight"), x, full_scale)
+        assert is_near(DequantizedReader(Tensors(tensors)).read("p.weight"), x, full_scale)
 
 
 @pytest.mark.parametrize(
@@ -124,19 +134,19 @@ def test_a_kernel_has_a_scale_for_each_row():
 @pytest.mark.parametrize("stored", [ml_dtypes.float8_e4m3fn, np.uint8])
 def test_other_tensors_of_a_scale_are_ignored(other_tensors, stored):
     x = weight((192, 384))
-    tensors, full_scale = eight_bits("a", x, flat)
+    tensors, full_scale = quantize("a", x, per_row_vector)
     tensors = tensors | other_tensors
-    if stored is np.uint8 and "a.comfy_quant" in other_tensors:  # then only that tensor names the format
+    if stored is np.uint8 and "a.comfy_quant" in other_tensors:  # then only the tensor `comfy_quant` names the format
         tensors["a.weight"] = tensors["a.weight"].view(np.uint8)
     reader = DequantizedReader(Tensors(tensors))
     assert list(reader.specs) == ["a.weight"]
-    assert near(reader.read("a.weight"), x, full_scale)
+    assert is_near(reader.read("a.weight"), x, full_scale)
 
 
-@pytest.mark.parametrize("layout", [per_tensor, none, per_row, flat, without_axis, squares])
+@pytest.mark.parametrize("layout", [per_tensor, scalar, per_row, per_row_vector, groups, blocks_of_128])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_integers(shape, layout):
-    """They are in place of the weight, and become bfloat16; the scale's shape determines what it scales."""
+def test_integers_of_lightx2v_become_bfloat16(shape, layout):
+    """`int8_weight` replaces the weight and becomes bfloat16. The scale's shape says which numbers share a scale."""
     x = weight(shape)
     scale, full_scale = layout(x)
     scale, full_scale = np.asarray(scale * np.float32(3.5)), full_scale * np.float32(3.5)  # 128 steps in place of 448
@@ -154,73 +164,73 @@ def test_integers(shape, layout):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("layout", [per_tensor, none, one_value, per_row, flat, without_axis])
+@pytest.mark.parametrize("layout", [per_tensor, scalar, one_element, per_row, per_row_vector, groups])
 @pytest.mark.parametrize("name", ["weight_scale", "scale_weight"])
-def test_integers_in_place_of_the_weight_itself(name, layout, dtype):
-    """LightX2V's and compressed-tensors', and those that LightX2V writes for ComfyUI; the product is plain."""
+def test_integers_under_the_name_of_the_weight_are_dequantized(name, layout, dtype):
+    """The formats of LightX2V and compressed-tensors: the weight is the product of integers and scale."""
     x = weight((192, 384))
     scale, _ = layout(x)
     scale = np.asarray(scale * np.float32(3.5), dtype)
-    spread = scale.astype(np.float32) if scale.size == 1 else scale.astype(np.float32).reshape(-1, 1)
-    spread = spread if scale.shape[1:] != (12,) else np.repeat(scale.astype(np.float32), 32, 1)
+    expanded = scale.astype(np.float32) if scale.size == 1 else scale.astype(np.float32).reshape(-1, 1)
+    expanded = expanded if scale.shape[1:] != (12,) else np.repeat(scale.astype(np.float32), 32, 1)
     integers = np.random.default_rng(0).integers(-128, 128, x.shape).astype(np.int8)
     marker = {"scaled_fp8": np.zeros(2, ml_dtypes.float8_e4m3fn)} if name == "scale_weight" else {}
     reader = DequantizedReader(
         Tensors({"a.weight": integers, f"a.{name}": scale, "a.bias": np.ones(192, np.float32)} | marker)
     )
     assert reader.specs == {"a.weight": ((192, 384), np.float32), "a.bias": ((192,), np.float32)}
-    np.testing.assert_array_equal(reader.read("a.weight"), integers * spread)
+    np.testing.assert_array_equal(reader.read("a.weight"), integers * expanded)
 
 
 QUANTO = ("weight._data", "weight._scale")
 TORCHAO = [(f"{weight}qdata", f"{weight}scale") for weight in ("_weight_", "weight_", "weight:")]
 
 
-@pytest.mark.parametrize("layout", [per_tensor, none, per_row, flat, without_axis, squares, small_squares])
+@pytest.mark.parametrize("layout", [per_tensor, scalar, per_row, per_row_vector, groups, blocks_of_128, blocks_of_32])
 @pytest.mark.parametrize("names", [QUANTO, *TORCHAO])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_floats_and_integers_by_other_names(shape, names, layout):
+def test_floats_and_integers_of_quanto_and_torchao_are_dequantized(shape, names, layout):
     x = weight(shape)
     scale, full_scale = layout(x)
-    numbers, name = (f"a.{name}" for name in names)
+    values_name, scale_name = (f"a.{name}" for name in names)
     other_tensors = {"a.bias": np.ones(3, np.float32), "a.input_scale": np.ones((), np.float32)}
     other_tensors |= {"a.output_scale": np.ones((), np.float32)}
     reader = DequantizedReader(
-        Tensors({numbers: (x / full_scale).astype(ml_dtypes.float8_e4m3fn), name: scale} | other_tensors)
+        Tensors({values_name: (x / full_scale).astype(ml_dtypes.float8_e4m3fn), scale_name: scale} | other_tensors)
     )
     assert list(reader.specs) == ["a.weight", "a.bias"]
     assert reader.specs["a.weight"] == (shape, np.dtype(np.float32))
-    assert near(reader.read("a.weight"), x, full_scale)
+    assert is_near(reader.read("a.weight"), x, full_scale)
     scale, full_scale = np.asarray(scale * np.float32(3.5)), full_scale * np.float32(3.5)  # 128 steps in place of 448
     integers = np.clip(np.round(x / full_scale), -128, 127).astype(np.int8)
-    result = DequantizedReader(Tensors({numbers: integers, name: scale})).read("a.weight")
+    result = DequantizedReader(Tensors({values_name: integers, scale_name: scale})).read("a.weight")
     np.testing.assert_array_equal(result, integers * full_scale)
     assert (np.abs(result - x) <= 1.01 * full_scale).all()
 
 
-@pytest.mark.parametrize("layout", [per_tensor, per_row, without_axis])
+@pytest.mark.parametrize("layout", [per_tensor, per_row, groups])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_integers_with_a_zero_point(shape, layout):
-    """Each part of a weight has its least and its greatest number, and 0 lies anywhere between."""
+def test_integers_with_a_zero_point_are_dequantized(shape, layout):
+    """Each group of a weight has its own range, and 0 is anywhere in it."""
     x = weight(shape) + 1
     count, _ = layout(x)
     zero = np.random.default_rng(1).integers(-100, 100, count.shape).astype(np.int8)
     scale, full_scale = layout(x)
-    spread = layout_of(zero, x.shape)
-    integers = np.clip(np.round(x / (full_scale * 16)) + spread, -128, 127).astype(np.int8)
+    expanded = expand(zero, x.shape)
+    integers = np.clip(np.round(x / (full_scale * 16)) + expanded, -128, 127).astype(np.int8)
     tensors = {"a._weight_qdata": integers, "a._weight_scale": scale * 16, "a._weight_zero_point": zero}
     reader = DequantizedReader(Tensors(tensors))
     assert list(reader.specs) == ["a.weight"]
-    np.testing.assert_array_equal(reader.read("a.weight"), (integers - spread.astype(np.float32)) * (full_scale * 16))
+    np.testing.assert_array_equal(reader.read("a.weight"), (integers - expanded.astype(np.float32)) * (full_scale * 16))
 
 
-def layout_of(x, shape):
-    """Return a number for each part of an array of a shape, everywhere in that part."""
+def expand(x, shape):
+    """Repeat each number over its part of an array of this shape."""
     return np.repeat(np.repeat(x, shape[0] // x.shape[0], 0), shape[1] // x.shape[1], 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_integers_of_which_127_is_the_scale(shape):
+def test_integers_whose_scale_is_that_of_127_are_dequantized(shape):
     x = weight(shape)
     largest = np.abs(x).max(1)
     integers = np.round(x / largest[:, None] * 127).astype(np.int8)
@@ -230,14 +240,14 @@ def test_integers_of_which_127_is_the_scale(shape):
     assert (np.abs(reader.read("a.weight") - x) <= largest[:, None] / 127).all()
 
 
-WHOLE = {"a._weight_qdata": np.ones((4, 8), np.int8), "a._weight_scale": np.ones((4, 1), np.float32)}
+TORCHAO_TENSORS = {"a._weight_qdata": np.ones((4, 8), np.int8), "a._weight_scale": np.ones((4, 1), np.float32)}
 
 
 SCB = {"a.weight": np.ones((4, 8), np.int8), "a.SCB": np.ones(4, np.float32)}
 INT8 = {"a.int8_weight": np.ones((160, 96), np.int8), "a.scale": np.ones((2, 1), np.float32)}
 FLOAT8 = {"a.weight": np.ones((4, 8), ml_dtypes.float8_e4m3fn), "a.weight_scale": np.ones((), np.float32)}
-REFUSED = [  # tensors, and what the sentence about them names
-    *[  # as other quantisers write them
+REFUSED = [  # tensors, and the words of the message
+    *[  # the formats of other quantizers
         ({"a.weight._data._data": np.ones((2, 8), np.uint8)}, "a.weight._data._data quanto's 4 floats"),
         ({"a.weight._data": np.ones((4, 8), np.int8)}, "a.weight._data a.weight._scale"),
         ({"a.weight._data": np.ones((4, 8), np.uint8), "a.weight._scale": np.ones((4, 1), np.float32)}, "uint8 8-bit"),
@@ -246,10 +256,13 @@ REFUSED = [  # tensors, and what the sentence about them names
         ({"a.weight": np.ones((16, 1), np.uint8)}, "a.weight uint8 scale"),
         ({"a.weight": np.ones((4, 8), np.int8)}, "a.weight int8 scale"),
         ({"a.weight": np.ones((4, 8), np.float32), "a.SCB": np.ones(4, np.float32)}, "a.weight float32 integers"),
-        (WHOLE | {"a._weight_zero_point": np.ones((4, 1), np.float32)}, "a._weight_zero_point float32 integers"),
-        (WHOLE | {"a._weight_zero_point": np.ones((2, 1), np.int8)}, "a._weight_zero_point [2, 1] [4, 1]"),
-        (WHOLE | {"a._weight_qdata": np.ones((4, 8), np.int32)}, "a._weight_qdata int32 8-bit"),
-        (WHOLE | {"a._weight_act_pre_scale": np.ones(8)}, "a._weight_act_pre_scale torchao's"),
+        (
+            TORCHAO_TENSORS | {"a._weight_zero_point": np.ones((4, 1), np.float32)},
+            "a._weight_zero_point float32 integers",
+        ),
+        (TORCHAO_TENSORS | {"a._weight_zero_point": np.ones((2, 1), np.int8)}, "a._weight_zero_point [2, 1] [4, 1]"),
+        (TORCHAO_TENSORS | {"a._weight_qdata": np.ones((4, 8), np.int32)}, "a._weight_qdata int32 8-bit"),
+        (TORCHAO_TENSORS | {"a._weight_act_pre_scale": np.ones(8)}, "a._weight_act_pre_scale torchao's"),
         ({"a._weight_scale_and_zero": np.ones(8), "a._weight_qdata": np.ones((4, 4), np.int32)}, "torchao's floats"),
         ({"a.qweight": np.ones((4, 1), np.int32)}, "a.qweight 4"),
         (
@@ -307,19 +320,19 @@ def checkpoint(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
-FOLDER = [("weight_scale", "weight"), QUANTO[::-1], TORCHAO[0][::-1]]
+NAME_PAIRS = [("weight_scale", "weight"), QUANTO[::-1], TORCHAO[0][::-1]]
 
 
-def test_a_folder_of_them_is_loaded_and_converted(checkpoint, tmp_path):
+def test_a_folder_of_quantized_weights_is_loaded_and_converted(checkpoint, tmp_path):
     """Layers of a transformer and of a text encoder, by the names of diffusers and transformers."""
     folder = shutil.copytree(checkpoint, tmp_path / "eight")
     for file in ("transformer/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"):
         tensors, count = {}, 0
         for key, x in load_safetensors(folder / file).items():
-            chosen = x.ndim == 2 and key.endswith(".weight") and "shared" not in key and "bias" not in key
-            names, layout, count = FOLDER[count % 3], LAYOUTS[count % 5], count + chosen
+            is_quantized = x.ndim == 2 and key.endswith(".weight") and "shared" not in key and "bias" not in key
+            names, layout, count = NAME_PAIRS[count % 3], LAYOUTS[count % 5], count + is_quantized
             module, x = key.removesuffix(".weight"), np.asarray(x)
-            tensors |= eight_bits(module, x, layout, *names)[0] if chosen else {key: x}
+            tensors |= quantize(module, x, layout, *names)[0] if is_quantized else {key: x}
         assert count > 5
         save_safetensors(folder / file, tensors)
     ToWanjax(open_source(folder), tmp_path / "converted", NETWORKS).run()
@@ -337,13 +350,17 @@ def test_a_folder_of_them_is_loaded_and_converted(checkpoint, tmp_path):
         )
 
 
-@pytest.mark.parametrize("names", FOLDER[1:])
-def test_a_single_file_of_them_is_recognised(names, checkpoint, tmp_path):
-    """Though the tensors by whose names a transformer is known have others."""
+@pytest.mark.parametrize("names", NAME_PAIRS[1:])
+def test_a_file_of_quantized_weights_is_recognised(names, checkpoint, tmp_path):
+    """The tensors that identify a transformer have other names here."""
     tensors, expected = {}, load_safetensors(checkpoint / "transformer/diffusion_pytorch_model.safetensors")
     for key, x in expected.items():
-        chosen = x.ndim == 2 and key.endswith(".weight")
-        tensors |= eight_bits(key.removesuffix(".weight"), np.asarray(x), flat, *names)[0] if chosen else {key: x}
+        is_quantized = x.ndim == 2 and key.endswith(".weight")
+        tensors |= (
+            quantize(key.removesuffix(".weight"), np.asarray(x), per_row_vector, *names)[0]
+            if is_quantized
+            else {key: x}
+        )
     save_safetensors(tmp_path / "wan.safetensors", {f"model.diffusion_model.{key}": x for key, x in tensors.items()})
     weights = open_source(tmp_path / "wan.safetensors")["transformer"].weights()
     assert set(weights.specs) == set(expected)
@@ -351,7 +368,7 @@ def test_a_single_file_of_them_is_recognised(names, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["nunchaku_lite", "gguf", None, 7])
-def test_a_config_names_the_quantizer(method, checkpoint, tmp_path):
+def test_an_unsupported_quantizer_of_a_config_is_refused(method, checkpoint, tmp_path):
     """An unsupported method is named before weights are read; for others, the tensors suffice."""
     folder = shutil.copytree(checkpoint, tmp_path / "eight")
     config = json.loads((folder / "transformer/config.json").read_text())
@@ -366,9 +383,9 @@ def test_a_config_names_the_quantizer(method, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("in_metadata", [False, True])
-@pytest.mark.parametrize("layout", [per_row, per_tensor, none])
+@pytest.mark.parametrize("layout", [per_row, per_tensor, scalar])
 @pytest.mark.parametrize(("shape", "group"), [((96, 512), 256), ((64, 192), 64), ((8, 1024), 1024)])
-def test_rotated_integers(shape, group, layout, in_metadata):
+def test_rotated_integers_are_dequantized(shape, group, layout, in_metadata):
     """ConvRot: within one rounding to bfloat16 of the rule in float64, and near the weight that was rounded."""
     x = weight(shape)
     tensors, entries, exact = convrot("model.a", x, group, layout, per_row=layout is per_row)
@@ -386,7 +403,7 @@ def test_rotated_integers(shape, group, layout, in_metadata):
     assert np.linalg.norm(result - x) < (0.01 if layout is per_row else 0.04) * np.linalg.norm(x)
 
 
-def test_integers_that_were_not_rotated():
+def test_integers_that_were_not_rotated_are_dequantized():
     x = weight((64, 160))  # 256 does not divide 160
     scale, full_scale = per_row(x)
     integers = np.clip(np.round(x / full_scale / 3.5), -128, 127).astype(np.int8)
@@ -420,7 +437,7 @@ HALVES = {"a.weight": np.zeros((64, 32), np.uint8), "a.weight_scale": np.zeros((
         (HALVES | {"a.weight_scale_2": np.ones(4, np.float32)}, {"format": "nvfp4"}, "a.weight_scale_2"),
     ],
 )
-def test_layers_that_contradict_their_format(tensors, entries, words):
+def test_layers_that_contradict_their_format_are_refused(tensors, entries, words):
     named = tensors | {"a.comfy_quant": json_bytes(**entries)}
     present = {key: x for key, x in named.items() if x is not None}
     with pytest.raises(WanjaxError) as caught:
@@ -430,7 +447,7 @@ def test_layers_that_contradict_their_format(tensors, entries, words):
 
 
 def nvfp4(module, x):
-    """Round a weight to NVFP4 as ModelOpt lays it out; return its tensors, and the numbers in float64."""
+    """Round a weight to NVFP4 in ModelOpt's layout; return its tensors, and the dequantized weight in float64."""
     rows = x.reshape(len(x), -1, 16)
     tensor_scale = np.float32(np.abs(x).max() / (6 * 448))
     scales = (np.abs(rows).max(-1) / 6 / tensor_scale).astype(ml_dtypes.float8_e4m3fn)
@@ -447,7 +464,7 @@ def nvfp4(module, x):
 
 
 @pytest.mark.parametrize("shape", [(5, 48), (96, 512)])
-def test_nvfp4_of_modelopt(shape):
+def test_nvfp4_of_modelopt_is_dequantized(shape):
     x = weight(shape)
     tensors, exact = nvfp4("blocks.0.attn1.to_q", x)
     reader = DequantizedReader(Tensors(tensors | {"norm.weight": np.ones(3, np.float32)}))
@@ -460,10 +477,10 @@ def test_nvfp4_of_modelopt(shape):
 
 
 @pytest.mark.slow
-def test_nvfp4_as_modelopt_writes_it():
-    """NVIDIA's own library quantises, and its own reading is what is read here.
+def test_nvfp4_of_the_modelopt_library_is_dequantized():
+    """NVIDIA's library quantizes and dequantizes the weight for comparison.
 
-    Before: `pip install nvidia-modelopt omegaconf pulp`.
+    It needs `pip install nvidia-modelopt omegaconf pulp`.
     """
     library = pytest.importorskip("modelopt.torch.quantization.qtensor", reason="needs nvidia-modelopt")
     torch = pytest.importorskip("torch")
@@ -489,7 +506,7 @@ def test_nvfp4_as_modelopt_writes_it():
         ({"a.svdquant_lora_a": np.ones((4, 48), np.float32)}, "a.svdquant_lora_a ModelOpt"),
     ],
 )
-def test_nvfp4_of_modelopt_that_contradicts_itself(change, words):
+def test_invalid_nvfp4_of_modelopt_is_refused(change, words):
     tensors = {key: x for key, x in (nvfp4("a", weight((5, 48)))[0] | change).items() if x is not None}
     with pytest.raises(WanjaxError) as caught:
         DequantizedReader(Tensors(tensors)).read("a.weight")
@@ -498,8 +515,8 @@ def test_nvfp4_of_modelopt_that_contradicts_itself(change, words):
 
 
 @pytest.mark.parametrize("kind", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8, ml_dtypes.bfloat16])
-def test_every_number_is_widened_as_numpy_does(kind):
-    """In every position, in odd rows, in rows that are apart, and transposed."""
+def test_every_number_is_widened_like_numpy(kind):
+    """In arrays of odd length, with strides, and transposed."""
     numbers = np.arange(1 << 16, dtype=np.uint16).view(np.uint8).view(kind)
     square = numbers[: 180 * 180].reshape(180, 180)
     for x in (numbers, numbers[:3], square[:, ::3], square.T):
@@ -518,8 +535,8 @@ def test_broken_formats_in_the_metadata_are_refused():
 
 @pytest.mark.parametrize("shape", [(96, 512), (320, 768), (128, 64)])
 @pytest.mark.parametrize("kind", ["mxfp8", "nvfp4", "int8_tensorwise"])
-def test_formats_as_comfy_kitchen_writes_them(kind, shape):
-    """Comfy-Org's own library quantises, and its plain reading in float32 is what is read here."""
+def test_formats_of_the_comfy_kitchen_library_are_dequantized(kind, shape):
+    """Comfy-Org's library quantizes the weight, and dequantizes it in float32 for comparison."""
     library = pytest.importorskip("comfy_kitchen")
     torch = pytest.importorskip("torch")
     from comfy_kitchen.backends.eager import quantization as plain

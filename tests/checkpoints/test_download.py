@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Downloads by the real client from a faulty hub: bytes are right, files are sent once, progress is reported."""
+"""Downloads by the real client from a faulty hub: bytes are correct, and files are sent once."""
 
 import math
 import os
@@ -23,7 +23,7 @@ from wanjax.registry import open_source
 WEIGHTS = "vae/diffusion_pytorch_model.safetensors"
 
 
-def fault(components):
+def error_message(components):
     """Return the message with which a download fails."""
     with pytest.raises(WanjaxError) as caught:
         download_components(ID, components)
@@ -41,35 +41,35 @@ def test_a_dropped_download_resumes(server):
 
 
 @pytest.fixture
-def impatient(monkeypatch):
-    """The client does not wait between attempts."""
-    waited = []
-    monkeypatch.setattr(_http.time, "sleep", waited.append)
-    return waited
+def no_pauses(monkeypatch):
+    """Remove the client's pauses between attempts; return their list."""
+    pauses = []
+    monkeypatch.setattr(_http.time, "sleep", pauses.append)
+    return pauses
 
 
 @pytest.mark.usefixtures("online")
-def test_a_busy_hub_is_retried(server, impatient):
+def test_a_busy_hub_is_retried(server, no_pauses):
     server.refusals = [429, 503, 429]
-    with suppress(WanjaxError):  # a 503 for a file's bytes is an error, and the next run resumes
+    with suppress(WanjaxError):  # a 503 for a file's bytes is an error; the next run resumes
         download_components(ID, ["vae"])
     folder = download_components(ID, ["vae"])
     assert (folder / WEIGHTS).read_bytes() == FILES[WEIGHTS]
     assert not server.refusals
 
 
-@pytest.mark.usefixtures("online", "impatient")
+@pytest.mark.usefixtures("online", "no_pauses")
 @pytest.mark.parametrize(
-    ("status", "what"),
+    ("status", "words"),
     [
         (429, "requests wait minutes"),
         (503, "Server '503 Service Unavailable'"),
         (404, "downloaded"),
     ],
 )
-def test_an_unreachable_file_is_reported(server, status, what):
+def test_an_unreachable_file_is_reported(server, status, words):
     server.refusals = [status] * 100
-    assert has_line_with(fault(["vae"]), what)
+    assert has_line_with(error_message(["vae"]), words)
     server.refusals = []
     assert files_in(download_components(ID, ["vae"])) == {"model_index.json"} | VAE
 
@@ -78,7 +78,7 @@ def test_an_unreachable_file_is_reported(server, status, what):
 def test_a_file_of_another_length_than_the_hub_lists_is_refused(server):
     download_components(ID, ())
     server.short = 7
-    assert has_line_with(fault(["vae"]), "Consistency check failed")
+    assert has_line_with(error_message(["vae"]), "Consistency check failed")
     server.short = 0
     folder = download_components(ID, ["vae"])
     assert all((folder / name).read_bytes() == FILES[name] for name in VAE)
@@ -105,7 +105,7 @@ def test_killed_downloads_resume_to_the_same_bytes(server, tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path), "NO_PROXY": "*"}
     rng = random.Random(1)
-    complete: dict[str, int] = {}  # the number of times that each was sent so far
+    complete: dict[str, int] = {}  # how often each complete file was sent so far
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", ATTEMPTS],
         env=environment,
@@ -138,10 +138,10 @@ def test_killed_downloads_resume_to_the_same_bytes(server, tmp_path):
 def test_a_file_that_differs_from_its_checksum_is_downloaded_again(server):
     server.files[WEIGHTS] = random.Random(0).randbytes(2_000_000)
     server.flip = WEIGHTS
-    listed = checksum(server.files[WEIGHTS])
-    arrived = checksum(server.files[WEIGHTS][:-1] + bytes([server.files[WEIGHTS][-1] ^ 1]))
-    message = fault(["vae"])
-    assert has_line_with(message, f"{WEIGHTS.rpartition('/')[2]} {listed} {arrived}")
+    expected = checksum(server.files[WEIGHTS])
+    actual = checksum(server.files[WEIGHTS][:-1] + bytes([server.files[WEIGHTS][-1] ^ 1]))
+    message = error_message(["vae"])
+    assert has_line_with(message, f"{WEIGHTS.rpartition('/')[2]} {expected} {actual}")
     assert len(message.splitlines()) == 1
     server.flip = None
     folder = download_components(ID, ["vae"])
@@ -154,7 +154,7 @@ def test_a_file_that_differs_from_its_checksum_is_downloaded_again(server):
 @pytest.mark.usefixtures("online")
 def test_a_disk_that_is_too_small_is_reported_before_the_first_byte(server, machine):
     machine.has_disk(100_000)
-    assert has_line_with(fault(["transformer"]), "301 kB more 100 kB free")
+    assert has_line_with(error_message(["transformer"]), "301 kB more 100 kB free")
     assert not [name for name, _ in server.downloads if name.endswith(".safetensors")]
     source = open_source(ID)
     with pytest.raises(WanjaxError, match=line_with_words(f"{ID} room HF_HOME")):

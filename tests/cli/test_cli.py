@@ -442,7 +442,7 @@ def test_an_interrupted_encoding_leaves_nothing(model, failing_in):
 def test_peak_memory_is_read_on_each_platform(monkeypatch):
     assert report._device_peak_memory() is None  # a CPU reports no device memory
     assert (report._host_peak_memory() or 0) > 1e7
-    monkeypatch.setattr(report, "STATUS", Path("absent"))  # a system other than Linux
+    monkeypatch.setattr(report, "PROC_STATUS", Path("absent"))  # a system other than Linux
     assert (report._host_peak_memory() or 0) > 1e7
     chips = [SimpleNamespace(platform="tpu", memory_stats=lambda n=n: {"peak_bytes_in_use": n}) for n in (3, 5)]
     monkeypatch.setattr(jax, "local_devices", lambda: chips)

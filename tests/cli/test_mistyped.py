@@ -119,11 +119,13 @@ def test_unrelated_options_are_not_suggested(command, option, names):
     assert not any(name in output for name in names.split()), output
 
 
-def test_training_options_of_other_libraries_are_answered_with_ours():
-    """Those of other trainers, and those that had other names here, on the command line and in a TOML file."""
-    ours = {name[2:] for option in main.commands["train"].params for name in option.opts if name.startswith("--")}
+def test_training_options_of_other_trainers_suggest_the_options_here():
+    """Options of other trainers, and former names of options, on the command line and in a TOML file."""
+    options = {name[2:] for option in main.commands["train"].params for name in option.opts if name.startswith("--")}
     replacements = {
-        old: new for old, new in OTHER_OPTION_NAMES.items() if new in ours and old not in {*ours, *OLD_SCRIPT_OPTIONS}
+        old: new
+        for old, new in OTHER_OPTION_NAMES.items()
+        if new in options and old not in {*options, *OLD_SCRIPT_OPTIONS}
     }
     assert {"lr", "rate", "average", "gradient-accumulation-steps"} <= replacements.keys()
     for old, new in replacements.items():
@@ -149,7 +151,7 @@ def test_other_words_are_prompts(parsed, prompt):
         assert parsed.pop("prompt") == prompt
 
 
-def test_a_word_before_a_file_is_no_prompt(parsed):
+def test_a_word_before_a_file_is_not_a_prompt(parsed):
     Path("x y.mp4").write_bytes(b"film")
     output = refused("show", "x y.mp4")
     assert has_line_with(output, "command 'show' --from 'x y.mp4' info quotes")
@@ -189,7 +191,7 @@ def test_an_option_may_be_repeated_with_the_same_value_or_if_it_takes_several(pa
 
 
 @pytest.mark.parametrize(
-    ("arguments", "places"),
+    ("arguments", "outputs"),
     [
         (["batch", "a.csv", "--out"], "folder machine gs://BUCKET/NAME s3://BUCKET/NAME"),
         (["cat", "--out"], "file machine gs://BUCKET/NAME s3://BUCKET/NAME"),
@@ -202,11 +204,11 @@ def test_an_option_may_be_repeated_with_the_same_value_or_if_it_takes_several(pa
         (["selftest", "--out"], "folder machine"),
     ],
 )
-def test_a_web_address_as_output_is_answered_with_valid_outputs(arguments, places):
+def test_the_message_for_a_web_address_as_output_lists_valid_outputs(arguments, outputs):
     output = refused(*arguments, "http://foo/x")
-    assert has_line_with(output, f"http://foo/x {places}")
+    assert has_line_with(output, f"http://foo/x {outputs}")
     assert "curl" not in output
-    assert ("s3://" in output) == ("s3://" in places)
+    assert ("s3://" in output) == ("s3://" in outputs)
     assert list(Path().iterdir()) == []
 
 
@@ -225,7 +227,7 @@ def test_help_is_a_command():
         assert succeeded(wanjax("help", command)).stdout == succeeded(wanjax(command, "--help")).stdout
 
 
-def test_a_file_is_no_prompt(tmp_path):
+def test_a_file_is_not_a_prompt(tmp_path):
     """A shell's pattern matches two videos instead of one: the second would be the prompt."""
     for name in ("one.mp4", "two.mp4"):
         (tmp_path / name).write_bytes(b"film")
@@ -261,12 +263,12 @@ def test_an_offload_may_have_a_value(parsed, arguments, offload):
         (["cat", "--offload", "blocks", "--no-offload"], "--offload --no-offload blocks one"),
     ],
 )
-def test_refused_offloads(parsed, arguments, message):
+def test_invalid_offloads_are_refused(parsed, arguments, message):
     assert has_line_with(refused(*arguments), message)
     assert not parsed
 
 
-def test_a_clip_as_a_picture_is_answered_with_video():
+def test_the_message_for_a_clip_as_a_picture_suggests_video():
     Path("circle.mp4").write_bytes(b"")
     advice = "--image circle.mp4 is a clip: give a picture, or the clip as --video\n"
     assert advice in wanjax("cat", "--image", "circle.mp4").stderr

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of what runs write: no run replaces a finished video, or its stages, unless a user forces it.
+"""Names of output files: a run replaces a finished video or its stage files only if the user forces it.
 
-Stage files in the user's cache go when they are of no use.
+Stage files in the user's cache are removed when they are no longer needed.
 """
 
 import json
@@ -55,7 +55,7 @@ def _in_temporary_folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def cached(tmp_path) -> Path:
+def runs_folder(tmp_path) -> Path:
     return tmp_path / "cache" / "wanjax" / "runs"
 
 
@@ -73,7 +73,7 @@ def contents() -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
 
 
-def test_each_run_has_unique_names(model, cached):
+def test_each_run_has_unique_names(model, runs_folder):
     options = ("a red circle, moving right!", "--model", model, *SMALL, "--seed", "7")
     first = succeeded(wanjax(*options))
     before = contents()
@@ -81,22 +81,22 @@ def test_each_run_has_unique_names(model, cached):
     assert before.items() <= contents().items()
     assert len(files("wanjax_videos")) == 2
     assert files(".") == ["wanjax_videos"]
-    assert list(cached.iterdir()) == []
+    assert list(runs_folder.iterdir()) == []
     for result in (first, second):
         video = Path(result.stdout.strip())
         assert re.fullmatch(NAME, video.stem)
         assert video.parent == Path("wanjax_videos").absolute()
-        assert str(cached) not in result.stderr
+        assert str(runs_folder) not in result.stderr
 
 
 @pytest.mark.usefixtures("_always_noon")
-def test_a_name_that_is_taken_is_numbered(cached):
+def test_a_used_name_gets_a_number(runs_folder):
     result = [runs.create_run_folder(partial(names.unused_names, "A cat", 42)) for _ in range(3)]
     stems = ["a-cat-42-20300102-120000", "a-cat-42-20300102-120000-2", "a-cat-42-20300102-120000-3"]
-    assert [run.folder for run in result] == [cached / stem for stem in stems]
+    assert [run.folder for run in result] == [runs_folder / stem for stem in stems]
     for run in result:
         run.close(is_complete=False)
-    assert list(cached.iterdir()) == []
+    assert list(runs_folder.iterdir()) == []
     Path("wanjax_videos").mkdir()
     Path("wanjax_videos", stems[0] + ".mp4").touch()
     assert next(names.unused_names("A cat", 42)) == stems[1]
@@ -115,7 +115,7 @@ def test_a_name_that_is_taken_is_numbered(cached):
         ("x" * 300, "x" * 40),
     ],
 )
-def test_a_prompt_in_a_name(prompt, slug):
+def test_a_prompt_is_shortened_for_a_file_name(prompt, slug):
     assert names.slug(prompt) == slug
 
 
@@ -146,13 +146,13 @@ def test_existing_files_are_replaced_only_by_force(model):
         assert has_line_with(refused(*command, "--dir", "d", begun=False), f"d/ another {name} --force")
     Path("foreign.mp4").write_bytes(b"a user's")
     before |= contents()
-    for out, command, what in (
+    for out, command, words in (
         ("a.mp4", ("generate", "b", *options), "prompt"),
         ("a.mp4", ("generate", "a", *options, "--guidance-scale", "2"), "guidance"),
         ("a.mp4", ("decode", "--dir", "d"), "steps"),
         ("foreign.mp4", ("generate", "a", *options), "not written"),
     ):
-        assert has_line_with(refused(*command, "--out", out, begun=False), f"{out} {what} another --out --force")
+        assert has_line_with(refused(*command, "--out", out, begun=False), f"{out} {words} another --out --force")
     assert has_line_with(
         refused("generate", "b", *options, "--dir", "d", begun=False), f"d/{stage_files.VIDEO_FILE} prompt --force"
     )
@@ -180,13 +180,13 @@ def test_force_replaces_existing_files(model):
     assert read_metadata(f"d/{stage_files.VIDEO_FILE}")["seed"] == 3
 
 
-def test_latents_without_their_video_are_not_lost_to_another_prompt(model):
+def test_another_prompt_does_not_replace_latents_without_a_video(model):
     succeeded(wanjax("a", "--model", model, *SMALL, "--dir", "d", "--out", "a.mp4"))
     assert has_line_with(refused("generate", "b", "--model", model, "--dir", "d"), "d latents decode --dir --force")
 
 
 def test_nothing_is_loaded_if_the_output_exists(model, monkeypatch):
-    """A download of gigabytes does not go before the refusal."""
+    """The refusal comes before a download of gigabytes."""
     Path("a.mp4").write_bytes(b"a user's")
     monkeypatch.setattr(cli_stages, "load", None)
     for command in (("a", "--model", "wan2.1-t2v-14b"), ("a", "--model", model)):
@@ -195,7 +195,9 @@ def test_nothing_is_loaded_if_the_output_exists(model, monkeypatch):
 
 @pytest.mark.parametrize("stage", ["latents", "frames"])
 @pytest.mark.parametrize("has_home", quick([True], [True, False]))
-def test_a_stopped_run_resumes_to_the_same_file_name(model, tmp_path, monkeypatch, cached, failing_in, stage, has_home):
+def test_a_stopped_run_resumes_to_the_same_file_name(
+    model, tmp_path, monkeypatch, runs_folder, failing_in, stage, has_home
+):
     if not has_home:
         _without_home(monkeypatch)
     with failing_in(stage, KeyboardInterrupt()):
@@ -207,7 +209,7 @@ def test_a_stopped_run_resumes_to_the_same_file_name(model, tmp_path, monkeypatc
     folder = Path(command[command.index("--dir" if command[0] == "decode" else "--from") + 1])
     assert resume_command.count(str(folder)) == 1
     assert stage_files.EMBEDDINGS_FILE in files(folder)
-    assert folder.is_relative_to(cached if has_home else tmp_path)
+    assert folder.is_relative_to(runs_folder if has_home else tmp_path)
     succeeded(wanjax(*command))
     [video] = files("wanjax_videos")
     assert Path(video).stem == folder.name
@@ -217,7 +219,7 @@ def test_a_stopped_run_resumes_to_the_same_file_name(model, tmp_path, monkeypatc
     assert list(tmp_path.glob(f"{runs.TEMP_PREFIX}*")) == []
 
 
-def test_a_long_video_stopped_in_its_first_window_resumes(cached, monkeypatch):
+def test_a_long_video_stopped_in_its_first_window_resumes(runs_folder, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
@@ -226,7 +228,7 @@ def test_a_long_video_stopped_in_its_first_window_resumes(cached, monkeypatch):
         patch.setattr(cli_stages.ReportObserver, "stepped", stop)
         result = wanjax("a red circle", *long, "--out", "a.mp4")
     assert result.exit_code == 130
-    [folder] = cached.iterdir()
+    [folder] = runs_folder.iterdir()
     command = ["generate", "--from", str(folder), "--out", "a.mp4"]
     assert result.stderr.endswith(f"completed work is kept; continue with: {shlex.join(['wanjax', *command])}\n")
     assert {stage_files.CONFIG, "stage2_state_1.safetensors"} <= {*files(folder)}
@@ -235,8 +237,8 @@ def test_a_long_video_stopped_in_its_first_window_resumes(cached, monkeypatch):
 
 
 @pytest.mark.parametrize("command", [("encode", "a blue circle"), ("generate", "a blue circle")])
-def test_the_frames_of_a_video_get_no_other_settings(command):
-    """`info` would show those of the stage, as if they were the frames' own."""
+def test_stage_settings_are_not_written_beside_the_frames_of_a_video(command):
+    """`info` would show the settings of the stage as those of the frames."""
     Video(np.zeros((2, 16, 32, 3), np.uint8), 8, {"prompt": "a red circle"}).save("frames/")
     before = files("frames")
     assert has_line_with(refused(*command, "--dir", "frames", begun=False), "frames frame_00000.png --dir --force")
@@ -253,34 +255,34 @@ def test_a_stopped_run_with_a_drawn_seed_resumes_from_its_folder(model, failing_
 
 def _without_home(monkeypatch):
     def unknown():
-        raise RuntimeError("Could not determine home directory.")  # as of a user that the system does not know
+        raise RuntimeError("Could not determine home directory.")  # the error for a user without an entry in the system
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", unknown)
 
 
-def test_a_folder_that_cannot_be_written_is_replaced_by_a_temporary_one(tmp_path, cached):
-    cached.parent.mkdir(parents=True)
-    cached.write_text("a file")
+def test_a_folder_that_cannot_be_written_is_replaced_by_a_temporary_one(tmp_path, runs_folder):
+    runs_folder.parent.mkdir(parents=True)
+    runs_folder.write_text("a file")
     with closing_run(runs.create_run_folder(lambda: iter(["a"]))) as run:
         assert run.folder.is_dir()
         assert run.folder.is_relative_to(tmp_path)
-    assert cached.read_text() == "a file"
+    assert runs_folder.read_text() == "a file"
     assert list(tmp_path.glob(f"{runs.TEMP_PREFIX}*")) == []
 
 
-def test_a_folder_that_cannot_be_locked_is_replaced_by_a_temporary_one(tmp_path, cached, monkeypatch):
-    """As the home folders of some clusters, whose file systems have no locks."""
+def test_a_folder_that_cannot_be_locked_is_replaced_by_a_temporary_one(tmp_path, runs_folder, monkeypatch):
+    """The home folders of some clusters have no locks."""
 
     def without_locks(file: Path, *message: str) -> FileLock:
-        if file.is_relative_to(cached):
+        if file.is_relative_to(runs_folder):
             raise WanjaxError(f"{file} cannot be written: locking protocol")
         return FileLock(file, *message)
 
     monkeypatch.setattr(runs, "FileLock", without_locks)
     with closing_run(runs.create_run_folder(lambda: iter(["a"]))) as run:
         assert run.folder.parent.parent == tmp_path
-    assert list(cached.iterdir()) == []
+    assert list(runs_folder.iterdir()) == []
 
 
 @contextmanager
@@ -289,7 +291,7 @@ def closing_run(run: runs.LockedRun) -> Iterator[runs.LockedRun]:
     run.close(is_complete=False)
 
 
-def test_a_user_without_a_home_has_a_cache_for_as_long_as_the_process(tmp_path, monkeypatch):
+def test_a_user_without_a_home_gets_a_cache_until_the_process_ends(tmp_path, monkeypatch):
     _without_home(monkeypatch)
     assert user_folders.home() is None
     assert user_folders.lasting_cache() is None
@@ -299,7 +301,9 @@ def test_a_user_without_a_home_has_a_cache_for_as_long_as_the_process(tmp_path, 
 
 def test_a_name_in_a_missing_home_is_refused(monkeypatch):
     monkeypatch.delenv("HOME")
-    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])  # as of a user that the system does not know
+    monkeypatch.setattr(
+        "pwd.getpwuid", lambda number: {}[number]
+    )  # the error for a user without an entry in the system
     assert "~" in refused("info", "~/a.mp4")
 
 
@@ -311,63 +315,70 @@ def age(file: Path, days: float) -> None:
     os.utime(file, (used, used))
 
 
-def stopped(cached: Path, name: str, *, days: float, size: int = 0) -> Path:
-    """Leave a folder as a run does that was stopped so many days ago."""
-    folder = cached / name
+def write_stopped_run(runs_folder: Path, name: str, *, days: float, size: int = 0) -> Path:
+    """Write the folder of a run that was stopped so many days ago."""
+    folder = runs_folder / name
     folder.mkdir(parents=True)
-    held = runs.LockedRun(folder)
+    locked_run = runs.LockedRun(folder)
     with (folder / stage_files.LATENTS_FILE).open("wb") as file:
-        file.truncate(size)  # of no bytes on the disk
-    held.close(is_complete=False)
+        file.truncate(size)  # a sparse file
+    locked_run.close(is_complete=False)
     age(folder / stage_files.LATENTS_FILE, days)
     return folder
 
 
-def test_old_runs_and_the_oldest_of_too_many_are_removed(cached):
-    old, young = stopped(cached, "old", days=14.1), stopped(cached, "young", days=13.9)
+def test_old_runs_and_the_oldest_of_too_many_are_removed(runs_folder):
+    old, young = write_stopped_run(runs_folder, "old", days=14.1), write_stopped_run(runs_folder, "young", days=13.9)
     runs.remove_old_runs()
     assert (old.exists(), young.exists()) == (False, True)
-    large = [stopped(cached, f"large-{days}", days=days, size=9 * 10**9) for days in (3, 2, 1)]
+    large = [write_stopped_run(runs_folder, f"large-{days}", days=days, size=9 * 10**9) for days in (3, 2, 1)]
     runs.remove_old_runs()
     assert [folder.exists() for folder in large] == [False, True, True]
     assert young.exists()
 
 
 @pytest.mark.parametrize("command", [["info", "a.mp4"], ["denoise", "--dir", "d"]])
-def test_any_command_cleans(cached, command):
-    old = stopped(cached, "old", days=15)
+def test_any_command_removes_old_runs(runs_folder, command):
+    old = write_stopped_run(runs_folder, "old", days=15)
     wanjax(*command)
     assert not old.exists()
 
 
-def test_an_active_run_is_not_cleaned_by_another_process(cached):
-    """Neither for its age nor for its size; when its process is killed, it is."""
-    code = (
-        f"from pathlib import Path; from wanjax.cli.runs import LockedRun; LockedRun(Path({str(cached / 'old')!r})); "
-    )
-    stopped(cached, "old", days=15, size=30 * 10**9)
+def test_an_active_run_is_not_removed_by_another_process(runs_folder):
+    """Its age and size do not matter until its process is killed."""
+    folder = str(runs_folder / "old")
+    code = f"from pathlib import Path; from wanjax.cli.runs import LockedRun; LockedRun(Path({folder!r})); "
+    write_stopped_run(runs_folder, "old", days=15, size=30 * 10**9)
     with subprocess.Popen([sys.executable, "-c", code + "print(flush=True); input()"], stdin=-1, stdout=-1) as process:
         assert process.stdout is not None
         process.stdout.readline()
         runs.remove_old_runs()
-        assert (cached / "old" / stage_files.LATENTS_FILE).exists()
+        assert (runs_folder / "old" / stage_files.LATENTS_FILE).exists()
         process.kill()
     runs.remove_old_runs()
-    assert not (cached / "old").exists()
+    assert not (runs_folder / "old").exists()
 
 
-def test_used_folders_and_files_of_the_user_stay(cached, tmp_path):
-    used, with_video = stopped(cached, "used", days=30), stopped(cached, "with-a-video", days=30)
-    killed = stopped(cached, "killed", days=30)
-    part = killed / ".1@elsewhere.partial.stage2_latents.safetensors"  # of a process that was killed
+def test_used_folders_and_files_of_the_user_stay(runs_folder, tmp_path):
+    used, with_video = (
+        write_stopped_run(runs_folder, "used", days=30),
+        write_stopped_run(runs_folder, "with-a-video", days=30),
+    )
+    killed = write_stopped_run(runs_folder, "killed", days=30)
+    part = killed / ".1@elsewhere.partial.stage2_latents.safetensors"  # a file of a killed process
     part.touch()
     age(part, 30)
     (with_video / stage_files.VIDEO_FILE).write_bytes(b"a user's")
-    foreign = [cached / "notes", cached / "a-folder" / "notes", tmp_path / "elsewhere" / stage_files.LATENTS_FILE]
-    for file in foreign:
+    user_files = [
+        runs_folder / "notes",
+        runs_folder / "a-folder" / "notes",
+        tmp_path / "elsewhere" / stage_files.LATENTS_FILE,
+    ]
+    for file in user_files:
         file.parent.mkdir(exist_ok=True)
         file.touch()
         age(file, 30)
+<<<<<<< HEAD
     (cached / "a-link").symlink_to(tmp_path / "elsewhere")
     requested = stopped(cached, "asked-for", days=30)
     with closing(FileLock(used / runs.LOCK_FILE, "run", "--dir")):
@@ -376,37 +387,47 @@ def test_used_folders_and_files_of_the_user_stay(cached, tmp_path):
     assert (requested / stage_files.LATENTS_FILE).exists()
     assert files(with_video) == [stage_files.VIDEO_FILE, runs.LOCK_FILE]
     assert all(file.exists() for file in foreign)
+=======
+    (runs_folder / "a-link").symlink_to(tmp_path / "elsewhere")
+    resumed_run = write_stopped_run(runs_folder, "resumed", days=30)
+    with closing(FileLock(used / runs.LOCK, "run", "--dir")):
+        runs.remove_old_runs(keep=resumed_run)
+    assert (used / stage_files.LATENTS_FILE).exists()
+    assert (resumed_run / stage_files.LATENTS_FILE).exists()
+    assert files(with_video) == [stage_files.VIDEO_FILE, runs.LOCK]
+    assert all(file.exists() for file in user_files)
+>>>>>>> ea1d49a2 (Name the tests of the commands and of checkpoints after what a user relies on)
     assert not killed.exists()
 
 
-def test_a_resumed_run_is_not_taken_twice(model, cached):
-    folder = stopped(cached, "held", days=0)
+def test_two_runs_cannot_use_the_same_folder(model, runs_folder):
+    folder = write_stopped_run(runs_folder, "held", days=0)
     (folder / stage_files.CONFIG).write_text("{}")
     with closing(FileLock(folder / runs.LOCK_FILE, "run", "--dir")):
         assert "another run uses" in refused("a", "--model", model, *SMALL, "--dir", str(folder), "--force")
     assert (folder / stage_files.LATENTS_FILE).exists()
 
 
-def test_a_preview_stays_with_the_video(model, tmp_path, cached):
+def test_a_preview_stays_with_the_video(model, tmp_path, runs_folder):
     succeeded(wanjax("a", "--model", model, *SMALL, "--preview", "--out", "a.mp4"))
     assert files(".") == ["a.mp4", "a.preview.png"]
-    longest = "é" * 115  # of 230 bytes, to which .preview.png is not appended whole
+    longest = "é" * 115  # 230 bytes, too long for .preview.png
     succeeded(wanjax("a", "--model", model, *SMALL, "--preview", "--out", f"{longest}.mp4"))
     [preview] = [name for name in files(".") if name.startswith("é") and name.endswith(".preview.png")]
     assert longest.startswith(preview.removesuffix(".preview.png"))
-    assert list(cached.iterdir()) == []
+    assert list(runs_folder.iterdir()) == []
 
 
-def test_a_killed_run_with_latents_only_decodes(model, cached):
-    folder = stopped(cached, "killed", days=0)
+def test_a_killed_run_with_latents_only_decodes(model, runs_folder):
+    folder = write_stopped_run(runs_folder, "killed", days=0)
     assert f"`wanjax decode --dir {folder}`" in refused("a", "--model", model, *SMALL, "--dir", str(folder))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sets a limit of POSIX")
-def test_a_full_cache_loses_no_video(model, cached):
-    """A home folder has a quota, the stages' files nobody asked for; those in --dir are asked for."""
+def test_a_full_cache_loses_no_video(model, runs_folder):
+    """Without --dir, stage files are optional: a full quota of the home folder does not stop the video."""
     options = ("a", "--model", model, *SMALL, "--out", "a.mp4", "--force")
-    succeeded(wanjax(*options))  # its programs are kept from now on
+    succeeded(wanjax(*options))  # caches its programs
     with limit_file_size(4000):
         result = succeeded(wanjax(*options))
         assert re.search(f"note: .*{stage_files.EMBEDDINGS_FILE}.*too large", result.stderr)
@@ -414,19 +435,19 @@ def test_a_full_cache_loses_no_video(model, cached):
         output = refused(*options, "--dir", "d", status=1)
     assert stage_files.EMBEDDINGS_FILE in output
     assert "too large" in output
-    assert not os.path.exists("d")  # the command made it, and left nothing in it
-    assert list(cached.iterdir()) == []
+    assert not os.path.exists("d")  # the command removed the folder that it had created
+    assert list(runs_folder.iterdir()) == []
 
 
-def test_a_folder_of_the_user_stays(model, cached):
+def test_a_folder_of_the_user_stays(model, runs_folder):
     succeeded(wanjax("a", "--model", model, *SMALL, "--dir", "d", "--out", "a.mp4"))
     assert files("d") == [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE, stage_files.LATENTS_FILE]
-    assert not cached.exists()
+    assert not runs_folder.exists()
 
 
 @pytest.mark.parametrize("name", ["stage2_state", "stage2_state_3", "stage2_state_pass_2", "stage2_state_3_pass_2"])
-def test_every_state_file_is_recognized(tmp_path, name):
-    """Those of windows and of later passes too; nothing else goes with them."""
+def test_every_state_file_is_removed_with_its_run(tmp_path, name):
+    """Also the state files of windows and later passes, and no other files."""
     run = runs.create_run_folder(lambda: iter(["a"]))
     state, text_file = run.folder / f"{name}.safetensors", run.folder / f"{name}.txt"
     state.touch()

@@ -37,15 +37,15 @@ def model(tmp_path_factory) -> str:
 def _in_temporary_folder(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "")  # is restored, because a test may set it
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "")  # so that it is restored if a test sets it
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS")
 
 
 @pytest.mark.parametrize("option", quick(["-q"], ["-q", "--quiet"]))
-def test_quiet(model, option):
-    empty = [" ", "--allow-empty-prompt"]  # which gives a note
-    done = succeeded(wanjax(*empty, "--model", model, *SMALL, "--out", "a.mp4", option))
-    assert (done.stdout, done.stderr) == (f"{Path('a.mp4').absolute()}\n", "")
+def test_quiet_prints_only_the_path(model, option):
+    empty = [" ", "--allow-empty-prompt"]  # an empty prompt gives a note
+    result = succeeded(wanjax(*empty, "--model", model, *SMALL, "--out", "a.mp4", option))
+    assert (result.stdout, result.stderr) == (f"{Path('a.mp4').absolute()}\n", "")
     for command in (["encode", "a", "--model", model], ["denoise", *SMALL], ["warmup", "--model", model, *SMALL]):
         assert succeeded(wanjax(*command, option)).output == ""
     assert succeeded(wanjax("decode", option)).output == f"{Path('stage_outputs/output_video.mp4').absolute()}\n"
@@ -67,16 +67,16 @@ def test_quiet_prints_how_to_resume(model, failing_in):
     assert resume_command.endswith(": wanjax decode --dir d")
 
 
-def test_json(model):
-    done = succeeded(wanjax("a", "--model", model, *SMALL, "--json", "--dir", "d", "--out", "a.mp4"))
-    [line] = done.stdout.splitlines()
+def test_json_describes_the_video(model):
+    result = succeeded(wanjax("a", "--model", model, *SMALL, "--json", "--dir", "d", "--out", "a.mp4"))
+    [line] = result.stdout.splitlines()
     data = json.loads(line)
     assert data.keys() == {"file", "folder", "record", "seconds"}
     assert (data["file"], data["folder"]) == (str(Path("a.mp4").absolute()), str(Path("d").absolute()))
     assert data["record"] == read_metadata("a.mp4")
     assert data["seconds"].keys() == {"encode", "denoise", "decode"}
     assert all(0 < seconds < 600 for seconds in data["seconds"].values())
-    assert "step 2 of 2" in done.stderr
+    assert "step 2 of 2" in result.stderr
 
 
 def test_json_names_no_removed_folder(model):
@@ -90,12 +90,12 @@ def test_json_of_the_stages(model):
         (["denoise", *SMALL, "-q"], stage_files.LATENTS_FILE),
         (["decode"], stage_files.VIDEO_FILE),
     ):
-        done = succeeded(wanjax(*command, "--json", "--dir", "d"))
-        data = json.loads(done.stdout)
+        result = succeeded(wanjax(*command, "--json", "--dir", "d"))
+        data = json.loads(result.stdout)
         assert data["file"] == str((Path("d") / name).absolute())
         assert data["record"] == load_settings(Path("d"))
         assert list(data["seconds"]) == [command[0]]
-        assert (done.stderr == "") == ("-q" in command)
+        assert (result.stderr == "") == ("-q" in command)
 
 
 def test_json_of_many_videos_is_a_line_for_each(model):
@@ -110,16 +110,16 @@ def test_json_of_many_videos_is_a_line_for_each(model):
     assert {Path(video["file"]).name for video in result} == set(os.listdir("many")) - {"manifest.jsonl"}
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has this file, on which there is no room")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is a file of Linux")
 @pytest.mark.parametrize("arguments", [["models"], ["models", "--json"], ["--help"], ["--version"]], ids=" ".join)
-def test_output_to_a_full_disk(arguments):
+def test_output_to_a_full_disk_is_reported(arguments):
     with open("/dev/full", "w") as full:
-        ended = subprocess.run(
+        run = subprocess.run(
             [sys.executable, "-m", "wanjax", *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
-    assert ended.returncode == 1
-    assert len(ended.stderr.splitlines()) == 1
-    assert "No space left" in ended.stderr
+    assert run.returncode == 1
+    assert len(run.stderr.splitlines()) == 1
+    assert "No space left" in run.stderr
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sets a limit of POSIX")
@@ -163,7 +163,7 @@ def test_settings_that_a_folder_of_pictures_omits_are_reported_once(model):
     ("videos", "words"),
     [(None, "completed kept continue"), (0, "no video complete start again"), (2, "completed kept continue")],
 )
-def test_what_a_stopped_command_says_is_true(tmp_path, videos, words):
+def test_a_stopped_command_says_what_is_complete(tmp_path, videos, words):
     report = Report()
     assert report.outcome == ""
     report.enable_resume()

@@ -13,9 +13,9 @@ from wanjax.figures import pluralize
 
 pytestmark = pytest.mark.usefixtures("cached_programs")
 
-ONE = ("--size", "32x16", "--frames", "1", "--steps", "1")
-DRAWN = re.compile(r"[\x1b\r\u2500-\u259f]")  # escapes, and what draws boxes and bars
-SEVERAL = re.compile(r"(?<![\w.,-])1 (?:[a-z-]+ )?(?!s\b|ms\b|is\b|as\b|us\b|has\b)[a-z]+s\b(?! (?:a|the)\b)")
+ONE_STEP = ("--size", "32x16", "--frames", "1", "--steps", "1")
+DRAWING = re.compile(r"[\x1b\r\u2500-\u259f]")  # escape sequences, boxes and bars
+WRONG_PLURAL = re.compile(r"(?<![\w.,-])1 (?:[a-z-]+ )?(?!s\b|ms\b|is\b|as\b|us\b|has\b)[a-z]+s\b(?! (?:a|the)\b)")
 
 
 @pytest.fixture(scope="module")
@@ -23,20 +23,20 @@ def model(tmp_path_factory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
-def test_a_number_has_its_noun():
+def test_a_noun_agrees_with_its_number():
     assert [pluralize(n, "step") for n in (0, 1, 1000, 10_000)] == ["0 steps", "1 step", "1000 steps", "10,000 steps"]
     assert pluralize(2, "process") == "2 processes"
 
 
-def test_output_into_a_pipe(model, tmp_path, monkeypatch):
-    """Each command with one of everything, even where variables ask rich for colours."""
+def test_output_into_a_pipe_has_no_colours_and_no_wrong_plurals(model, tmp_path, monkeypatch):
+    """Each command makes one of each thing, with FORCE_COLOR set."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FORCE_COLOR", "1")
     (tmp_path / "data").mkdir()
     Image.new("RGB", (32, 32)).save("data/a.png")
     Path("data/a.txt").write_text("a red circle")
     Path("p.txt").write_text("a red circle\n")
-    options = ("--model", model, "--dtype", "float32", *ONE)
+    options = ("--model", model, "--dtype", "float32", *ONE_STEP)
     train = ("--size", "32x32", "--frames", "1", "--steps", "1", "--lora-rank", "1", "--out", "lora")
     for command in (
         ("convert", model, "there"),
@@ -44,15 +44,15 @@ def test_output_into_a_pipe(model, tmp_path, monkeypatch):
         ("warmup", *options, "--verbose"),
         ("generate", "a red circle", *options, "--stats", "--preview", "--out", "a.mp4"),
         ("generate", "a red circle", *options, "--count", "1", "--out", "many"),
-        ("batch", "p.txt", *options, "--seeds", "42", "--out", "many"),  # which is there already
+        ("batch", "p.txt", *options, "--seeds", "42", "--out", "many"),  # the video exists already
         ("train", model, "data", *train),
         ("train", model, "data", *train),
-        ("plan", model, "--chip", "cpu", *ONE),
-        ("plan", model, "--chip", "cpu", *ONE, "--requests", "1"),
-        ("plan", model, "--chip", "cpu", *ONE, "--train"),
+        ("plan", model, "--chip", "cpu", *ONE_STEP),
+        ("plan", model, "--chip", "cpu", *ONE_STEP, "--requests", "1"),
+        ("plan", model, "--chip", "cpu", *ONE_STEP, "--train"),
         ("models",),
         ("info", "a.mp4"),
     ):
-        stderr = succeeded(wanjax(*command)).output
-        assert not DRAWN.findall(stderr), (command, stderr)
-        assert SEVERAL.findall(stderr) == [], (command, stderr)
+        output = succeeded(wanjax(*command)).output
+        assert not DRAWING.findall(output), (command, output)
+        assert WRONG_PLURAL.findall(output) == [], (command, output)

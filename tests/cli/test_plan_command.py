@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `plan`: prices of a video on devices that need not be present, and their cache."""
+"""The command `plan`: prices of a video on devices that this machine need not have, and their cache."""
 
 import json
 import shutil
@@ -46,19 +46,19 @@ def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def small(shapes, video):
-    """Return the description of Wan networks of these shapes."""
-    return replace(model_description("nano"), model=shapes, settings=video)
+def describe(model, video):
+    """Return the description of a Wan model with these settings."""
+    return replace(model_description("nano"), model=model, settings=video)
 
 
-def pipeline(shapes, video, mesh=None, **how):
-    """Return the pipeline of Wan networks of these shapes, on one device that is modelled, or on a mesh."""
+def pipeline(model, video, mesh=None, **options):
+    """Return the abstract pipeline of a Wan model on one H200 or on a mesh."""
     mesh = hardware.mesh_on(hardware.find_hardware("h200"), {}) if mesh is None else mesh
-    return abstract_pipeline(small(shapes, video), Partitioner(mesh, SHARDING_RULES["fsdp"]), **how)
+    return abstract_pipeline(describe(model, video), Partitioner(mesh, SHARDING_RULES["fsdp"]), **options)
 
 
 def test_a_folder_s_name_is_printed_as_it_is(tmp_path):
-    """What rich would take for markup too."""
+    """Also if rich would read it as markup."""
     folder = shutil.copytree(Path(wanjax.__file__).parent / "nano", tmp_path / "a[red]b")
     run = CliRunner().invoke(main, ["plan", str(folder), "--chip", "cpu"])
     assert run.exit_code == 0, run.output
@@ -92,7 +92,7 @@ def test_json_has_every_documented_entry():
     assert plan_json["disk_bytes"] < plan_json["download_bytes_at_most"] < 3 * plan_json["disk_bytes"]
 
 
-def test_the_table():
+def test_the_table_of_a_plan_says_what_it_counts():
     run = CliRunner().invoke(main, ["plan", "nano", "--chip", "cpu"])
     assert run.exit_code == 0, run.output
     for words in (
@@ -109,7 +109,7 @@ def test_the_table():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    ("arguments", "words"),
     [
         (["--chip", "v9z-8"], "chip 'v9z-8' v5e-1"),
         (["--chip", "v6e-8", "--mesh", "dp=2,tp=2"], "mesh dp=2 sp=1 tp=2 4 devices v6e-8 8"),
@@ -118,28 +118,28 @@ def test_the_table():
         (["--chip", "h200", "--mesh", "tq=8"], "dp=2,sp=1,tp=4"),
     ],
 )
-def test_an_impossible_request_is_refused_with_a_short_message(arguments, why):
+def test_an_impossible_request_is_refused_with_a_short_message(arguments, words):
     run = CliRunner().invoke(main, ["plan", "nano", *arguments])
     assert run.exit_code == 2
-    assert has_line_with(run.stderr, why)
+    assert has_line_with(run.stderr, words)
     assert len(run.stderr.strip().splitlines()) == 1
 
 
-def planned(*options: str) -> None:
+def run_plan(*options: str) -> None:
     raise WanjaxError(commands.refused("plan", "nano", *options))
 
 
-def priced_function() -> None:
+def price_function() -> None:
     wanjax.price(lambda x: pytest.fail("it is traced"), jax.ShapeDtypeStruct((8,), "float32"))
 
 
 @pytest.mark.parametrize(
     ("call", "options"),
-    [(planned, []), (planned, ["--train"]), (planned, ["--requests", "10"]), (priced_function, [])],
+    [(run_plan, []), (run_plan, ["--train"]), (run_plan, ["--requests", "10"]), (price_function, [])],
 )
 def test_without_the_compiler_nothing_is_traced(tmp_path, monkeypatch, call, options):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "libtpu", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "libtpu", None)  # libtpu is not installed
     with pytest.raises(WanjaxError, match=line_with_words("libtpu missing `pip install '.[plan]'`")) as caught:
         call(*options)
     assert "\n" not in str(caught.value)
@@ -162,11 +162,11 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
     assert has_line_with(str(result.advice), "v6e-1 denoise 68.2 GiB chip 31.2 v6e-4 --tile decode")
     model = model_description("wan2.1-t2v-14b")
     weights = model.family.network_of(model.model.spec.networks["transformer"]).parameters
-    resident = result.stages["denoise"].kept_bytes_per_chip  # beside the programs that read no weights
-    assert 2 * weights < resident < 2.01 * weights  # the least of them are in float32
+    resident = result.stages["denoise"].kept_bytes_per_chip  # stay in memory while programs without weights run
+    assert 2 * weights < resident < 2.01 * weights  # few of them are float32
 
 
-def test_options_with_which_a_video_fits(monkeypatch):
+def test_a_plan_lists_options_with_which_a_video_fits(monkeypatch):
     """With 6 GiB of activations, the 14B has 27 GiB of weights, 14 with 8 bits, and 1 on the device if offloaded."""
 
     def prices(self, _, programs, begun):
@@ -193,13 +193,13 @@ def test_options_with_which_a_video_fits(monkeypatch):
 
 def test_sizes_of_memory_are_printed_if_requested(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    printed = commands.succeeded(commands.wanjax("plan", "--chip", "cpu", "--fit")).output
-    assert has_line_with(" ".join(printed.split()), "memory chip inputs 16 GiB as it is")
+    output = commands.succeeded(commands.wanjax("plan", "--chip", "cpu", "--fit")).output
+    assert has_line_with(" ".join(output.split()), "memory chip inputs 16 GiB as it is")
     assert "memory a chip" not in commands.succeeded(commands.wanjax("plan", "--chip", "cpu")).output
     assert has_line_with(commands.refused("plan", "--chip", "cpu", "--fit", "--train"), "--fit --train --requests")
 
 
-def test_a_trace_counts_what_the_formula_does():
+def test_the_operations_of_a_trace_equal_the_formula():
     result = {
         run.name: counted(run)
         for run in programs(pipeline(NETWORKS, VIDEO, attention=AttentionConfig("reference")), VIDEO)
@@ -213,22 +213,28 @@ def test_a_trace_counts_what_the_formula_does():
     assert step.live_bytes > 0
 
 
-def test_frames_per_second_of_a_video_made_by_chunks():
-    """It is that of one more block: steps, renewal, and the chunk that decodes it."""
-    shapes = causal_pipeline(4, None).model
-    shapes = replace(shapes, text_encoder=TEXT)
+def test_a_plan_gives_frames_per_second_of_a_causal_model():
+    """It is the rate of one more chunk: its steps, the update of the KV cache, and its decoding."""
+    model = causal_pipeline(4, None).model
+    model = replace(model, text_encoder=TEXT)
     video = model_description("wan2.1-t2v-1.3b-causal").settings.updated({"height": 12, "width": 12, "frames": 15})
+<<<<<<< HEAD
     result = estimate.estimate_video(small(shapes, video), "h200")
     runs = {run.name: run for run in programs(pipeline(shapes, video, attention=AttentionConfig("reference")), video)}
     priced = hardware.price_on(
+=======
+    result = estimate.estimate_video(describe(model, video), "h200")
+    runs = {run.name: run for run in programs(pipeline(model, video, attention=AttentionConfig("reference")), video)}
+    priced = hardware.priced_on(
+>>>>>>> ea1d49a2 (Name the tests of the commands and of checkpoints after what a user relies on)
         hardware.find_hardware("h200"), [(name, run.abstract_call) for name, run in runs.items()]
     )
     prices = {name: each.seconds for name, each in zip(runs, priced, strict=True)}
-    block = prices["begin"] + 4 * prices["step"] + prices["renew"] + prices["finish"] + prices["decode_next"]
-    assert result.frames_per_second == pytest.approx(4 / block)
+    chunk_seconds = prices["begin"] + 4 * prices["step"] + prices["renew"] + prices["finish"] + prices["decode_next"]
+    assert result.frames_per_second == pytest.approx(4 / chunk_seconds)
     step = counted(runs["step"])
-    assert step.attention + step.matmuls == sum(shapes.cost(video).flops.values())
-    unchunked = estimate.estimate_video(small(shapes, video.updated({"frames": 3})), "h200")
+    assert step.attention + step.matmuls == sum(model.cost(video).flops.values())
+    unchunked = estimate.estimate_video(describe(model, video.updated({"frames": 3})), "h200")
     assert unchunked.frames_per_second is None
 
 
@@ -241,7 +247,7 @@ def test_progress_reports_the_start_and_the_price_of_each_program():
     assert messages[1::2] == [([], number + 1, len(names)) for number in range(len(names))]
 
 
-def test_the_bar_counts_only_what_is_compiled_now(monkeypatch):
+def test_the_progress_bar_counts_only_compilations(monkeypatch):
     """Cached prices come first, before anything is compiled."""
 
     def partly_cached(self, place, abstract_calls, begun):
@@ -267,14 +273,14 @@ def test_progress_goes_to_stderr_unless_quiet():
     assert (silent.stdout, silent.stderr) == (loud.stdout, "")
 
 
-def test_how_often_each_program_runs():
+def test_a_trace_counts_how_often_each_program_runs():
     mesh = abstract_mesh(SLICES["v6e-8"], {"dp": 1, "sp": 1, "tp": 8})
-    denoised = {"begin": 1, "context": 1, "step": 2, "finish": 1}
+    denoise_programs = {"begin": 1, "context": 1, "step": 2, "finish": 1}
     result = {run.name: run.times for run in programs(pipeline(NETWORKS, VIDEO, mesh), VIDEO)}
-    assert result == {"encode_prompts": 1, **denoised, "cut": 1, "decode_first": 1, "decode_next": 1}
+    assert result == {"encode_prompts": 1, **denoise_programs, "cut": 1, "decode_first": 1, "decode_next": 1}
     video = VIDEO.updated({"frames": 1})
     single_device = [run.name for run in programs(pipeline(NETWORKS, video, mesh), video)]
-    assert single_device == ["encode_prompts", *denoised, "cut", "decode_first"]
+    assert single_device == ["encode_prompts", *denoise_programs, "cut", "decode_first"]
 
 
 def test_cached_prices_are_read_by_the_same_key(tmp_path):
@@ -287,7 +293,7 @@ def test_cached_prices_are_read_by_the_same_key(tmp_path):
 
 
 @pytest.mark.slow
-def test_each_set_of_compiler_options_has_its_prices(monkeypatch):
+def test_each_compiler_has_separate_cached_prices(monkeypatch):
     requested = {}
 
     def prices(self, place, programs, begun):
@@ -305,19 +311,19 @@ def test_each_set_of_compiler_options_has_its_prices(monkeypatch):
         keys.setdefault(compiler, set()).add(tuple(json.dumps(PRICER.key(job)) for job in requested["jobs"]))
     [safe], [fast] = keys["safe"], keys["fast"]
     assert len(set(safe) - set(fast)) == 3  # the step, and the decoder's two; the others have the same options in both
-    printed = CliRunner().invoke(main, ["plan", "nano", "--compiler", "fast"]).output
-    assert has_line_with(" ".join(printed.split()), "fsdp fast compiler")
+    output = CliRunner().invoke(main, ["plan", "nano", "--compiler", "fast"]).output
+    assert has_line_with(" ".join(output.split()), "fsdp fast compiler")
 
 
-def test_the_kernel_is_that_of_the_chip_which_is_planned_for():
-    """Not that of this machine, on which no such kernel runs."""
+def test_a_plan_uses_the_attention_kernel_of_the_planned_chip():
+    """This machine cannot run that kernel."""
     model = model_description("wan2.1-t2v-14b")
     on_chip = Partitioner(hardware.mesh_on(SLICES["v6e-8"], {"dp": 2, "sp": 4, "tp": 1}), SHARDING_RULES["fsdp"])
     result = estimate._attention_name(AttentionConfig(), model.model.cost(model.settings), "bfloat16", on_chip)
     assert result == "flash_tpu"
 
 
-def test_no_set_of_compiler_options_is_named_if_nothing_is_compiled():
+def test_a_plan_without_a_compiler_names_no_compiler_options():
     assert plan("--chip", "h200", "--compiler", "fast")["compiler"] is None
     assert "compiler" not in CliRunner().invoke(main, ["plan", "nano", "--chip", "h200"]).output
 
@@ -328,7 +334,7 @@ def test_a_slice_is_priced_by_its_compiler_and_only_once(monkeypatch):
     first = plan(*options)
     monkeypatch.setattr(pricer, "compile_jobs", lambda *_, **__: pytest.fail("compiled again"))
     assert plan(*options) == first
-    monkeypatch.setitem(sys.modules, "libtpu", None)  # nor is the compiler needed
+    monkeypatch.setitem(sys.modules, "libtpu", None)  # cached prices need no compiler
     assert plan(*options) == first
     assert first["priced_by"] == "the chip's compiler"
     assert first["fits"]
@@ -337,8 +343,8 @@ def test_a_slice_is_priced_by_its_compiler_and_only_once(monkeypatch):
     assert first["step_seconds_low"] <= first["step_seconds"] <= first["step_seconds_high"]
     assert first["step_seconds_high"] <= first["step_seconds_worst"]  # nano's heads have no kernel
     assert first["total_seconds_low"] < first["total_seconds"] < first["total_seconds_high"]
-    assert {item["operation"] for item in first["collectives"]} & {"all-gather", "all_to_all", "all-to-all"}
-    assert all(item["devices"] > 1 for item in first["collectives"])
+    assert {row["operation"] for row in first["collectives"]} & {"all-gather", "all_to_all", "all-to-all"}
+    assert all(row["devices"] > 1 for row in first["collectives"])
     assert first["compile_seconds"] > 0
 
 
@@ -346,9 +352,9 @@ def test_a_slice_is_priced_by_its_compiler_and_only_once(monkeypatch):
 def test_a_lora_that_cannot_be_read_is_refused(name, tmp_path):
     (tmp_path / name).touch()
     options = ["plan", "nano", "--chip", "h100", "--lora", str(tmp_path / name)]
-    printed = CliRunner().invoke(main, options)
-    assert printed.exit_code == 2
-    assert has_line_with(printed.output, name)
+    output = CliRunner().invoke(main, options)
+    assert output.exit_code == 2
+    assert has_line_with(output.output, name)
 
 
 def test_a_narrow_terminal_cuts_no_word(monkeypatch):
@@ -360,7 +366,7 @@ def test_a_narrow_terminal_cuts_no_word(monkeypatch):
 
 @pytest.mark.parametrize("options", [(), ("--train",)])
 def test_an_estimate_does_not_claim_that_a_video_cannot_fit(options):
-    """Its peak counts nothing as fused: 14 billion parameters in bfloat16 are 27 GiB of an H100's 80 GB."""
+    """An estimate ignores fusion, so its peak is too high. The weights alone are 27 GiB of an H100's 80 GB."""
     run = CliRunner().invoke(main, ["plan", "wan2.1-t2v-14b", "--chip", "h100", "--json", *options])
     planned = json.loads(run.stdout)
     assert planned["fits"] is None

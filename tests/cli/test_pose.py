@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command and the library make a character follow a pose clip and a face, by a tiny checkpoint."""
+"""The command and the library make a character follow a pose clip and a face, with a tiny checkpoint."""
 
 import json
 from pathlib import Path
@@ -32,11 +32,11 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def _in_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def of(folder: Path, *more: str | Path, face: bool = True) -> tuple[str | Path, ...]:
+def video_arguments(folder: Path, *more: str | Path, face: bool = True) -> tuple[str | Path, ...]:
     """Return the arguments of a video."""
     inputs = ("--image", folder / "character.png", "--video", folder / "pose.mp4")
     inputs = (*inputs, "--face", folder / "face.mp4") if face else inputs
@@ -44,7 +44,7 @@ def of(folder: Path, *more: str | Path, face: bool = True) -> tuple[str | Path, 
 
 
 def test_a_video_is_as_long_and_as_large_as_the_pose_clip(folder, tmp_path):
-    result = succeeded(wanjax(*of(folder, "--out", tmp_path / "whole.mp4")))
+    result = succeeded(wanjax(*video_arguments(folder, "--out", tmp_path / "whole.mp4")))
     assert has_line_with(result.output, "window 2 of 2")
     frames = read_clip(tmp_path / "whole.mp4", 100, 30)
     assert frames.shape == (13, 48, 64, 3)
@@ -55,16 +55,16 @@ def test_a_video_is_as_long_and_as_large_as_the_pose_clip(folder, tmp_path):
     np.testing.assert_array_equal(read_clip(tmp_path / "again.mp4", 100, 30), frames)
 
 
-def test_a_background_and_a_mask_replace(folder, tmp_path):
+def test_a_background_and_a_mask_replace_the_character(folder, tmp_path):
     more = ("--background", folder / "background.mp4", "--mask", folder / "mask.mp4", "--windows", "1")
-    succeeded(wanjax(*of(folder, *more, "--out", tmp_path / "replaced.mp4")))
-    succeeded(wanjax(*of(folder, "--windows", "1", "--out", tmp_path / "animated.mp4")))
+    succeeded(wanjax(*video_arguments(folder, *more, "--out", tmp_path / "replaced.mp4")))
+    succeeded(wanjax(*video_arguments(folder, "--windows", "1", "--out", tmp_path / "animated.mp4")))
     replaced, animated = (read_clip(tmp_path / f"{name}.mp4", 100, 30) for name in ("replaced", "animated"))
     assert replaced.shape == animated.shape == (9, 48, 64, 3)
     assert (replaced != animated).any()
 
 
-def test_the_library_makes_the_same_frames_and_every_input_counts(folder):
+def test_the_library_makes_the_same_frames_and_uses_every_input(folder):
     pipe = library.load(folder / "model", dtype="float32")
     clips = {"video": folder / "pose.mp4", "face": folder / "face.mp4"}
     inputs: dict[str, Any] = {"image": folder / "character.png", **clips, "seed": 1, "windows": 1}
@@ -90,10 +90,10 @@ def test_the_library_makes_the_same_frames_and_every_input_counts(folder):
         (("--overlap", "3"), "overlap 3 1 5"),
     ],
 )
-def test_inputs_that_do_not_fit_a_character(folder, arguments, words):
+def test_inputs_that_do_not_fit_a_character_are_refused(folder, arguments, words):
     changed = [folder / x if "." in x and x[0] not in "-0" else x for x in arguments]
-    assert has_line_with(refused(*of(folder, *changed)), words)
+    assert has_line_with(refused(*video_arguments(folder, *changed)), words)
 
 
 def test_a_face_is_required(folder):
-    assert has_line_with(refused(*of(folder, face=False)), "clip of the face --face")
+    assert has_line_with(refused(*video_arguments(folder, face=False)), "clip of the face --face")

@@ -80,40 +80,44 @@ def test_a_batch_has_one_precision(model):
 
 
 def test_plan_says_what_is_not_rounded():
-    stderr = succeeded(wanjax("plan", "nano", "--chip", "cpu", "--precision", "int8")).output
-    assert has_line_with(stderr, "int8 first projection")
-    priced = json.loads(succeeded(wanjax("plan", "nano", "--chip", "cpu", "--precision", "int8", "--json")).stdout)
-    floats = json.loads(succeeded(wanjax("plan", "nano", "--chip", "cpu", "--json")).stdout)
-    assert (priced["precision"], floats["precision"], floats["full_precision"]) == ("int8", "none", [])
-    assert "the first projection" in priced["full_precision"]
-    weights = [plan["stages"]["denoise"]["weights_bytes_per_chip"] for plan in (priced, floats)]
+    output = succeeded(wanjax("plan", "nano", "--chip", "cpu", "--precision", "int8")).output
+    assert has_line_with(output, "int8 first projection")
+    rounded_plan = json.loads(
+        succeeded(wanjax("plan", "nano", "--chip", "cpu", "--precision", "int8", "--json")).stdout
+    )
+    float_plan = json.loads(succeeded(wanjax("plan", "nano", "--chip", "cpu", "--json")).stdout)
+    assert (rounded_plan["precision"], float_plan["precision"], float_plan["full_precision"]) == ("int8", "none", [])
+    assert "the first projection" in rounded_plan["full_precision"]
+    weights = [plan["stages"]["denoise"]["weights_bytes_per_chip"] for plan in (rounded_plan, float_plan)]
     assert weights[0] < 0.7 * weights[1]
-    assert priced["disk_bytes"] < 0.7 * floats["disk_bytes"] + 7e6  # the autoencoder keeps its 7 MB
+    assert rounded_plan["disk_bytes"] < 0.7 * float_plan["disk_bytes"] + 7e6  # the autoencoder keeps its 7 MB
 
 
 def test_models_says_what_a_precision_rounds():
-    stderr = succeeded(wanjax("models", "wan2.1-t2v-14b")).output
-    assert has_line_with(stderr, "precisions int8-weights fp8")
-    assert has_line_with(stderr, "full precision first projection")
-    card = json.loads(succeeded(wanjax("models", "wan2.1-i2v-14b-480p", "--json")).stdout)
-    assert "the projection of the image" in card["full_precision"]
+    output = succeeded(wanjax("models", "wan2.1-t2v-14b")).output
+    assert has_line_with(output, "precisions int8-weights fp8")
+    assert has_line_with(output, "full precision first projection")
+    description = json.loads(succeeded(wanjax("models", "wan2.1-i2v-14b-480p", "--json")).stdout)
+    assert "the projection of the image" in description["full_precision"]
 
 
-def test_convert_stores_a_precision_that_loading_knows(model):
-    succeeded(wanjax("convert", model, "there", "--precision", "int8-weights"))
-    assert has_line_with(succeeded(wanjax("convert", model, "there", "--precision", "int8-weights")).stderr, "already")
+def test_a_converted_checkpoint_keeps_its_precision(model):
+    succeeded(wanjax("convert", model, "converted", "--precision", "int8-weights"))
+    assert has_line_with(
+        succeeded(wanjax("convert", model, "converted", "--precision", "int8-weights")).stderr, "already"
+    )
     video = ("a red circle", *SMALL, *STEPS)
-    succeeded(wanjax(*video, "--model", "there", "--out", "a.mp4"))
+    succeeded(wanjax(*video, "--model", "converted", "--out", "a.mp4"))
     succeeded(wanjax(*video, "--model", model, "--precision", "int8-weights", "--out", "b.mp4"))
     assert read_metadata("a.mp4")["precision"] == read_metadata("b.mp4")["precision"] == "int8-weights"
-    assert has_line_with(refused(*video, "--model", "there", "--precision", "int8"), "int8 int8-weights")
-    succeeded(wanjax("--from", "b.mp4", "--model", "there", "--out", "c.mp4"))
-    assert has_line_with(refused("convert", "there", "back", "--to", "diffusers"), "int8-weights diffusers")
+    assert has_line_with(refused(*video, "--model", "converted", "--precision", "int8"), "int8 int8-weights")
+    succeeded(wanjax("--from", "b.mp4", "--model", "converted", "--out", "c.mp4"))
+    assert has_line_with(refused("convert", "converted", "back", "--to", "diffusers"), "int8-weights diffusers")
     for wrong in ("fp8", "none"):
         assert has_line_with(refused("convert", model, "other", "--precision", wrong), f"{wrong} int8")
-    assert has_line_with(refused("convert", "there", "--verify", "--precision", "int8"), "--verify --precision")
+    assert has_line_with(refused("convert", "converted", "--verify", "--precision", "int8"), "--verify --precision")
     assert has_line_with(
-        refused("convert", "there", "x", "--to", "diffusers", "--precision", "int8"), "--precision --to"
+        refused("convert", "converted", "x", "--to", "diffusers", "--precision", "int8"), "--precision --to"
     )
 
 
@@ -121,11 +125,11 @@ def test_models_without_a_precision_refuse_one(tmp_path):
     with registered(TOY):
         toy = str(write_checkpoint(tmp_path / "toy", TOY))
         assert has_line_with(refused("a", "--model", toy, "--precision", "int8"), "precision int8 toy")
-        assert has_line_with(refused("convert", toy, "there", "--precision", "int8"), "precision int8 toy")
+        assert has_line_with(refused("convert", toy, "converted", "--precision", "int8"), "precision int8 toy")
     assert has_line_with(refused("a", "--model", "nano", "--precision", "int4"), "--precision int4 int8-weights")
 
 
-def test_training_rounds_no_inputs(model, tmp_path):
+def test_training_refuses_a_precision_that_rounds_inputs(model, tmp_path):
     (tmp_path / "data").mkdir()
     assert has_line_with(
         refused("train", model, "data", "--out", "out", "--precision", "int8"), "gradient int8-weights"

@@ -20,7 +20,7 @@ from wanjax.pipelines.wan.programs import TEXT_LENGTH
 from wanjax.pricing.chips import CHIPS_BY_DEVICE_KIND, V6E
 
 
-class Ended(Step):
+class FinishedStep(Step):
     latents = jnp.zeros(1)
 
 
@@ -49,9 +49,9 @@ def test_the_trace_names_the_parts_of_a_block(folder):
 
 def test_a_picture_s_tokens_are_counted(tmp_path):
     pipe = wanjax.load(tiny_image_checkpoint(tmp_path / "image"))
-    encoded = pipe.encode("a", image=np.zeros((32, 32, 3), np.uint8), frames=5)
-    assert encoded.image_embeds.shape[1] == 5
-    result = pipe.model.cost(pipe.settings(size=(32, 32), frames=5), encoded)
+    conditioning = pipe.encode("a", image=np.zeros((32, 32, 3), np.uint8), frames=5)
+    assert conditioning.image_embeds.shape[1] == 5
+    result = pipe.model.cost(pipe.settings(size=(32, 32), frames=5), conditioning)
     assert result.flops == forward_flops(
         pipe.model.transformer, tokens=2 * 2 * 2, text_tokens=TEXT_LENGTH, image_tokens=5
     )
@@ -69,21 +69,23 @@ def test_the_report_counts_both_forwards_of_a_step(folder):
 
 @pytest.mark.parametrize("options", [{}, {"attention": "auto:window=2"}])
 def test_unknown_figures_are_null(options, tmp_path):
-    """The time of one step alone, and the work of steps that leave some of it out."""
+    """The time of a single step, and the operations of windowed attention, are null."""
     pipe = wanjax.load("nano", **options)
     settings = pipe.settings(size=(32, 32), frames=5)
-    messages, noted = [], []
-    seen = profile.StepProfile(tmp_path, pipe, settings, noted.append)
-    seen.started(None)
+    messages, notes = [], []
+    step_profile = profile.StepProfile(tmp_path, pipe, settings, notes.append)
+    step_profile.started(None)
     for index in (8, 9):
-        seen.stepped(Ended(index, 10, 0.0, State(None, None), jnp.zeros((1, 1, 1, 1, 1))))
+        step_profile.stepped(FinishedStep(index, 10, 0.0, State(None, None), jnp.zeros((1, 1, 1, 1, 1))))
         messages.append(
-            (seen.report(), json.loads((tmp_path / profile.STEPS_FILE).read_text(), parse_constant=pytest.fail))
+            (step_profile.report(), json.loads((tmp_path / profile.STEPS_FILE).read_text(), parse_constant=pytest.fail))
         )
-    (first, first_report), (second, two) = messages
-    assert noted == [second]
+    (first, first_report), (second, second_report) = messages
+    assert notes == [second]
     assert first_report["step_seconds"] is first_report["mfu"] is None
-    assert two["step_seconds"] > 0
-    assert (two["step_flops"] is None) == (two["achieved_flops_per_second"] is None) == bool(options)
+    assert second_report["step_seconds"] > 0
+    assert (
+        (second_report["step_flops"] is None) == (second_report["achieved_flops_per_second"] is None) == bool(options)
+    )
     assert "nan" not in first
     assert "trace is in" not in first + second

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metadata of a video made by commands: everything that shaped it, with names that hold in any folder."""
+"""The metadata of a video made by commands: everything that shaped it, with absolute paths."""
 
 import os
 import shutil
@@ -21,22 +21,22 @@ from wanjax.media.video import read_metadata
 pytestmark = pytest.mark.usefixtures("cached_programs")
 
 SMALL = ("--size", "32x32", "--frames", "1", "--steps", "1")
-KIND = jax.devices()[0].device_kind
-PLAIN = {"scheduler": "unipc", "devices": f"1 x {KIND}", "version": version("wanjax")}
+DEVICE_KIND = jax.devices()[0].device_kind
+DEFAULT_ENTRIES = {"scheduler": "unipc", "devices": f"1 x {DEVICE_KIND}", "version": version("wanjax")}
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
+def text_model(tmp_path_factory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory) -> Path:
+def image_model(tmp_path_factory) -> Path:
     return tiny_image_checkpoint(tmp_path_factory.mktemp("image"))
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """The folder of the command, with a picture, noise and a LoRA."""
     monkeypatch.chdir(tmp_path)
     random = np.random.default_rng(0)
@@ -49,82 +49,84 @@ def here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def extras(record: dict, model: Path) -> dict:
+def extras(metadata: dict, model: Path) -> dict:
     """Return the entries of metadata without the settings and the digests of files that it names."""
     import wanjax
 
     expected = {"digests", *wanjax.load(model).defaults.to_json()}
-    return {name: value for name, value in record.items() if name not in expected}
+    return {name: value for name, value in metadata.items() if name not in expected}
 
 
-def test_metadata_of_default_settings(text):
-    succeeded(wanjax("a", "--model", text, *SMALL, "--dir", "d", "--out", "a.mp4"))
-    record = read_metadata("a.mp4")
-    assert extras(record, text) == PLAIN
-    assert record == load_settings(Path("d"))
+def test_metadata_of_default_settings(text_model):
+    succeeded(wanjax("a", "--model", text_model, *SMALL, "--dir", "d", "--out", "a.mp4"))
+    metadata = read_metadata("a.mp4")
+    assert extras(metadata, text_model) == DEFAULT_ENTRIES
+    assert metadata == load_settings(Path("d"))
 
 
-def test_metadata_of_all_settings(text, here):
+def test_metadata_of_all_settings(text_model, folder):
     chosen = "--mesh dp=2,sp=2,tp=2 --rules tp --attention reference --scheduler unipc:order=1 --tile --batch-guidance"
     more = ("--lora", "style.safetensors:0.5", "--noise", "noise.safetensors", "--compiler", "fast")
-    succeeded(wanjax("a", "--model", text, *SMALL, *chosen.split(), *more, "--dir", "d", "--out", "a.mp4"))
-    record = read_metadata("a.mp4")
-    assert extras(record, text) == PLAIN | {
+    succeeded(wanjax("a", "--model", text_model, *SMALL, *chosen.split(), *more, "--dir", "d", "--out", "a.mp4"))
+    metadata = read_metadata("a.mp4")
+    assert extras(metadata, text_model) == DEFAULT_ENTRIES | {
         "mesh": "dp=2,sp=2,tp=2",
         "rules": "tp",
-        "devices": f"8 x {KIND}",
+        "devices": f"8 x {DEVICE_KIND}",
         "attention": "reference",
         "scheduler": "unipc:order=1",
         "compiler": "fast",
         "tiling": {"size": 256, "stride": 192},
         "batch_guidance": True,
-        "lora": [f"{here}/style.safetensors:0.5"],
-        "noise": f"{here}/noise.safetensors",
+        "lora": [f"{folder}/style.safetensors:0.5"],
+        "noise": f"{folder}/noise.safetensors",
     }
-    assert sorted(record["digests"]) == sorted([f"{here}/style.safetensors", f"{here}/noise.safetensors", str(text)])
+    assert sorted(metadata["digests"]) == sorted(
+        [f"{folder}/style.safetensors", f"{folder}/noise.safetensors", str(text_model)]
+    )
 
 
-def test_stages_continue_from_another_folder(image, here, monkeypatch):
-    shutil.copytree(image, "i2v")
+def test_stages_continue_from_another_folder(image_model, folder, monkeypatch):
+    shutil.copytree(image_model, "i2v")
     options = ("a", "--model", "./i2v", "--image", "red.png", "--size", "32x32", "--frames", "1")
     denoising = ("--steps", "1", "--lora", "style.safetensors")
     succeeded(wanjax(*options, *denoising, "--dir", "one", "--out", "one.mp4"))
     succeeded(wanjax("encode", *options, "--dir", "three"))
-    (here / "elsewhere").mkdir()
+    (folder / "elsewhere").mkdir()
     os.rename("style.safetensors", "elsewhere/style.safetensors")
     monkeypatch.chdir("elsewhere")
     succeeded(wanjax("denoise", *denoising, "--dir", "../three"))
     succeeded(wanjax("decode", "--dir", "../three", "--out", "three.mp4"))
-    record, first_record = read_metadata("three.mp4"), read_metadata("../one.mp4")
-    assert record.pop("lora") == [f"{here}/elsewhere/style.safetensors"]
-    assert first_record.pop("lora") == [f"{here}/style.safetensors"]
-    digests, first_digests = record.pop("digests"), first_record.pop("digests")
-    assert {*digests} == {f"{here}/{name}" for name in ("red.png", "elsewhere/style.safetensors", "i2v")}
+    metadata, first_record = read_metadata("three.mp4"), read_metadata("../one.mp4")
+    assert metadata.pop("lora") == [f"{folder}/elsewhere/style.safetensors"]
+    assert first_record.pop("lora") == [f"{folder}/style.safetensors"]
+    digests, first_digests = metadata.pop("digests"), first_record.pop("digests")
+    assert {*digests} == {f"{folder}/{name}" for name in ("red.png", "elsewhere/style.safetensors", "i2v")}
     assert {*digests.values()} == {*first_digests.values()}
-    assert record == first_record
-    assert (record["model"], record["image"]) == (f"{here}/i2v", f"{here}/red.png")
+    assert metadata == first_record
+    assert (metadata["model"], metadata["image"]) == (f"{folder}/i2v", f"{folder}/red.png")
 
 
-def test_stages_may_run_on_other_devices(text):
+def test_stages_may_run_on_other_devices(text_model):
     """The metadata of a video names the devices that denoised it."""
-    succeeded(wanjax("encode", "a", "--model", text, "--dir", "d"))
+    succeeded(wanjax("encode", "a", "--model", text_model, "--dir", "d"))
     succeeded(wanjax("denoise", *SMALL, "--mesh", "dp=2,sp=2,tp=2", "--scheduler", "unipc:order=1", "--dir", "d"))
     succeeded(wanjax("decode", "--fps", "3", "--dir", "d"))
-    record = read_metadata("d/output_video.mp4")
-    assert (record["devices"], record["mesh"]) == (f"8 x {KIND}", "dp=2,sp=2,tp=2")
-    assert (record["scheduler"], record["fps"]) == ("unipc:order=1", 3)
-    succeeded(wanjax("encode", "a", "--model", text, "--size", "32x32", "--frames", "1", "--dir", "d", "--force"))
-    left = load_settings(Path("d"))
-    stage_files.save_settings(Path("d"), left | {"steps": 1, "scheduler": "unipc:order=1"})
+    metadata = read_metadata("d/output_video.mp4")
+    assert (metadata["devices"], metadata["mesh"]) == (f"8 x {DEVICE_KIND}", "dp=2,sp=2,tp=2")
+    assert (metadata["scheduler"], metadata["fps"]) == ("unipc:order=1", 3)
+    succeeded(wanjax("encode", "a", "--model", text_model, "--size", "32x32", "--frames", "1", "--dir", "d", "--force"))
+    settings = load_settings(Path("d"))
+    stage_files.save_settings(Path("d"), settings | {"steps": 1, "scheduler": "unipc:order=1"})
     succeeded(wanjax("decode", "--dir", "d", "--out", "b.mp4"))  # the latents are of the same settings
     assert files("d") == [stage_files.CONFIG, "output_video.mp4", stage_files.EMBEDDINGS_FILE, stage_files.LATENTS_FILE]
 
 
-def test_another_model_has_its_own_scheduler(text, here):
-    shutil.copytree(text, "other")
-    succeeded(wanjax("encode", "a", "--model", text, "--dir", "d"))
+def test_another_model_has_its_own_scheduler(text_model, folder):
+    shutil.copytree(text_model, "other")
+    succeeded(wanjax("encode", "a", "--model", text_model, "--dir", "d"))
     settings = load_settings(Path("d"))
     stage_files.save_settings(Path("d"), settings | {"scheduler": "unipc:order=1"})
     succeeded(wanjax("denoise", *SMALL, "--dir", "d", "--model", "other"))
-    record = load_settings(Path("d"))
-    assert (record["model"], record["scheduler"]) == (f"{here}/other", "unipc")
+    metadata = load_settings(Path("d"))
+    assert (metadata["model"], metadata["scheduler"]) == (f"{folder}/other", "unipc")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file that is replaced under its name is another one, wherever it shaped a video."""
+"""A file with changed contents counts as another file, although its name is the same."""
 
 import json
 import os
@@ -25,12 +25,12 @@ MODULE = "transformer.blocks.0.attn1.to_q"
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
+def text_model(tmp_path_factory) -> str:
     return str(tiny_checkpoint(tmp_path_factory.mktemp("text")))
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory) -> str:
+def image_model(tmp_path_factory) -> str:
     return str(tiny_image_checkpoint(tmp_path_factory.mktemp("image")))
 
 
@@ -42,7 +42,7 @@ def _in_temporary_folder(tmp_path, monkeypatch):
 
 
 def picture(name: str, value: int) -> None:
-    """Write a picture, of one size and time whatever its value is."""
+    """Write a picture. Its size and modification time do not depend on its value."""
     Image.fromarray(np.full((16, 32, 3), value, np.uint8)).save(name)
     os.utime(name, ns=(10**18, 10**18))
 
@@ -63,54 +63,54 @@ def table(model: str, ratio: float) -> None:
     file.write_text(json.dumps({"magcache": {"prompt": ratios, "negative": ratios, "delta": 9, "most": 1, "whole": 0}}))
 
 
-def many(*arguments: str) -> list[str]:
+def make_videos(*arguments: str) -> list[str]:
     return succeeded(wanjax("--prompts", "prompts.txt", *arguments, *ONE_FRAME, "--out", "many")).stdout.splitlines()
 
 
-def test_a_picture(image):
+def test_a_changed_picture_makes_another_video(image_model):
     picture("in.png", 200)
-    options = ("--model", image, "--image", "in.png")
-    [result] = many(*options)
-    assert many(*options) == []
+    options = ("--model", image_model, "--image", "in.png")
+    [result] = make_videos(*options)
+    assert make_videos(*options) == []
     picture("in.png", 100)
-    assert result not in many(*options)
+    assert result not in make_videos(*options)
     assert has_line_with(refused("--from", result), "--image in.png")
     picture("in.png", 200)
-    assert many(*options) == []
+    assert make_videos(*options) == []
 
 
-def test_a_lora_s_scale_and_model(text):
-    shutil.copytree(text, "model")
+def test_a_changed_lora_or_model_makes_another_video(text_model):
+    shutil.copytree(text_model, "model")
     adapter("style", 2)
     options = ("--model", "model", "--lora", "style")
-    [result] = many(*options)
+    [result] = make_videos(*options)
     adapter("style", 4)
-    [again] = many(*options)
+    [again] = make_videos(*options)
     assert has_line_with(refused("--from", result), "--lora style")
     succeeded(wanjax("--from", again, "--out", "same.mp4"))
     weights = next(Path("model/vae").glob("*.safetensors"))
     body = bytearray(weights.read_bytes())
     body[-4:] = b"\0\0\0\0"
     weights.write_bytes(body)
-    assert len(many(*options)) == 1
+    assert len(make_videos(*options)) == 1
     assert has_line_with(refused("--from", again), "--model model")
 
 
-def test_a_table_of_a_cache(text):
-    table(text, 1.0)
-    options = ("--model", text, "--cache", "magcache")
-    [result] = many(*options)
-    table(text, 0.5)
-    assert result not in many(*options)
+def test_a_changed_cache_table_makes_another_video(text_model):
+    table(text_model, 1.0)
+    options = ("--model", text_model, "--cache", "magcache")
+    [result] = make_videos(*options)
+    table(text_model, 0.5)
+    assert result not in make_videos(*options)
     assert has_line_with(refused("--from", result), "table cache --cache")
-    table(text, 1.0)
+    table(text_model, 1.0)
     succeeded(wanjax("--from", result, "--out", "same.mp4"))
     assert read_metadata("same.mp4")["digests"] == read_metadata(result)["digests"]
 
 
-def test_stages_of_two_pictures_do_not_belong_together(image):
+def test_stages_of_two_pictures_do_not_belong_together(image_model):
     picture("in.png", 200)
-    options = ("encode", "a", "--model", image, "--image", "in.png", "--dir", "d", "--force", *ONE_FRAME[:4])
+    options = ("encode", "a", "--model", image_model, "--image", "in.png", "--dir", "d", "--force", *ONE_FRAME[:4])
     succeeded(wanjax(*options))
     shutil.copy("d/stage1_embeddings.safetensors", "first.safetensors")
     picture("in.png", 100)
@@ -122,17 +122,17 @@ def test_stages_of_two_pictures_do_not_belong_together(image):
 def test_large_files_are_identified_by_their_header_and_blocks():
     """Sparse files of more than 64 MiB: a header, the last byte and the size each make another file."""
     digests = set()
-    for place, byte, size in ((0, b"a", 2**27), (0, b"b", 2**27), (2**27 - 1, b"a", 2**27), (0, b"a", 2**27 + 1)):
+    for position, byte, size in ((0, b"a", 2**27), (0, b"b", 2**27), (2**27 - 1, b"a", 2**27), (0, b"a", 2**27 + 1)):
         with open("large", "wb") as file:
             file.truncate(size)
-            file.seek(place)
+            file.seek(position)
             file.write(byte)
         digests.add(content_digest(Path("large").absolute()))
     assert len(digests) == 4
 
 
-def test_a_prompt_that_is_listed_twice_is_made_once(text):
+def test_a_prompt_that_is_listed_twice_is_made_once(text_model):
     Path("prompts.txt").write_text("a\nb\n  a \na\n")
-    result = wanjax("--prompts", "prompts.txt", "--model", text, *ONE_FRAME, "--out", "many")
+    result = wanjax("--prompts", "prompts.txt", "--model", text_model, *ONE_FRAME, "--out", "many")
     assert len(succeeded(result).stdout.splitlines()) == 2
     assert has_line_with(result.stderr, "2 4 videos requested more than once")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With stores that speak as S3 and Google's do: videos and checkpoints, and the messages of failures."""
+"""Stores with the protocols of S3 and Google: videos, checkpoints, and the messages of failures."""
 
 import json
 import urllib.request
@@ -36,8 +36,8 @@ def _in_a_folder(tmp_path, monkeypatch, s3):
 
 
 def frames(file: str) -> np.ndarray:
-    with local_copy(parse_path(file)) as here:
-        return read_clip(here, 5, 8)
+    with local_copy(parse_path(file)) as local_file:
+        return read_clip(local_file, 5, 8)
 
 
 @pytest.fixture(params=quick([BUCKET], [BUCKET, GCS_BUCKET]))
@@ -51,8 +51,8 @@ def test_a_converted_model_in_a_bucket_makes_the_same_video_in_a_bucket(bucket):
     model, video = f"{bucket}/models/nano", f"{bucket}/videos/a.mp4"
     assert has_line_with(succeeded(wanjax("convert", "nano", model)).stderr, f"{model} complete")
     assert succeeded(wanjax("a red circle", "--model", model, *SMALL, "--out", video)).stdout == f"{video}\n"
-    succeeded(wanjax("a red circle", *SMALL, "--out", "here.mp4"))
-    np.testing.assert_array_equal(frames(video), read_clip("here.mp4", 5, 8))
+    succeeded(wanjax("a red circle", *SMALL, "--out", "local.mp4"))
+    np.testing.assert_array_equal(frames(video), read_clip("local.mp4", 5, 8))
     data = json.loads(succeeded(wanjax("info", video, "--json")).stdout)
     assert data["model"] == model
     assert "a-secret" not in str(data)
@@ -62,11 +62,11 @@ def test_a_converted_model_in_a_bucket_makes_the_same_video_in_a_bucket(bucket):
 def test_a_video_in_a_bucket_is_reproduced_from_its_metadata():
     video = f"{BUCKET}/videos/again.mp4"
     succeeded(wanjax("a blue square", *SMALL, "--out", video))
-    succeeded(wanjax("generate", "--from", video, "--out", "here.mp4", "-q"))
-    np.testing.assert_array_equal(frames(video), read_clip("here.mp4", 5, 8))
+    succeeded(wanjax("generate", "--from", video, "--out", "local.mp4", "-q"))
+    np.testing.assert_array_equal(frames(video), read_clip("local.mp4", 5, 8))
 
 
-@pytest.mark.slow  # tests/stores has a quick one: the names in a folder
+@pytest.mark.slow  # tests/stores has a quick test
 def test_many_videos_in_a_bucket_are_made_once():
     options = ("a red circle", "--out", f"{BUCKET}/many", *SMALL)
     first = succeeded(wanjax(*options, "--count", "2")).stdout.splitlines()
@@ -86,8 +86,8 @@ def test_a_missing_bucket_is_reported_before_the_first_step(many):
     )
 
 
-@pytest.mark.parametrize("more", [[], ["--workers", "2"]], ids=["one", "several"])
-def test_a_server_reports_a_missing_bucket_before_it_loads_its_model(more):
+@pytest.mark.parametrize("options", [[], ["--workers", "2"]], ids=["one", "several"])
+def test_a_server_reports_a_missing_bucket_before_it_loads_its_model(options):
     output = refused(
         "serve",
         "--port",
@@ -97,8 +97,8 @@ def test_a_server_reports_a_missing_bucket_before_it_loads_its_model(more):
         "--dir",
         "s3://no-such-bucket/served",
         "--database",
-        "here.sqlite",
-        *more,
+        "local.sqlite",
+        *options,
     )
     assert has_line_with(output, "s3://no-such-bucket/served bucket")
 
@@ -114,15 +114,15 @@ def without_keys(address: str, patch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextmanager
 def with_a_denied_key(address: str, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    def forgive_after(requests: bytes) -> None:
-        requested = urllib.request.Request(f"{address}/moto-api/reset-auth", requests, {"Content-Type": "text/plain"})
-        urllib.request.urlopen(requested, timeout=9).close()
+    def deny_after(requests: bytes) -> None:
+        request = urllib.request.Request(f"{address}/moto-api/reset-auth", requests, {"Content-Type": "text/plain"})
+        urllib.request.urlopen(request, timeout=9).close()
 
-    forgive_after(b"0")
+    deny_after(b"0")
     try:
         yield
     finally:
-        forgive_after(b"inf")
+        deny_after(b"inf")
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def without_a_connection(address: str, patch: pytest.MonkeyPatch) -> Iterator[No
     [
         (without_keys, f"{BUCKET} credentials"),
         (with_a_denied_key, BUCKET),
-        pytest.param(  # the store's library tries again for seconds
+        pytest.param(  # the store's library retries for seconds
             without_a_connection, f"{BUCKET} http://127.0.0.1:9", marks=pytest.mark.slow
         ),
     ],
@@ -152,14 +152,14 @@ def test_an_unwritable_store_is_reported_before_the_first_step(fault, words, s3,
     assert "a-secret" not in output
 
 
-ELSEWHERE = {
+MUST_BE_LOCAL = {
     "stages": ("a", "--dir", f"{BUCKET}/stages"),
     "a picture": ("a", "--image", f"{BUCKET}/a.png"),
     "a trace": ("a", "--profile", f"{BUCKET}/trace"),
     "data": ("train", "nano", f"{BUCKET}/data"),
-    "what is trained": ("train", "nano", "data", "--out", f"{BUCKET}/trained"),
-    "what is served, without a database here": ("serve", "--port", "0", "--dir", f"{BUCKET}/served"),
-    "the database of what is served": (
+    "a training": ("train", "nano", "data", "--out", f"{BUCKET}/trained"),
+    "a server without a local database": ("serve", "--port", "0", "--dir", f"{BUCKET}/served"),
+    "the database of a server": (
         "serve",
         "--port",
         "0",
@@ -171,7 +171,7 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("arguments", ELSEWHERE.values(), ids=ELSEWHERE)
+@pytest.mark.parametrize("arguments", MUST_BE_LOCAL.values(), ids=MUST_BE_LOCAL)
 def test_files_that_must_be_local_are_reported(arguments):
     assert BUCKET in refused(*arguments)
     assert not list(Path().iterdir())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands with a model that makes a video block by block."""
+"""The commands with a model that makes a video chunk by chunk."""
 
 import json
 
@@ -56,21 +56,21 @@ def test_generate_writes_what_the_library_makes(model, video, tmp_path):
 
 def test_frames_are_written_as_they_come(model, tmp_path, monkeypatch):
     """Two of three chunks are written when the third is requested."""
-    seen = []
+    lengths = []
 
     def write(path, frames, fps, record):
-        def handle_interrupts():
+        def stop_at_the_third():
             for clip in frames:
-                seen.append(len(clip))
-                if len(seen) == 3:
+                lengths.append(len(clip))
+                if len(lengths) == 3:
                     raise RuntimeError("stopped")
                 yield clip
 
-        return write_video(path, handle_interrupts(), fps, record)
+        return write_video(path, stop_at_the_third(), fps, record)
 
     monkeypatch.setattr("wanjax.jobs.maker.write_video", write)
     run("a red circle", "--model", model, *OPTIONS, "--out", tmp_path / "frames", status=1)
-    assert seen == [5, 8, 8]
+    assert lengths == [5, 8, 8]
 
 
 def test_the_stages_with_files_make_the_same_video(model, video, tmp_path):
@@ -80,7 +80,7 @@ def test_the_stages_with_files_make_the_same_video(model, video, tmp_path):
     np.testing.assert_array_equal(frames_of(tmp_path / "frames"), video.frames)
 
 
-def test_previews_and_several_seeds(model, video, tmp_path):
+def test_a_causal_model_shows_previews_and_makes_several_seeds(model, video, tmp_path):
     run("a red circle", "--model", model, *OPTIONS, "--preview", "--dir", tmp_path, "--out", tmp_path / "v.mp4")
     assert (tmp_path / "preview.png").exists()
     run("a red circle", "--model", model, "--frames", 21, "--seeds", "3,4", "--out", tmp_path / "videos")
@@ -105,16 +105,16 @@ def test_settings_that_a_causal_model_lacks_are_refused(command, words, model, t
     assert has_line_with(run(*command.format(model).split(), status=2).stderr, words)
 
 
-def test_a_causal_model_is_converted_there_and_back(model, video, tmp_path):
-    run("convert", model, tmp_path / "there")
-    again = wanjax.load(tmp_path / "there")("a red circle", seed=3, frames=21)
+def test_a_causal_model_is_converted_and_back(model, video, tmp_path):
+    run("convert", model, tmp_path / "converted")
+    again = wanjax.load(tmp_path / "converted")("a red circle", seed=3, frames=21)
     np.testing.assert_array_equal(again.frames, video.frames)
-    run("convert", tmp_path / "there", tmp_path / "back", "--to", "diffusers")
+    run("convert", tmp_path / "converted", tmp_path / "back", "--to", "diffusers")
     config = json.loads((tmp_path / "back" / "transformer" / "config.json").read_text())
     assert config["_class_name"] == "CausalWanTransformer3DModel"
 
 
-@pytest.mark.slow  # tests/cli/test_warmup.py has a quick one, of another model
+@pytest.mark.slow  # tests/cli/test_warmup.py has a quick test with another model
 def test_nothing_is_compiled_after_a_warmup(model, tmp_path):
     wanjax_command(tmp_path, "warmup", "--model", str(model), *OPTIONS)
     before = cached_program_names(tmp_path)

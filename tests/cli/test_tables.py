@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables on a narrow terminal: each column and each figure of it is there, whole."""
+"""Tables on a narrow terminal keep each column and each figure."""
 
 import json
 from pathlib import Path
@@ -45,14 +45,14 @@ def test_columns_are_side_by_side_if_they_fit():
     assert result.rows == ["encode 19.4 GiB 85 ms"]
 
 
-def printed(*arguments: str | Path) -> list[str]:
+def printed_lines(*arguments: str | Path) -> list[str]:
     """Return the lines that a command prints on a narrow terminal."""
-    done = succeeded(CliRunner(env={"COLUMNS": str(NARROW)}).invoke(main, list(map(str, arguments))))
-    return done.stdout.splitlines()
+    result = succeeded(CliRunner(env={"COLUMNS": str(NARROW)}).invoke(main, list(map(str, arguments))))
+    return result.stdout.splitlines()
 
 
-def test_the_models():
-    lines = printed("models")
+def test_the_list_of_models_fits_a_narrow_terminal():
+    lines = printed_lines("models")
     assert max(map(len, lines)) <= NARROW
     output = " ".join(" ".join(lines).split())
     for model in listed_models().values():
@@ -67,10 +67,10 @@ def test_the_models():
         assert model["about"] in output
 
 
-def test_the_settings_of_a_video(tmp_path):
+def test_the_settings_of_a_video_fit_a_narrow_terminal(tmp_path):
     prompt = "a red circle that moves to the right, and then to the left, and never comes to rest at any of the sides"
     (tmp_path / "generation_config.json").write_text(json.dumps({"model": "nano", "prompt": prompt, "steps": 2}))
-    lines = printed("info", tmp_path / "generation_config.json")
+    lines = printed_lines("info", tmp_path / "generation_config.json")
     assert max(map(len, lines)) <= NARROW
     assert " ".join(" ".join(lines).split()) == f"model nano prompt {prompt} steps 2"
 
@@ -80,11 +80,11 @@ def test_a_pipe_has_a_line_for_each_row():
     assert len(lines) == 1 + 2 * len(listed_models())
 
 
-def test_wide_characters_are_folded_by_their_columns():
+def test_wide_characters_count_as_two_columns():
     """A Chinese text has no spaces; a comma begins no line."""
     text = "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，a cat plays, 画面，静止，整体发灰"
     lines = fold_text(text, 20)
-    assert max(map(cell_len, lines)) <= 22  # with a mark that stays on its line
+    assert max(map(cell_len, lines)) <= 22  # a punctuation mark may exceed the width
     assert len(lines) <= 6
     assert not any(line[0] in "，, " for line in lines)
     assert "".join(lines).replace(" ", "") == text.replace(" ", "")

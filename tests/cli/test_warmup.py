@@ -15,7 +15,7 @@ from wanjax.media import stage_files
 from wanjax.media.metadata import load_settings
 
 RUN = ("--size", "32x32", "--frames", "9", "--steps", "3")
-HERE = ("--dir", "stage_outputs", "--out", "video.mp4", "--force")
+OUTPUT_OPTIONS = ("--dir", "stage_outputs", "--out", "video.mp4", "--force")
 CHANGED = """
 import jax
 from wanjax.layers import mlp
@@ -31,33 +31,33 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def warm(folder) -> set[str]:
+def cached(folder) -> set[str]:
     wanjax(folder, "warmup", *RUN)
     return cached_program_names(folder)
 
 
 @pytest.fixture(scope="module")
-def log(folder, warm) -> str:
+def log(folder, cached) -> str:
     """What a run after the warm-up prints."""
-    return wanjax(folder, "generate", "a red circle moving right", *RUN, *HERE, "--verbose", "--stats")
+    return wanjax(folder, "generate", "a red circle moving right", *RUN, *OUTPUT_OPTIONS, "--verbose", "--stats")
 
 
 @pytest.fixture(scope="module")
-def latents(folder, warm, log) -> np.ndarray:
+def latents(folder, cached, log) -> np.ndarray:
     """The latents of that run."""
     assert log.count("cached") == 3, log
-    assert f"0 programs compiled, {len(warm)} read from the cache" in log
-    assert cached_program_names(folder) == warm
+    assert f"0 programs compiled, {len(cached)} read from the cache" in log
+    assert cached_program_names(folder) == cached
     return read_latents(folder)
 
 
 def read_latents(folder: Path) -> np.ndarray:
-    left = folder / "stage_outputs"
-    return np.asarray(stage_files.load_latents(left, load_settings(left)))
+    stages = folder / "stage_outputs"
+    return np.asarray(stage_files.load_latents(stages, load_settings(stages)))
 
 
-def test_a_second_process_compiles_nothing(warm, latents):
-    assert Counter(re.match(r"jit_(\w+)-", name)[1] for name in warm) == {
+def test_a_second_process_compiles_nothing(cached, latents):
+    assert Counter(re.match(r"jit_(\w+)-", name)[1] for name in cached) == {
         "encode_prompts": 1, "begin": 1, "make_context": 1, "take_step": 1, "finish": 1, "cut": 1, "decode_chunk": 2
     }  # fmt: skip
     assert np.isfinite(latents).all()
@@ -75,7 +75,7 @@ def test_all_seconds_are_accounted_for(log):
     assert "decode: writing" in seconds
 
 
-COMMAND = "from wanjax.__main__ import main; main()"  # which keeps executables, as the user's own process does
+COMMAND = "from wanjax.__main__ import main; main()"  # like the installed command, it caches executables too
 MODELS = {
     "nano": None,
     "wan": tiny.tiny_checkpoint,
@@ -89,17 +89,17 @@ MESHES = {"dp=2,tp=2": 4, "sp=2": 2}
     ("model", "mesh"), quick([("nano", "dp=2,tp=2")], [(model, mesh) for model in MODELS for mesh in MESHES])
 )
 def test_a_second_process_compiles_nothing_on_a_mesh(model, mesh, tmp_path):
-    make = MODELS[model]
-    name = model if make is None else str(make(tmp_path / "model"))
+    write_checkpoint = MODELS[model]
+    name = model if write_checkpoint is None else str(write_checkpoint(tmp_path / "model"))
     run = ("--model", name, "--size", "32x32", "--frames", "5", "--steps", "1", "--mesh", mesh)
     wanjax(tmp_path, "warmup", "--prompt", "a cat", *run, code=COMMAND, devices=MESHES[mesh])
-    report_options = (*HERE, "--verbose", "--stats")
+    report_options = (*OUTPUT_OPTIONS, "--verbose", "--stats")
     output = wanjax(tmp_path, "generate", "a cat", *run, *report_options, code=COMMAND, devices=MESHES[mesh])
     assert re.search(r"^0 programs compiled, [1-9]\d* read from the cache", output, re.MULTILINE), output
 
 
-@pytest.mark.slow  # tests/schedulers has a quick one: a schedule is an argument of its programs
-def test_another_schedule_compiles_nothing(folder, warm, latents):
+@pytest.mark.slow  # tests/schedulers has a quick test: the schedule is an argument of the programs
+def test_another_schedule_compiles_nothing(folder, cached, latents):
     before = cached_program_names(folder)
     wanjax(folder, "denoise", "--steps", "5", "--flow-shift", "4", "--guidance-scale", "3", "--seed", "1")
     assert cached_program_names(folder) == before
@@ -107,14 +107,14 @@ def test_another_schedule_compiles_nothing(folder, warm, latents):
 
 
 @pytest.mark.slow
-def test_changed_code_runs_no_stale_program(folder, warm, latents):
-    wanjax(folder, "generate", "a red circle moving right", *RUN, *HERE, code=CHANGED)
-    assert cached_program_names(folder) > warm
+def test_changed_code_runs_no_stale_program(folder, cached, latents):
+    wanjax(folder, "generate", "a red circle moving right", *RUN, *OUTPUT_OPTIONS, code=CHANGED)
+    assert cached_program_names(folder) > cached
     assert np.abs(read_latents(folder) - latents).max() > 1e-3
 
 
 @pytest.mark.slow
-def test_changed_settings_run_no_stale_program(folder, warm, latents):
+def test_changed_settings_run_no_stale_program(folder, cached, latents):
     before = cached_program_names(folder)
     wanjax(folder, "denoise", "--attention", "reference")
     assert cached_program_names(folder) > before

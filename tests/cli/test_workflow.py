@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--from` with a workflow of ComfyUI: `generate`, `plan`, `batch`, `info`, and the command that does the same."""
+"""`--from` with a workflow of ComfyUI: `generate`, `plan`, `batch`, `info`, and the printed command."""
 
 import json
 import shlex
@@ -21,29 +21,29 @@ NANO = ("--model", "nano", "--frames", "5", "--steps", "1", "--size", "32x32", "
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """The folder of the command."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
-def models(here) -> Path:
+def models(folder) -> Path:
     """Return a folder with empty files of the names that the templates have."""
     names = [f"diffusion_models/wan2.2_t2v_{expert}_noise_14B_fp8_scaled.safetensors" for expert in ("high", "low")]
     names += [f"loras/wan2.2_t2v_lightx2v_4steps_lora_v1.1_{expert}_noise.safetensors" for expert in ("high", "low")]
     for name in names:
-        path = here / "models" / name
+        path = folder / "models" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    return here / "models"
+    return folder / "models"
 
 
 def path_of(name: str) -> Path:
     return TEMPLATES / f"{name}.json"
 
 
-def saved(workflow: dict[str, Any], name: str = "w.json") -> str:
+def save_workflow(workflow: dict[str, Any], name: str = "w.json") -> str:
     Path(name).write_text(json.dumps(workflow), encoding="utf-8")
     return name
 
@@ -99,7 +99,7 @@ def test_the_printed_command_has_the_request(models):
     assert f"wan2.2_t2v_low_noise_14B_fp8_scaled.safetensors: {models}" in result.stderr
 
 
-def test_the_printed_command_prints_itself(models):
+def test_the_printed_command_prints_the_same_command(models):
     """The command without --from is the same command."""
     first = succeeded(wanjax("generate", "--from", path_of(T2V), "--models", models, "--print-command", "--steps", "7"))
     words = shlex.split(first.stdout)
@@ -123,7 +123,7 @@ def test_a_model_of_one_expert_takes_no_settings_of_two():
 
 
 def test_each_expert_gets_its_lora(models):
-    file = saved(with_switch(T2V))
+    file = save_workflow(with_switch(T2V))
     options = options_in(succeeded(wanjax("generate", "--from", file, "--models", models, "--print-command")).stdout)
     loras = [f"{models}/loras/wan2.2_t2v_lightx2v_4steps_lora_v1.1_{expert}_noise" for expert in ("high", "low")]
     assert options["--lora"] == [f"high={loras[0]}.safetensors", f"low={loras[1]}.safetensors"]
@@ -147,24 +147,24 @@ def test_nothing_is_downloaded_without_a_question(monkeypatch):
     assert "--models FOLDER" in result.stderr
 
 
-@pytest.mark.parametrize("result", [False, True])
-def test_a_terminal_is_asked_before_a_download(monkeypatch, result):
-    requested = []
+@pytest.mark.parametrize("answer", [False, True])
+def test_a_terminal_is_asked_before_a_download(monkeypatch, answer):
+    questions = []
     monkeypatch.setattr("wanjax.workflows.files.hub_files", lambda *names: [])
     monkeypatch.setattr("wanjax.workflows.files._licence", lambda name: "apache-2.0")
     monkeypatch.setattr(workflow_options.sys, "stdin", Terminal())
     monkeypatch.setattr(workflow_options.sys, "stderr", Terminal())
-    monkeypatch.setattr(workflow_options.click, "confirm", lambda text, err: requested.append(text) or result)
+    monkeypatch.setattr(workflow_options.click, "confirm", lambda text, err: questions.append(text) or answer)
     from wanjax.cli import main
 
     context = main.commands["generate"].make_context("generate", ["--from", str(path_of(SMALL))], obj=Report())
     with context:
-        if result:
+        if answer:
             workflow_options.confirm_downloads(context)
         else:
             with pytest.raises(workflow_options.WanjaxError, match="files are not downloaded"):
                 workflow_options.confirm_downloads(context)
-    assert "licence apache-2.0" in requested[0]
+    assert "licence apache-2.0" in questions[0]
 
 
 class Terminal:
@@ -208,7 +208,7 @@ def test_a_missing_size_can_be_passed():
     nodes["G"] = {"class_type": "GetVideoComponents", "inputs": {"video": ["C", 0]}}
     nodes["S"] = {"class_type": "GetImageSize", "inputs": {"image": ["G", 0]}}
     nodes["40"]["inputs"] |= {"width": ["S", 0], "height": ["S", 1]}
-    file = saved(nodes)
+    file = save_workflow(nodes)
     arguments = ("generate", "--from", file, "--model", "nano", "--print-command")
     assert "loads clip.mp4" in wanjax(*arguments).stderr
     options = options_in(succeeded(wanjax(*arguments, "--size", "64x32")).stdout)
@@ -226,12 +226,12 @@ def test_every_command_refuses_an_unsupported_workflow():
 
 
 def test_a_video_is_made_from_a_workflow():
-    file = saved(small_workflow())
+    file = save_workflow(small_workflow())
     succeeded(wanjax("generate", "--from", file, *NANO, "--out", "a.mp4", "--dir", "d"))
-    record = read_metadata("a.mp4")
-    assert record["prompt"] == json.loads(Path(file).read_text())["6"]["inputs"]["text"]
+    metadata = read_metadata("a.mp4")
+    assert metadata["prompt"] == json.loads(Path(file).read_text())["6"]["inputs"]["text"]
     settings = {
-        name: record[name]
+        name: metadata[name]
         for name in ("seed", "rng", "sigmas", "flow_shift", "guidance_scale", "fps", "steps", "scheduler")
     }
     assert settings == {
@@ -247,7 +247,7 @@ def test_a_video_is_made_from_a_workflow():
 
 
 def test_a_batch_is_made_from_a_workflow():
-    file = saved(small_workflow())
+    file = save_workflow(small_workflow())
     succeeded(wanjax("batch", file, *NANO, "--out", "one", "--count", "2"))
     assert len([name for name in files("one") if name.endswith(".mp4")]) == 2
     Path("prompts.txt").write_text("a red circle\na blue circle\n")
@@ -259,14 +259,14 @@ def test_a_batch_is_made_from_a_workflow():
 
 
 def test_a_batch_of_a_workflow_prints_a_command_with_its_prompt():
-    file = saved(small_workflow())
+    file = save_workflow(small_workflow())
     result = succeeded(wanjax("batch", file, "--model", "nano", "--count", "2", "--print-command"))
     options = options_in(result.stdout)
     assert options["prompt"] == json.loads(Path(file).read_text())["6"]["inputs"]["text"]
     assert (options["--count"], options["--steps"], options["--sigmas"]) == ("2", "2", "comfy")
     assert succeeded(wanjax(*shlex.split(result.stdout)[1:], "--print-command")).stdout
-    printed = succeeded(wanjax("batch", file, *NANO, "--count", "2", "--out", "x", "--print-command")).stdout
-    assert options_in(printed)["--out"] == "x"
+    output = succeeded(wanjax("batch", file, *NANO, "--count", "2", "--out", "x", "--print-command")).stdout
+    assert options_in(output)["--out"] == "x"
     assert "--out names a file" in wanjax("batch", file, "--model", "nano", "--out", "x", "--print-command").stderr
 
 
@@ -276,20 +276,28 @@ def test_a_batch_is_made_from_a_folder_of_workflows():
         nodes = small_workflow()
         nodes["3"]["inputs"] |= {"seed": 7 + number, "cfg": number, "steps": 2 * number}
         nodes["6"]["inputs"]["text"] = prompt
-        saved(nodes, f"flows/{number}.json")
+        save_workflow(nodes, f"flows/{number}.json")
     Path("flows/notes.txt").write_text("no workflow")
-    saved(template(T2V), "flows/inner/other.json")
+    save_workflow(template(T2V), "flows/inner/other.json")
     succeeded(wanjax("batch", "flows", *NANO[:4], *NANO[6:], "--guidance-scale", "1", "--out", "one"))
-    records = [read_metadata(f"one/{name}") for name in files("one") if name.endswith(".mp4")]
-    settings = {record["prompt"]: [record[name] for name in ("seed", "steps", "guidance_scale")] for record in records}
+    metadata_of_videos = [read_metadata(f"one/{name}") for name in files("one") if name.endswith(".mp4")]
+    settings = {
+        metadata["prompt"]: [metadata[name] for name in ("seed", "steps", "guidance_scale")]
+        for metadata in metadata_of_videos
+    }
     assert settings == {"a red circle": [8, 2, 1.0], "a blue circle": [9, 4, 1.0]}
-    assert {record["rng"] for record in records} == {"torch"}
+    assert {metadata["rng"] for metadata in metadata_of_videos} == {"torch"}
 
 
 def test_workflows_of_a_folder_share_their_model():
     Path("flows").mkdir()
+<<<<<<< HEAD
     assert "flows contains no workflow of ComfyUI: give a file" in wanjax("batch", "flows").stderr
     saved(small_workflow(), "flows/a.json")
+=======
+    assert "flows contains no workflow of ComfyUI: give a file" in wanjax("batch", "flows").stderr
+    save_workflow(small_workflow(), "flows/a.json")
+>>>>>>> ea1d49a2 (Name the tests of the commands and of checkpoints after what a user relies on)
     Path("flows/b.json").write_text(Path("flows/a.json").read_text()[:100])
     for arguments in (("batch", "flows"), ("batch", "prompts.txt", "--from", "flows/b.json")):
         assert has_line_with(refused(*arguments, "--model", "nano"), "flows/b.json not valid JSON complete copy")
@@ -297,14 +305,14 @@ def test_workflows_of_a_folder_share_their_model():
     assert "give one of its files" in wanjax("batch", "flows", "--model", "nano", "--print-command").stderr
     assert "leave --count out" in wanjax("batch", "flows", "--model", "nano", "--count", "2").stderr
     assert "are both workflows" in wanjax("batch", "flows", "--from", "flows/a.json").stderr
-    saved(template(SMALL), "flows/a.json")
-    saved(template(T2V), "flows/b.json")
+    save_workflow(template(SMALL), "flows/a.json")
+    save_workflow(template(T2V), "flows/b.json")
     result = wanjax("batch", "flows")
     assert result.exit_code == 2
     assert "flows/b.json has another model than flows/a.json" in result.stderr
-    saved(template(I2V), "flows/b.json")
+    save_workflow(template(I2V), "flows/b.json")
     assert "flows/b.json: node" in wanjax("batch", "flows").stderr  # its picture is missing
-    saved({"nodes": [], "links": []}, "flows/b.json")
+    save_workflow({"nodes": [], "links": []}, "flows/b.json")
     assert "flows/b.json: the workflow has no node" in wanjax("batch", "flows").stderr
 
 
@@ -327,7 +335,7 @@ def raise_recursion_error(text: str) -> None:
 
 def test_a_plan_downloads_nothing():
     renamed = json.loads(json.dumps(template(SMALL)).replace("wan2.1_t2v_1.3B_fp16", "unfamiliar"))
-    result = wanjax("plan", "--from", saved(renamed))
+    result = wanjax("plan", "--from", save_workflow(renamed))
     assert result.exit_code == 2
     assert "a plan does not download Comfy-Org/" in result.stderr
 
@@ -351,7 +359,7 @@ def test_plan_describes_the_model_without_its_files():
 
 
 @pytest.mark.slow
-def test_plan_says_what_the_template_takes_on_one_card():
+def test_plan_gives_the_time_of_a_template_on_one_card():
     result = succeeded(wanjax("plan", "--from", path_of(T2V), "--chip", "h100"))
     assert "wan2.2-t2v-a14b, 640x640, 81 frames, 20 steps, bfloat16, on h100" in " ".join(result.stdout.split())
     assert "the whole run: " in result.stdout
@@ -372,10 +380,10 @@ def test_plan_says_what_the_template_takes_on_one_card():
         ),
     ],
 )
-def test_a_composed_clip_is_printed_as_options(here, name, inputs, outpaint):
-    (here / "input").mkdir()
+def test_a_composed_clip_is_printed_as_options(folder, name, inputs, outpaint):
+    (folder / "input").mkdir()
     for file in inputs.values():
-        (here / "input" / file).touch()
+        (folder / "input" / file).touch()
     command = (
         "generate",
         "--from",
@@ -395,14 +403,14 @@ def test_a_composed_clip_is_printed_as_options(here, name, inputs, outpaint):
 
 
 @pytest.mark.parametrize(("name", "windows"), [("video_wan_animate2", None), ("video_wan_animate2_distilled", "1")])
-def test_a_character_in_a_clip_is_printed_as_options(here, name, windows):
+def test_a_character_in_a_clip_is_printed_as_options(folder, name, windows):
     files = {
         "video_wan_animate2": ("pink_hair_mech_arms_ref.png", "street_dance_drive.mp4"),
         "video_wan_animate2_distilled": ("ref_doll_realistic.png", "drive_doll_street_dance.mp4"),
     }[name]
-    (here / "input").mkdir()
+    (folder / "input").mkdir()
     for file in files:
-        (here / "input" / file).touch()
+        (folder / "input" / file).touch()
     Path("a.safetensors").touch()
     model_options = ("--model", "wan2.2-animate-2-14b", "--lora", "a.safetensors")
     command = ("generate", "--from", path_of(name), "--inputs", "input", *model_options, "--print-command")
@@ -423,13 +431,13 @@ def test_only_generate_reads_a_video_of_wanjax(tmp_path):
     assert "there is no file missing.json: give --from" in missing.stderr
 
 
-def test_folders_of_a_workflow_require_a_workflow(here):
+def test_folders_of_a_workflow_require_a_workflow(folder):
     succeeded(wanjax("generate", "a", *NANO, "--out", "a.mp4", "--dir", "d"))
     for arguments in (
         *(("generate", "a", "--models"), ("generate", "--from", "a.mp4", "--inputs"), ("info", "a.mp4", "--models")),
         *(("plan", "nano", "--inputs"), ("batch", "p.txt", "--models")),
     ):
-        result = wanjax(*arguments, here)
+        result = wanjax(*arguments, folder)
         assert result.exit_code == 2, arguments
         assert f"{arguments[-1]} says where the files of a workflow of ComfyUI are" in result.stderr
 
@@ -451,15 +459,15 @@ def test_control_characters_of_a_workflow_are_not_printed():
     nodes = small_workflow()
     nodes["6"]["inputs"]["text"] = "a \x1b[2J\x9b\u202e'cat'\\ \x07é\nb"
     nodes["39"]["inputs"]["vae_name"] = "\x1b[2J.safetensors"
-    file = saved(nodes)
+    file = save_workflow(nodes)
     arguments = ("generate", "--from", file, "--model", "nano", "--print-command")
     results = [wanjax("info", file), wanjax("info", file, "--json"), wanjax(*arguments)]
     for result in map(succeeded, results):
         assert not set("\x1b\x9b\u202e\x07") & set(result.output)
     command = results[2].stdout
     prompt = command[command.index("$'") :].strip()  # quoted for a shell
-    printed = subprocess.run(["bash", "-c", f"printf %s {prompt}"], capture_output=True, check=True)
-    assert printed.stdout.decode() == nodes["6"]["inputs"]["text"]
+    output = subprocess.run(["bash", "-c", f"printf %s {prompt}"], capture_output=True, check=True)
+    assert output.stdout.decode() == nodes["6"]["inputs"]["text"]
 
 
 def test_a_missing_folder_is_named():
@@ -470,7 +478,7 @@ def test_a_missing_folder_is_named():
 
 def test_options_of_the_machine_may_come_from_a_config():
     Path("c.toml").write_text('dtype = "float32"\nsteps = 3\n')
-    file = saved(small_workflow())
+    file = save_workflow(small_workflow())
     options = options_in(
         succeeded(wanjax("generate", "--config", "c.toml", "--from", file, "--print-command", "--model", "nano")).stdout
     )
@@ -478,25 +486,25 @@ def test_options_of_the_machine_may_come_from_a_config():
 
 
 @pytest.mark.parametrize("steps", ["abc", None, [1]])
-def test_an_option_replaces_a_wrong_number_of_steps(here, steps):
+def test_an_option_replaces_a_wrong_number_of_steps(folder, steps):
     nodes = small_workflow()
     nodes["3"]["inputs"]["steps"] = steps
-    file = saved(nodes)
+    file = save_workflow(nodes)
     result = succeeded(wanjax("generate", "--from", file, "--model", "nano", "--steps", "7", "--print-command"))
     assert options_in(result.stdout)["--steps"] == "7"
     assert has_line_with(refused("--from", file, "--model", "nano"), "node 3 KSampler steps --steps")
 
 
-def test_the_model_of_plan_is_also_replaced_by_its_option(here):
-    file = saved(small_workflow())
-    printed = succeeded(wanjax("plan", "--from", file, "--model", "nano", "--print-command")).stdout
-    words = shlex.split(printed)
+def test_an_option_replaces_the_model_of_a_plan(folder):
+    file = save_workflow(small_workflow())
+    output = succeeded(wanjax("plan", "--from", file, "--model", "nano", "--print-command")).stdout
+    words = shlex.split(output)
     assert [words[i + 1] for i, word in enumerate(words) if word == "--model"] == ["nano"]
     assert has_line_with(refused("plan", "nano", "--from", file, "--model", "wan2.1-t2v-1.3b"), "nano wan2.1-t2v-1.3b")
 
 
-def test_an_option_replaces_a_wrong_value_of_metadata(here):
+def test_an_option_replaces_a_wrong_value_of_metadata(folder):
     values = {"model": "nano", "prompt": "a red circle", "steps": "abc"}
-    file = saved(values, "generation_config.json")
+    file = save_workflow(values, "generation_config.json")
     assert has_line_with(refused("--from", file), "steps 'abc'")
     assert has_line_with(refused("--from", file, "--steps", "0"), "--steps 0")

@@ -16,7 +16,7 @@ from wanjax.loading import load
 from wanjax.pipelines.model import min_step_bytes
 from wanjax.registry import model_description
 
-LONG = "x" * 300  # characters, more than a file's name may have
+LONG = "x" * 300  # longer than a file name may be
 FILES = {
     "folder": None,
     "missing": None,
@@ -25,12 +25,12 @@ FILES = {
     "latin.txt": "caf\xe9".encode("latin-1"),
     LONG: None,
 }
-OF_A_VIDEO = (
+VIDEO_OPTIONS = (
     *("--image", "--last-image", "--video", "--reference", "--noise", "--lora", "--decoder", "--preview-decoder"),
     "--model",
 )
 COMMANDS = {
-    **{option: ("generate", "a", option) for option in OF_A_VIDEO},
+    **{option: ("generate", "a", option) for option in VIDEO_OPTIONS},
     "--mask": ("generate", "a", "--video", "clip", "--mask"),
     "--prompts": ("generate", "--prompts"),
     "--config": ("generate", "a", "--config"),
@@ -42,7 +42,7 @@ COMMANDS = {
     "plan": ("plan", "--chip", "cpu", "--image"),
     "train": ("train", "nano", "--out", "out"),
 }
-RAW = ("Errno", "codec", "Traceback", "{", "['")  # of an exception or of a value as the program keeps it
+RAW_WORDS = ("Errno", "codec", "Traceback", "{", "['")  # parts of an exception or of a Python value
 
 
 @pytest.fixture(autouse=True)
@@ -55,50 +55,50 @@ def _files(tmp_path, monkeypatch):
         Path(folder).mkdir()
 
 
-def sentence(*arguments: str | Path) -> str:
-    """Return the sentence with which a command is refused, which is in plain words."""
+def error_message(*arguments: str | Path) -> str:
+    """Return the error message of a command, which must have no raw Python text."""
     output = refused(*arguments)
-    assert not [raw for raw in RAW if raw in output], output
+    assert not [raw for raw in RAW_WORDS if raw in output], output
     return output
 
 
-OF_OTHER_MODELS = ("--last-image", "--reference", "--mask")  # than nano, which are refused unread
+UNSUPPORTED_BY_NANO = ("--last-image", "--reference", "--mask")  # nano refuses these before it reads the file
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_files(name):
+def test_invalid_files_are_refused(name):
     command = COMMANDS[name]
     for file in FILES:
-        if (name, file) == ("--config", "empty"):  # of no options
+        if (name, file) == ("--config", "empty"):  # an empty config file is valid
             continue
         options = ("convert", file, "to") if name == "convert" else (*command, file)
-        assert ("cannot use" if name in OF_OTHER_MODELS else file[:100]) in sentence(*options)
+        assert ("cannot use" if name in UNSUPPORTED_BY_NANO else file[:100]) in error_message(*options)
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "convert"])
-def test_an_empty_name_is_not_the_folder_one_is_in(name):
-    assert "empty name" in sentence(*COMMANDS[name], "")
+def test_an_empty_name_does_not_mean_the_current_folder(name):
+    assert "empty name" in error_message(*COMMANDS[name], "")
 
 
 @pytest.mark.parametrize("name", ["--prompts", "--config", "denoise"])
-def test_a_file_without_permission(name, monkeypatch):
-    """Simulated, because nothing is forbidden to root."""
+def test_a_file_without_permission_is_reported(name, monkeypatch):
+    """Simulated, because root may read every file."""
     file = Path("stages/generation_config.json" if name == "denoise" else "forbidden")
     file.parent.mkdir(exist_ok=True)
     file.write_text("{}")
-    opened = io.open
+    original_open = io.open
 
-    def forbidding(path, *arguments, **options):
+    def open_without_permission(path, *arguments, **options):
         if Path(str(path)).name == file.name:
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return opened(path, *arguments, **options)
+        return original_open(path, *arguments, **options)
 
-    monkeypatch.setattr(io, "open", forbidding)
+    monkeypatch.setattr(io, "open", open_without_permission)
     inputs = file.parent if name == "denoise" else file
-    assert has_line_with(sentence(*COMMANDS[name], inputs), f"{file} Permission denied")
+    assert has_line_with(error_message(*COMMANDS[name], inputs), f"{file} Permission denied")
 
 
-NUMBERS = {  # which are no fields of a request
+VIDEO_NUMBERS = {  # of options that are no fields of a request
     "--count": (0, -1),
     "--seeds": ("", "5..1", "0..99999999999"),
     "--window": (0, -1),
@@ -106,7 +106,7 @@ NUMBERS = {  # which are no fields of a request
     "--mesh": ("", "dp=0"),
     "--attention": ("radial:0", "radial:-1"),
 }
-OF_A_TRAINING = {
+TRAINING_NUMBERS = {
     **dict.fromkeys(("--batch-size", "--grad-accum-steps", "--lora-rank", "--min-frames"), (0, -1)),
     **dict.fromkeys(("--save-every", "--sample-every", "--validation-every"), (0, -1)),
     **dict.fromkeys(("--lora-alpha", "--learning-rate", "--shift", "--logit-std"), (0, -1)),
@@ -116,23 +116,23 @@ OF_A_TRAINING = {
 }
 
 
-@pytest.mark.parametrize("option", NUMBERS)
-def test_numbers_of_a_video(option):
-    for value in (*NUMBERS[option], "nan", "inf", "many"):
-        output = sentence("generate", "a", option, str(value))
+@pytest.mark.parametrize("option", VIDEO_NUMBERS)
+def test_invalid_numbers_of_a_video_are_refused(option):
+    for value in (*VIDEO_NUMBERS[option], "nan", "inf", "many"):
+        output = error_message("generate", "a", option, str(value))
         wrong = str(value).rpartition(":")[2]
         assert wrong in output
 
 
-@pytest.mark.parametrize("option", OF_A_TRAINING)
-def test_numbers_of_a_training(option):
+@pytest.mark.parametrize("option", TRAINING_NUMBERS)
+def test_invalid_numbers_of_a_training_are_refused(option):
     data = write_clips(Path("data"), 1)
-    for value in (*OF_A_TRAINING[option], "nan", "inf", "many"):
-        assert str(value) in sentence("train", "nano", data, "--out", "out", option, str(value))
+    for value in (*TRAINING_NUMBERS[option], "nan", "inf", "many"):
+        assert str(value) in error_message("train", "nano", data, "--out", "out", option, str(value))
     assert not [path for path in Path().rglob("*.safetensors")]
 
 
-def test_an_unknown_option_with_version():
+def test_an_unknown_option_beside_version_is_refused():
     run = wanjax("--version", "--foo")
     assert (run.exit_code, run.stdout) == (2, "")
     assert has_line_with(run.stderr, "wanjax: --foo")
@@ -148,12 +148,12 @@ def test_a_folder_names_its_only_lora():
         Lora("folder").resolve_folder()
 
 
-def test_a_picture_is_no_clip(tmp_path):
+def test_a_picture_in_place_of_a_clip_needs_one_frame(tmp_path):
     from PIL import Image
 
     Image.new("RGB", (64, 64)).save("picture.png")
     for more in ((), ("--image", "picture.png")):
-        assert has_line_with(sentence("generate", "a", "--video", "picture.png", *more), "1 frame picture image")
+        assert has_line_with(error_message("generate", "a", "--video", "picture.png", *more), "1 frame picture image")
     _, chosen = load("nano").prepare(video="picture.png", frames=1)
     assert chosen.frames == 1
 
@@ -162,15 +162,17 @@ def test_a_video_larger_than_the_memory_is_refused_before_anything_is_loaded(mac
     pipe = load("nano")
     weights = pipe.components.sizes["transformer"]
     _, settings = pipe.prepare()
-    enough = weights + min_step_bytes(pipe.model, settings)
-    machine.has_memory(enough)
+    required = weights + min_step_bytes(pipe.model, settings)
+    machine.has_memory(required)
     pipe.prepare()
-    assert has_line_with(sentence("generate", "a", "--size", "128x64", "--frames", "33"), "128x64 33 frames memory")
+    assert has_line_with(
+        error_message("generate", "a", "--size", "128x64", "--frames", "33"), "128x64 33 frames memory"
+    )
     machine.has_memory(None)  # unknown
     pipe.prepare(size=(1024, 1024))
 
 
-def test_the_least_memory_is_that_of_four_arrays_of_tokens():
+def test_the_minimal_memory_is_that_of_four_arrays_of_tokens():
     model = model_description("wan2.1-t2v-1.3b")
     large = model.settings.updated({"frames": 99_997, "dtype": "bfloat16"})
     tokens = 25_000 * (480 // 16) * (832 // 16)
