@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors, read and written as the format's own library does, with every fault named."""
+"""Safetensors files, read and written like the format's library, with a message for every fault."""
 
 import json
 import mmap
@@ -48,7 +48,7 @@ def assert_same(tensors, expected):
         assert tensor.tobytes() == expected[key].tobytes()
 
 
-def fault(read, *args):
+def error_message(read, *args):
     """Return the message with which `read` fails."""
     with pytest.raises(WanjaxError) as caught:
         read(*args)
@@ -75,16 +75,16 @@ def test_saved_tensors_are_loaded_bit_for_bit(tmp_path, drawn):
         for key, (shape, dtype, seed) in drawn.items()
         if dtype != np.bool_
     }
-    with np.errstate(invalid="ignore"):  # of a NaN that signals
+    with np.errstate(invalid="ignore"):  # a signalling NaN
         wide = [x.astype(np.float64) for x in tensors.values() if x.dtype.kind in "fV"]
     if not all(np.isfinite(x).all() for x in wide):
-        assert "is not finite" in fault(save_safetensors, tmp_path / "x.safetensors", tensors)
+        assert "is not finite" in error_message(save_safetensors, tmp_path / "x.safetensors", tensors)
         return
     save_safetensors(tmp_path / "x.safetensors", tensors)
     assert_same(load_safetensors(tmp_path / "x.safetensors"), tensors)
 
 
-def test_the_safetensors_library_reads_our_files(tmp_path):
+def test_the_safetensors_library_reads_saved_files(tmp_path):
     path = tmp_path / "x.safetensors"
     tensors = {key: tensor for key, tensor in TENSORS.items() if tensor.dtype != ml_dtypes.bfloat16}
     save_safetensors(path, tensors | {"view": TENSORS["a.weight"].T}, {"format": "pt", "note": "é"})
@@ -157,24 +157,24 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_named_with_its_fault(tmp_path, name):
-    contents, what = BROKEN[name]
+def test_the_message_for_a_broken_file_names_its_fault(tmp_path, name):
+    contents, words = BROKEN[name]
     path = tmp_path / "x.safetensors"
     path.write_bytes(contents)
-    message = fault(SafetensorsFile, path)
+    message = error_message(SafetensorsFile, path)
     assert str(path) in message
-    assert what in message
+    assert words in message
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 @given(st.integers(0, 10**6), st.integers(1, 255), st.booleans())
-def test_a_damaged_header_is_read_as_tensors_or_refused(tmp_path, where, flip, cut):
+def test_a_damaged_header_is_read_as_tensors_or_refused(tmp_path, position, flip, cut):
     path = tmp_path / "x.safetensors"
-    save_safetensors(tmp_path / "whole.safetensors", TENSORS, {"note": "x"})
-    contents = bytearray((tmp_path / "whole.safetensors").read_bytes())
-    where %= len(contents)
-    contents[where] ^= flip
-    path.write_bytes(contents[:where] if cut else contents)
+    save_safetensors(tmp_path / "intact.safetensors", TENSORS, {"note": "x"})
+    contents = bytearray((tmp_path / "intact.safetensors").read_bytes())
+    position %= len(contents)
+    contents[position] ^= flip
+    path.write_bytes(contents[:position] if cut else contents)
     with suppress(WanjaxError):
         for tensor in load_safetensors(path).values():
             tensor.tobytes()
@@ -185,7 +185,7 @@ def test_a_file_that_shrinks_after_it_was_opened_is_refused(tmp_path):
     save_safetensors(path, {"a": np.zeros(5000, np.float32)})
     file = SafetensorsFile(path)
     os.truncate(path, 100)
-    assert str(path) in fault(file.read, "a")
+    assert str(path) in error_message(file.read, "a")
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])
@@ -193,7 +193,7 @@ def test_numbers_that_are_not_finite_leave_the_old_file(tmp_path, dtype):
     path, values = tmp_path / "x.safetensors", np.zeros((3, 200_000), dtype)
     save_safetensors(path, {"a": values, "b": np.full(2, -1, np.int32)})
     values[2, -1] = np.nan
-    assert has_line_with(fault(save_safetensors, path, {"a": values}), f"{path} 'a' finite")
+    assert has_line_with(error_message(save_safetensors, path, {"a": values}), f"{path} 'a' finite")
     assert not load_safetensors(path)["a"].any()
     assert os.listdir(tmp_path) == ["x.safetensors"]
 
@@ -202,7 +202,7 @@ def test_a_full_disk_leaves_only_the_old_file(tmp_path):
     path = tmp_path / "x.safetensors"
     save_safetensors(path, {"a": np.ones(1, np.float32)})
     with limit_file_size(1000):
-        message = fault(save_safetensors, path, {"a": np.zeros(5000, np.float32)})
+        message = error_message(save_safetensors, path, {"a": np.zeros(5000, np.float32)})
     assert has_line_with(message, f"{path} File too large")
     assert os.listdir(tmp_path) == ["x.safetensors"]
     assert_same(load_safetensors(path), {"a": np.ones(1, np.float32)})
@@ -225,14 +225,14 @@ def write_shards(folder, shards, weight_map=None, stem="diffusion_pytorch_model"
     names = [f"{stem}-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     for name, tensors in zip(names, shards, strict=True):
         save_safetensors(folder / name, tensors)
-    listed = {key: name for name, tensors in zip(names, shards, strict=True) for key in tensors}
-    index = {"metadata": {"total_size": 0}, "weight_map": listed | (weight_map or {})}
+    weight_map_of_shards = {key: name for name, tensors in zip(names, shards, strict=True) for key in tensors}
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map_of_shards | (weight_map or {})}
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
     return names
 
 
 SPLIT = [{"a.weight": TENSORS["a.weight"], "b": TENSORS["b"]}, {"a.bias": TENSORS["a.bias"]}]
-JOINED = SPLIT[0] | SPLIT[1]
+ALL_TENSORS = SPLIT[0] | SPLIT[1]
 
 
 def read_all(folder):
@@ -245,9 +245,9 @@ def test_a_folder_is_read_in_each_layout(tmp_path, stem, sharded):
     if sharded:
         write_shards(tmp_path, SPLIT, stem=stem)
     else:
-        save_safetensors(tmp_path / f"{stem}.safetensors", JOINED)
+        save_safetensors(tmp_path / f"{stem}.safetensors", ALL_TENSORS)
     folder = SafetensorsFolder(tmp_path)
-    assert_same(read_all(folder), JOINED)
+    assert_same(read_all(folder), ALL_TENSORS)
     assert folder.specs["a.bias"] == Spec((3,), np.dtype(ml_dtypes.bfloat16))
 
 
@@ -272,7 +272,7 @@ def with_a_key_in_two_shards(folder):
 
 
 def with_an_index_of(weight_map, more_keys=()):
-    """Return what writes shards with an index that is wrong, and a file of these tensors beside them."""
+    """Return a function that writes shards with a wrong index, and another file with these tensors."""
 
     def write(folder):
         write_shards(folder, SPLIT, weight_map)
@@ -282,7 +282,7 @@ def with_an_index_of(weight_map, more_keys=()):
 
 
 def with_the_file(name, text=""):
-    """Return what writes a file of a text into a folder."""
+    """Return a function that writes a text file into a folder."""
     return lambda folder: (folder / name).write_text(text, encoding="latin-1")
 
 
@@ -291,7 +291,7 @@ INDEX, FIRST_SHARD, SECOND_SHARD = (
     f"diffusion_pytorch_model{end}"
     for end in (f".{INDEXED}", "-00001-of-00002.safetensors", "-00002-of-00002.safetensors")
 )
-FOLDERS = {  # what makes a folder wrong, and what the sentence about it names
+FOLDERS = {  # the damage to a folder, and the words of the message
     "nothing": (lambda folder: None, "no weights"),
     "a config alone": (with_the_file("config.json", "{}"), "no weights"),
     "weights of torch": (with_the_file("pytorch_model.bin"), "pytorch_model.bin"),
@@ -320,10 +320,10 @@ FOLDERS = {  # what makes a folder wrong, and what the sentence about it names
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_wrong_folder_is_named_with_its_fault(tmp_path, name):
+def test_the_message_for_a_wrong_folder_names_its_fault(tmp_path, name):
     harm, words = FOLDERS[name]
     harm(tmp_path)
-    assert has_line_with(fault(SafetensorsFolder, tmp_path), words)
+    assert has_line_with(error_message(SafetensorsFolder, tmp_path), words)
 
 
 @pytest.mark.parametrize(
@@ -338,30 +338,30 @@ def test_a_wrong_folder_is_named_with_its_fault(tmp_path, name):
         (check_folder, "/proc/stages", "written another"),
     ],
 )
-def test_an_unreadable_or_unwritable_path(tmp_path, monkeypatch, call, name, words):
+def test_an_unreadable_or_unwritable_path_is_reported(tmp_path, monkeypatch, call, name, words):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
-    assert has_line_with(fault(call, Path(name)), words)
+    assert has_line_with(error_message(call, Path(name)), words)
 
 
 def test_files_of_a_dead_process_are_removed(tmp_path):
-    """Neither what runs, nor what is another machine's, nor what has another name."""
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    gone, here = f".{ended.pid}@{HOST_NAME}", f".{os.getpid()}@{HOST_NAME}"
-    left = [f"{gone}.partial.a.mp4", f"{gone}.old.b"]
+    """Files of running processes, of other machines and with other names stay."""
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    dead_prefix, live_prefix = f".{dead.pid}@{HOST_NAME}", f".{os.getpid()}@{HOST_NAME}"
+    removed = [f"{dead_prefix}.partial.a.mp4", f"{dead_prefix}.old.b"]
     expected = [
-        f"{here}.partial.c.mp4",
-        f".{ended.pid}@elsewhere.partial.d.mp4",
+        f"{live_prefix}.partial.c.mp4",
+        f".{dead.pid}@elsewhere.partial.d.mp4",
         ".hidden",
-        f"{gone}.other.e",
+        f"{dead_prefix}.other.e",
         "a.mp4",
         "b",
     ]
-    for name in (*left, *expected):
+    for name in (*removed, *expected):
         (tmp_path / name).write_text("x")
-    (tmp_path / f"{gone}.partial.frames").mkdir()
-    (tmp_path / f"{gone}.old.lost").mkdir()  # its process was killed before the new folder had its name
+    (tmp_path / f"{dead_prefix}.partial.frames").mkdir()
+    (tmp_path / f"{dead_prefix}.old.lost").mkdir()  # its process was killed before it renamed the new folder
     with atomic_write(tmp_path / "f.json") as temporary_file:
         temporary_file.write_text("{}")
     assert sorted(os.listdir(tmp_path)) == sorted([*expected, "f.json", "lost"])

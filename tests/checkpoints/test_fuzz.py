@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random files: each is read within its bytes, or refused with a message.
+"""Random files: each is read without access beyond its bytes, or refused with a message.
 
 A few hundred cases of each kind; three thousand with `pytest -m slow tests/checkpoints/test_fuzz.py`.
 """
@@ -41,8 +41,8 @@ entries = st.one_of(
 )
 
 
-def fuzz(cases: int, *strategies: st.SearchStrategy, test: Callable) -> None:
-    settings(max_examples=cases, deadline=None, suppress_health_check=list(HealthCheck))(given(*strategies)(test))()
+def fuzz(num_cases: int, *strategies: st.SearchStrategy, test: Callable) -> None:
+    settings(max_examples=num_cases, deadline=None, suppress_health_check=list(HealthCheck))(given(*strategies)(test))()
 
 
 def read_or_refuse(read: Callable[[], object]) -> None:
@@ -55,7 +55,7 @@ def read_or_refuse(read: Callable[[], object]) -> None:
 
 
 def read_all(reader, size: int) -> None:
-    """Read every tensor, all of which lie within the file."""
+    """Read every tensor, and check that all lie within the file."""
     assert sum(spec.nbytes for spec in reader.specs.values()) <= size
     for key, spec in reader.specs.items():
         assert len(reader.read(key).tobytes()) == spec.nbytes
@@ -63,15 +63,15 @@ def read_all(reader, size: int) -> None:
 
 @st.composite
 def headers(draw) -> bytes:
-    """Draw a file with any header; often its length and its data are right."""
+    """Draw a file with any header; its length and its data are often valid."""
     text = json.dumps(draw(st.dictionaries(keys, entries, max_size=4) | junk)).encode()
     length = draw(st.one_of(st.just(len(text)), numbers)) % 2**64
     return length.to_bytes(8, "little") + text + bytes(draw(st.integers(0, 40)))
 
 
 @st.composite
-def consistent(draw) -> bytes:
-    """Draw a file in whose header at most two numbers are wrong."""
+def nearly_valid(draw) -> bytes:
+    """Draw a file whose header has at most two wrong numbers."""
     header, end = {}, 0
     for key in draw(st.lists(st.sampled_from("abcdef"), unique=True, min_size=1, max_size=4)):
         shape, name = draw(st.lists(st.integers(0, 4), max_size=3)), draw(st.sampled_from(list(DTYPES)))
@@ -89,25 +89,25 @@ def consistent(draw) -> bytes:
 @st.composite
 def damaged(draw, contents: bytes) -> bytes:
     """Draw the contents with bytes changed, removed or inserted."""
-    harmed = bytearray(contents)
+    changed = bytearray(contents)
     for _ in range(draw(st.integers(1, 4))):
-        start = draw(st.integers(0, len(harmed)))
-        harmed[start : start + draw(st.integers(0, 9))] = draw(st.binary(max_size=9))
-    return bytes(harmed)
+        start = draw(st.integers(0, len(changed)))
+        changed[start : start + draw(st.integers(0, 9))] = draw(st.binary(max_size=9))
+    return bytes(changed)
 
 
-@pytest.mark.parametrize("cases", CASES)
-@pytest.mark.parametrize("kind", ["headers", "consistent", "damaged"])
-def test_a_file_is_read_or_refused(tmp_path, kind, cases):
+@pytest.mark.parametrize("num_cases", CASES)
+@pytest.mark.parametrize("kind", ["headers", "nearly_valid", "damaged"])
+def test_a_file_is_read_or_refused(tmp_path, kind, num_cases):
     path = tmp_path / "x.safetensors"
     save_safetensors(path, TENSORS, {"note": "x"})
-    strategy = {"headers": headers(), "consistent": consistent(), "damaged": damaged(path.read_bytes())}[kind]
+    strategy = {"headers": headers(), "nearly_valid": nearly_valid(), "damaged": damaged(path.read_bytes())}[kind]
 
     def test(contents: bytes) -> None:
         path.write_bytes(contents)
         read_or_refuse(lambda: read_all(SafetensorsFile(path), len(contents)))
 
-    fuzz(cases, strategy, test=test)
+    fuzz(num_cases, strategy, test=test)
 
 
 names = st.one_of(
@@ -118,8 +118,8 @@ names = st.one_of(
 )
 
 
-@pytest.mark.parametrize("cases", CASES)
-def test_an_index_is_followed_within_its_folder_or_refused(tmp_path, cases):
+@pytest.mark.parametrize("num_cases", CASES)
+def test_an_index_is_followed_within_its_folder_or_refused(tmp_path, num_cases):
     folder = tmp_path / "inside"
     folder.mkdir()
     save_safetensors(folder / "model-1.safetensors", {"a": TENSORS["b"]})
@@ -144,7 +144,7 @@ def test_an_index_is_followed_within_its_folder_or_refused(tmp_path, cases):
 
         read_or_refuse(read)
 
-    fuzz(cases, texts, test=test)
+    fuzz(num_cases, texts, test=test)
 
 
 def write_arrays(folder: Path) -> None:
@@ -155,9 +155,9 @@ def write_arrays(folder: Path) -> None:
             writer.write(arrays[key], tuple(slice(0, n) for n in x.shape), x)
 
 
-@pytest.mark.parametrize("cases", CASES)
+@pytest.mark.parametrize("num_cases", CASES)
 @pytest.mark.parametrize("file", ["_METADATA", "a.weight/zarr.json", "a.weight/c/0/0"])
-def test_stored_arrays_are_read_or_refused(tmp_path, file, cases):
+def test_stored_arrays_are_read_or_refused(tmp_path, file, num_cases):
     write_arrays(tmp_path)
     content = (tmp_path / file).read_bytes()
 
@@ -173,11 +173,11 @@ def test_stored_arrays_are_read_or_refused(tmp_path, file, cases):
 
         read_or_refuse(read)
 
-    fuzz(cases, damaged(content), test=test)
+    fuzz(num_cases, damaged(content), test=test)
 
 
-@pytest.mark.parametrize("cases", CASES)
-def test_a_manifest_is_read_or_refused(tmp_path, cases):
+@pytest.mark.parametrize("num_cases", CASES)
+def test_a_manifest_is_read_or_refused(tmp_path, num_cases):
     (tmp_path / "model_index.json").write_text("{}")
     content = json.dumps({"format": 1, "request": {"source": "x"}, "networks": {"a": {}}, "files": {}}).encode()
     tables = st.fixed_dictionaries({"format": st.just(1), "request": junk, "networks": junk, "files": junk})
@@ -186,4 +186,4 @@ def test_a_manifest_is_read_or_refused(tmp_path, cases):
         (tmp_path / "wanjax.json").write_bytes(text)
         read_or_refuse(lambda: open_source(tmp_path).published_name)
 
-    fuzz(cases, damaged(content) | tables.map(json.dumps).map(str.encode), test=test)
+    fuzz(num_cases, damaged(content) | tables.map(json.dumps).map(str.encode), test=test)

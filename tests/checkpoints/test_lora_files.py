@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA files: their changes by the formula, the report on them, and refused files."""
+"""LoRA files: their changes by the formula, the report of what was merged, and refused files."""
 
 import json
 
@@ -48,8 +48,8 @@ PAIR = {f"{Q}.lora_down.weight": DOWN, f"{Q}.lora_up.weight": UP}
 
 
 @pytest.fixture
-def opened(tmp_path):
-    """Write tensors as a LoRA and opens it."""
+def open_lora(tmp_path):
+    """Write tensors as a LoRA file and open it."""
 
     def write(tensors, metadata=None, name="lora.safetensors"):
         with unchecked():
@@ -67,10 +67,10 @@ def refusal(write, tensors, **options):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_factors_with_alpha_are_added_in_float32(dtype, opened):
+def test_factors_with_alpha_are_added_in_float32(dtype, open_lora):
     pair = {key: value.astype(dtype) for key, value in PAIR.items()}
     base = checkpoint(dtype)
-    merged = MergedLoraReader(base, [(opened(pair | {f"{Q}.alpha": np.array(3, dtype)}), 0.5)])
+    merged = MergedLoraReader(base, [(open_lora(pair | {f"{Q}.alpha": np.array(3, dtype)}), 0.5)])
     down, up = (pair[f"{Q}.lora_{side}.weight"].astype(np.float64) for side in ("down", "up"))
     key = "blocks.0.attn1.to_q.weight"
     expected = base.read(key).astype(np.float64) + 0.5 * 3 / 2 * up @ down
@@ -81,7 +81,7 @@ def test_factors_with_alpha_are_added_in_float32(dtype, opened):
     assert merged.specs[unchanged] == base.specs[unchanged]
 
 
-def test_differences_of_weights_biases_and_modulations_are_added(opened):
+def test_differences_of_weights_biases_and_modulations_are_added(open_lora):
     changes = {
         "diffusion_model.blocks.0.self_attn.q.diff_b": "blocks.0.attn1.to_q.bias",
         "diffusion_model.blocks.0.self_attn.norm_q.diff": "blocks.0.attn1.norm_q.weight",
@@ -92,16 +92,16 @@ def test_differences_of_weights_biases_and_modulations_are_added(opened):
         "diffusion_model.head.diff_m": "scale_shift_table",
     }
     tensors = {key: random(i, *SHAPES[target]) for i, (key, target) in enumerate(changes.items())}
-    merged = MergedLoraReader(BASE, [(opened(tensors), -2.0)])
+    merged = MergedLoraReader(BASE, [(open_lora(tensors), -2.0)])
     for key, target in changes.items():
         np.testing.assert_allclose(merged.read(target), BASE.read(target) - 2 * tensors[key], rtol=1e-6)
 
 
 @pytest.mark.parametrize("up_shape", [(4, 2), (4, 2, 1, 1, 1)])
-def test_factors_of_a_convolution(up_shape, opened):
+def test_factors_of_a_convolution_are_multiplied(up_shape, open_lora):
     down, up = random(1, 2, 3, 1, 2, 2), random(2, *up_shape)
     names = ("patch_embedding.lora_A.weight", "patch_embedding.lora_B.weight")
-    merged = MergedLoraReader(BASE, [(opened(dict(zip(names, (down, up), strict=True))), 1.0)])
+    merged = MergedLoraReader(BASE, [(open_lora(dict(zip(names, (down, up), strict=True))), 1.0)])
     expected = BASE.read("patch_embedding.weight") + np.einsum("or,rcthw->octhw", up.reshape(4, 2), down)
     np.testing.assert_allclose(merged.read("patch_embedding.weight"), expected, rtol=1e-5)
 
@@ -118,15 +118,15 @@ NAMES = {
 
 
 @pytest.mark.parametrize("down", NAMES.values(), ids=NAMES)
-def test_every_way_to_name_a_module(down, opened):
+def test_every_naming_of_modules_is_read(down, open_lora):
     up = down.replace("lora_A", "lora_B").replace("down", "up")
-    file = opened({down: DOWN, up: UP})
+    file = open_lora({down: DOWN, up: UP})
     assert (file.matches.num_matched, file.matches.unmatched) == (1, ())
     np.testing.assert_allclose(file.change("blocks.0.attn1.to_q.weight", 1.0, ZEROS), UP @ DOWN, rtol=1e-6)
 
 
-def test_q_k_and_v_as_one_module(tmp_path):
-    """Each gets its third of the rows, of a product and of a difference; a norm of q and k is no part of three."""
+def test_q_k_and_v_in_one_module_are_split(tmp_path):
+    """Each of q, k and v gets a third of the rows. A norm is never split."""
     specs = {f"attn.{name}_{x}.weight": Spec((6, 4), np.dtype(np.float32)) for name in ("to", "add") for x in "qkv"}
     specs |= {f"attn.norm_{x}.weight": Spec((6,), np.dtype(np.float32)) for x in "qk"}
     up, diff = random(9, 18, 2), random(10, 18, 4)
@@ -141,24 +141,24 @@ def test_q_k_and_v_as_one_module(tmp_path):
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(17, (6, 6, 6)), (6, (6, 6, 6)), (14, (6, 4, 4))])
-def test_q_k_and_v_as_one_module_of_other_rows(rows, sizes, tmp_path):
+def test_q_k_and_v_in_one_module_of_wrong_rows_are_refused(rows, sizes, tmp_path):
     specs = {f"to_{x}.weight": Spec((n, 4), np.dtype(np.float32)) for x, n in zip("qkv", sizes, strict=True)}
     save_safetensors(tmp_path / "fused.safetensors", {"to_qkv.diff": random(0, rows, 4)})
     with pytest.raises(WanjaxError, match=line_with_words(f"to_qkv.weight [{rows}, 4]")):
         LoraFile(tmp_path / "fused.safetensors", specs, TRANSFORMER)
 
 
-def test_a_strength_of_0_changes_nothing(opened):
-    merged = MergedLoraReader(BASE, [(opened(PAIR), 0.0), (opened(PAIR, name="other.safetensors"), -0.0)])
+def test_a_strength_of_0_changes_nothing(open_lora):
+    merged = MergedLoraReader(BASE, [(open_lora(PAIR), 0.0), (open_lora(PAIR, name="other.safetensors"), -0.0)])
     assert list(merged.specs) == list(SHAPES)
     for key in SHAPES:
         assert merged.read(key) is BASE.read(key)
         assert merged.specs[key] == BASE.specs[key]
 
 
-def test_several_are_added_up_and_the_checkpoint_stays_as_it_is(opened):
+def test_several_files_are_added_and_the_checkpoint_is_not_changed(open_lora):
     before = BASE.read("blocks.0.attn1.to_q.weight").copy()
-    files = [(opened(PAIR), 1.0), (opened(PAIR, name="b.safetensors"), 2.0)]
+    files = [(open_lora(PAIR), 1.0), (open_lora(PAIR, name="b.safetensors"), 2.0)]
     merged = MergedLoraReader(BASE, files).read("blocks.0.attn1.to_q.weight")
     np.testing.assert_allclose(merged, before + 3 * UP @ DOWN, rtol=1e-5)
     np.testing.assert_array_equal(BASE.read("blocks.0.attn1.to_q.weight"), before)
@@ -170,10 +170,10 @@ PEFT_PAIR = {f"transformer.blocks.0.attn1.to_q.lora_{x}.weight": y for x, y in (
 @pytest.mark.parametrize(
     "pattern", ["to_q", "attn1.to_q", "^blocks.0.attn1.to_q", r"blocks\.\d+\..*to_(q|k)", "(?!blocks.1).*q", "(\\w)+"]
 )
-def test_peft_may_set_alpha_by_module(pattern, opened):
+def test_peft_may_set_alpha_by_module(pattern, open_lora):
     patterns = {"k": 1, "lin.*": 2, pattern: 5, ".*": 3}
     config = {"transformer.lora_alpha": 8, "transformer.alpha_pattern": patterns, "text_encoder.lora_alpha": 9}
-    file = opened(PEFT_PAIR, {PEFT_METADATA: json.dumps(config)})
+    file = open_lora(PEFT_PAIR, {PEFT_METADATA: json.dumps(config)})
     np.testing.assert_allclose(file.change("blocks.0.attn1.to_q.weight", 1.0, ZEROS), 5 / 2 * UP @ DOWN, rtol=1e-6)
     assert has_line_with(str(file.matches), "'k' 'lin.*' '.*'")
     assert repr(pattern) not in str(file.matches)
@@ -191,52 +191,52 @@ def test_peft_may_set_alpha_by_module(pattern, opened):
         ({"network_alpha": "1.0", "ss_network_alpha": "5"}, 0.5),
         ({"ss_network_alpha": "8.0", "ss_network_dim": "2"}, 4),
         ({"ss_network_alpha": "None"}, 1),
-        ({PEFT_METADATA: '{"r": 2}'}, 4),  # PEFT's own alpha is 8
+        ({PEFT_METADATA: '{"r": 2}'}, 4),  # 8 is PEFT's default alpha
         ({PEFT_METADATA: '{"r": 9, "rank_pattern": {"q": 2}, "lora_alpha": 3}', "lora_alpha": "8"}, 1.5),
         ({PEFT_METADATA: '{"text_encoder.lora_alpha": 8}'}, 1),
     ],
 )
-def test_alpha_may_be_in_the_metadata(metadata, scale, opened):
-    file = opened(PAIR, metadata)
+def test_alpha_may_be_in_the_metadata(metadata, scale, open_lora):
+    file = open_lora(PAIR, metadata)
     np.testing.assert_allclose(file.change("blocks.0.attn1.to_q.weight", 1.0, ZEROS), scale * UP @ DOWN, rtol=1e-6)
-    with_alpha = opened(
+    with_alpha = open_lora(
         PAIR | {f"{Q}.alpha": np.array([[3]], np.int64)}, metadata
     )  # replaces the alpha in the metadata
     np.testing.assert_allclose(with_alpha.change("blocks.0.attn1.to_q.weight", 1.0, ZEROS), 1.5 * UP @ DOWN, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "style.safetensors"])
-def test_peft_s_config_may_be_in_the_same_folder(name, opened, tmp_path):
+def test_peft_s_config_may_be_in_the_same_folder(name, open_lora, tmp_path):
     (tmp_path / PEFT_CONFIG).write_text('{"r": 2, "lora_alpha": 6, "alpha_pattern": {"^blocks": 1}}')
     pair = {f"base_model.model.dit.{key.removeprefix('transformer.')}": x for key, x in PEFT_PAIR.items()}
     path = tmp_path / name
     save_safetensors(path, pair)
-    specs = {f"dit.{key}": spec for key, spec in SPECS.items()}  # PEFT's name of a module, on which `^` stands
+    specs = {f"dit.{key}": spec for key, spec in SPECS.items()}  # `^` matches the beginning of PEFT's name of a module
     change = LoraFile(path, specs, TRANSFORMER).change("dit.blocks.0.attn1.to_q.weight", 1.0, ZEROS)
     np.testing.assert_allclose(change, 3 * UP @ DOWN, rtol=1e-6)
-    without_config = opened(PAIR, name="other.safetensors")  # is not PEFT's
+    without_config = open_lora(PAIR, name="other.safetensors")  # not a file of PEFT
     np.testing.assert_allclose(without_config.change("blocks.0.attn1.to_q.weight", 1.0, ZEROS), UP @ DOWN, rtol=1e-6)
 
 
-def test_unmatched_tensors_are_reported(opened):
+def test_unmatched_tensors_are_reported(open_lora):
     extra = {
         "lora_te_text_model.lora_down.weight": DOWN,
         "lora_te_text_model.lora_up.weight": UP,
     }
-    message = str(opened(PAIR | extra).matches)
+    message = str(open_lora(PAIR | extra).matches)
     assert has_line_with(message, "1 2 merged model skipped lora_te_text_model.weight")
-    assert str(opened(PAIR).matches).endswith("lora.safetensors: 1 of 1 change merged")
+    assert str(open_lora(PAIR).matches).endswith("lora.safetensors: 1 of 1 change merged")
     patch = {"diffusion_model.patch_embedding.diff": np.ones((4, 36, 1, 2, 2), np.float32)}
-    message = str(opened(PAIR | patch).matches)
+    message = str(open_lora(PAIR | patch).matches)
     assert has_line_with(message, "patch_embedding.weight [4, 36, 1, 2, 2] [4, 3, 1, 2, 2]")
 
 
-def test_half_of_a_file_s_changes_are_enough(opened):
-    assert opened(PAIR | {"double_blocks.0.diff": DOWN}).matches.num_matched == 1
+def test_half_of_a_file_s_changes_are_enough(open_lora):
+    assert open_lora(PAIR | {"double_blocks.0.diff": DOWN}).matches.num_matched == 1
 
 
-FOREIGN = {f"double_blocks.{i}.diff": DOWN for i in range(9)}
-TENSORS = [  # of files that cannot be merged, and what the sentence about each names
+UNKNOWN_CHANGES = {f"double_blocks.{i}.diff": DOWN for i in range(9)}
+TENSORS = [  # tensors that cannot be merged, and the words of the message
     ({}, "0 of 0 changes merged"),
     ({"double_blocks.0.diff": DOWN}, "skipped double_blocks.0.weight"),
     ({f"{Q}.weight": random(0, 6, 4)}, f"skipped {Q}.weight"),
@@ -254,24 +254,28 @@ TENSORS = [  # of files that cannot be merged, and what the sentence about each 
     ({f"{Q}.lora_down.weight": np.float32(1), f"{Q}.lora_up.weight": UP}, "of shape []"),
     (PAIR | {f"{Q}.diff": random(9, 6, 4)}, "both"),
     (PAIR | {f"{Q}.lora_B.bias": random(9, 6), f"{Q}.diff_b": random(10, 6)}, "both"),
-    (PAIR | dict(list(FOREIGN.items())[:2]), "1 of 3 changes LoRA model"),
-    (PAIR | FOREIGN, "1 of 10 changes LoRA model"),
+    (PAIR | dict(list(UNKNOWN_CHANGES.items())[:2]), "1 of 3 changes LoRA model"),
+    (PAIR | UNKNOWN_CHANGES, "1 of 10 changes LoRA model"),
 ]
-FOR_EVER = "(?:[a-z]|[0-9._]|.)*?[A-Z]"
+ENDLESS_PATTERN = "(?:[a-z]|[0-9._]|.)*?[A-Z]"
 HOSTILE = ("(a+)+$", "(.*)*x", r"((\w+)\.?)+!", r"([^.]{2,}\.)*x", "(", "x" * 501, "a{9}{9}", r"\2(", "(?P<a")
 CONFIGS = [
     *("{", "[]", '{"lora_alpha": "8"}', '{"alpha_pattern": 3}', '{"lora_alpha": NaN}', '{"lora_alpha": null}'),
     *('{"alpha_pattern": {"q": "1"}, "lora_alpha": 1}', '{"r": 3}', '{"use_dora": true}'),
     '{"init_lora_weights": "pissa_niter_4", "lora_alpha": 2}',
 ]
-CONFIGURED = [  # the tensors of PEFT's files, their configs, and what the sentence about each names
+CONFIGURED = [  # tensors of PEFT, their config, and the words of the message
     *((PAIR, config, "config PEFT lora.safetensors") for config in CONFIGS),
     (
         {key.replace("self_attn.q", "attn1.to.q"): x for key, x in PAIR.items()},
         '{"r": 2, "rank_pattern": {"q": 4}}',
         "config PEFT lora.safetensors",
     ),
-    (PEFT_PAIR, json.dumps({"lora_alpha": 1, "alpha_pattern": {FOR_EVER: 2}}), f"lora.safetensors {FOR_EVER}"),
+    (
+        PEFT_PAIR,
+        json.dumps({"lora_alpha": 1, "alpha_pattern": {ENDLESS_PATTERN: 2}}),
+        f"lora.safetensors {ENDLESS_PATTERN}",
+    ),
     *(
         (PEFT_PAIR, json.dumps({"lora_alpha": 4, table: {pattern: 2}}), f"lora.safetensors {table}")
         for table in ("alpha_pattern", "rank_pattern")
@@ -283,10 +287,12 @@ CONFIGURED = [  # the tensors of PEFT's files, their configs, and what the sente
 @pytest.mark.parametrize(
     ("tensors", "config", "words"), [*((tensors, None, words) for tensors, words in TENSORS), *CONFIGURED]
 )
-def test_a_file_that_cannot_be_merged_is_refused(tensors, config, words, opened, monkeypatch):
+def test_a_file_that_cannot_be_merged_is_refused(tensors, config, words, open_lora, monkeypatch):
     monkeypatch.setattr(lora_scales, "PATTERN_SECONDS", 0.05)
     metadata = {PEFT_METADATA: config} if config else None
-    assert has_line_with(refusal(opened, {key: np.asarray(x) for key, x in tensors.items()}, metadata=metadata), words)
+    assert has_line_with(
+        refusal(open_lora, {key: np.asarray(x) for key, x in tensors.items()}, metadata=metadata), words
+    )
 
 
 @pytest.mark.parametrize(
@@ -324,7 +330,7 @@ ARGUMENTS = [
 
 
 @pytest.mark.parametrize(("call", "arguments", "words"), ARGUMENTS)
-def test_invalid_lora_arguments(call, arguments, words):
+def test_invalid_lora_arguments_are_refused(call, arguments, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         call(*arguments)
 
@@ -332,14 +338,14 @@ def test_invalid_lora_arguments(call, arguments, words):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("key", [f"{Q}.lora_down.weight", f"{Q}.lora_up.weight", f"{Q}.alpha", f"{Q}.diff_b"])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_numbers_that_are_not_finite_are_refused_by_name(bad, key, dtype, opened):
+def test_numbers_that_are_not_finite_are_refused_by_name(bad, key, dtype, open_lora):
     tensors = PAIR | {f"{Q}.alpha": np.array(2.0, np.float32), f"{Q}.diff_b": np.zeros(6, np.float32)}
     damaged = np.array(tensors[key], dtype)
     damaged.flat[-1] = bad
 
     def merged():
-        together = MergedLoraReader(BASE, [(opened(tensors | {key: damaged}), 0.5)])
-        return [together.read(name) for name in together.specs]
+        reader = MergedLoraReader(BASE, [(open_lora(tensors | {key: damaged}), 0.5)])
+        return [reader.read(name) for name in reader.specs]
 
     with pytest.raises(WanjaxError, match=line_with_words(f"lora.safetensors {key} finite")):
         merged()

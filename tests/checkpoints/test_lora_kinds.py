@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA, LoHa, LoKr and DoRA, of matrices and of kernels: the merged weights are those of the formulas in float64."""
+"""LoRA, LoHa, LoKr and DoRA of matrices and convolutions, merged as the formulas in float64 say."""
 
 import json
 
@@ -37,11 +37,11 @@ BASE = {key: random(i, *shape) for i, (key, shape) in enumerate(SHAPES.items())}
 
 
 @pytest.fixture
-def opened(tmp_path):
-    """Write tensors as a LoRA and opens it."""
+def open_lora(tmp_path):
+    """Write tensors as a LoRA file and open it."""
 
     def write(tensors, metadata=None):
-        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors"  # those before are still read
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors"  # earlier files are still in use
         with unchecked():
             save_safetensors(path, {key: np.asarray(x) for key, x in tensors.items()}, metadata)
         return LoraFile(path, Tensors(BASE).specs, NameMap([]))
@@ -119,45 +119,45 @@ def assert_near(result, expected):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("module", ["linear", "kernel", "kernel with a core"])
-def test_a_change_follows_its_formula(module, kind, opened):
+def test_a_change_follows_its_formula(module, kind, open_lora):
     write, options = KINDS[kind]
     name, _, core = module.partition(" with a ")
     rows, columns, *kernel = SHAPES[f"{name}.weight"]
     tensors, change = write(rows, columns, tuple(kernel), core=bool(core), **options)
-    file = opened({f"{name}.{key}": x for key, x in tensors.items()} | {f"{name}.alpha": np.float32(1.5)})
+    file = open_lora({f"{name}.{key}": x for key, x in tensors.items()} | {f"{name}.alpha": np.float32(1.5)})
     assert (file.matches.num_matched, file.matches.is_partial) == (1, False)
     assert_near(merged(file, -0.7)[f"{name}.weight"], BASE[f"{name}.weight"] - 0.7 * 1.5 / RANK * change)
 
 
-def test_unfactored_matrices_of_lokr_have_no_rank(opened):
-    """LyCORIS, musubi-tuner and ai-toolkit write an alpha that counts for nothing; PEFT's config counts."""
+def test_unfactored_matrices_of_lokr_have_no_rank(open_lora):
+    """The alpha of LyCORIS, musubi-tuner and ai-toolkit has no effect here; the config of PEFT has."""
     tensors, change = lokr(12, 20, unfactored=(True, True))
     tensors = {f"linear.{key}": x for key, x in tensors.items()}
-    file = opened(tensors | {"linear.alpha": np.float32(1e10)})
+    file = open_lora(tensors | {"linear.alpha": np.float32(1e10)})
     assert_near(merged(file)["linear.weight"], BASE["linear.weight"] + change)
     config = {"peft_type": "LOKR", "r": 4, "alpha": 6, "rank_pattern": {"lin.*": 12}}
-    file = opened(tensors, {PEFT_METADATA: json.dumps(config)})
+    file = open_lora(tensors, {PEFT_METADATA: json.dumps(config)})
     assert_near(merged(file)["linear.weight"], BASE["linear.weight"] + 6 / 12 * change)
 
 
 @pytest.mark.parametrize("kind", ["LoHa", "LoRA", "LoKr of factors and a whole matrix"])
-def test_q_k_and_v_in_one_are_parts_of_the_rows(kind, opened):
+def test_q_k_and_v_in_one_module_are_split_by_rows(kind, open_lora):
     write, options = KINDS[kind]
     tensors, change = write(12, 20, **options)
     magnitude = np.abs(random(9, 12, 1))
-    file = opened({f"attn.to_qkv.{key}": x for key, x in tensors.items()})
-    dora = opened({f"attn.to_qkv.{key}": x for key, x in (tensors | {"dora_scale": magnitude}).items()})
+    file = open_lora({f"attn.to_qkv.{key}": x for key, x in tensors.items()})
+    dora = open_lora({f"attn.to_qkv.{key}": x for key, x in (tensors | {"dora_scale": magnitude}).items()})
     base = np.concatenate([to_float64(BASE[f"attn.to_{x}.weight"]) for x in "qkv"])
     for each, expected in ((file, base + change), (dora, with_norms(base + change, magnitude, 1))):
         result = merged(each)
         assert_near(np.concatenate([result[f"attn.to_{x}.weight"] for x in "qkv"]), expected)
     columns = {f"attn.to_qkv.{key}": x for key, x in (tensors | {"dora_scale": random(9, 1, 20)}).items()}
     with pytest.raises(WanjaxError, match=line_with_words("attn.to_qkv.dora_scale columns")):
-        opened(columns)
+        open_lora(columns)
 
 
 def with_norms(x, magnitude, *axes):
-    """Return a weight whose norms over some axes are those of `magnitude`."""
+    """Scale a weight so that its norms over these axes are `magnitude`."""
     return x * magnitude / np.sqrt((x**2).sum(axes, keepdims=True))
 
 
@@ -178,13 +178,13 @@ def with_norms(x, magnitude, *axes):
         ("linear", "magnitude", (12,), (1,)),  # ai-toolkit's
     ],
 )
-def test_dora_gives_the_changed_weight_its_norms(module, key, shape, axes, kind, strength, opened):
-    """The change of a strength is that part of the way from the weight to the one with those norms, as in ComfyUI."""
+def test_dora_scales_the_changed_weight_to_its_norms(module, key, shape, axes, kind, strength, open_lora):
+    """A strength interpolates between the weight and the scaled weight, as in ComfyUI."""
     write, options = KINDS[kind]
     name = f"{module}.weight"
     tensors, change = write(SHAPES[name][0], SHAPES[name][1], SHAPES[name][2:], **options)
     norms = np.abs(random(9, *shape))
-    file = opened({f"{module}.{role}": x for role, x in (tensors | {key: norms}).items()})
+    file = open_lora({f"{module}.{role}": x for role, x in (tensors | {key: norms}).items()})
     base = to_float64(BASE[name])
     rows = [-1 if axis not in axes else 1 for axis in range(base.ndim)]
     expected = with_norms(base + change, to_float64(norms).reshape(rows), *axes)
@@ -193,8 +193,8 @@ def test_dora_gives_the_changed_weight_its_norms(module, key, shape, axes, kind,
 
 @pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.float8_e4m3fn])
 @pytest.mark.parametrize("kind", ["DoRA", "LoKr"])
-def test_a_base_of_8_bits_is_changed_at_its_full_values(kind, dtype, opened):
-    """The norms of DoRA are those of the weight times its rows' scales, not of the stored numbers."""
+def test_a_weight_of_8_bits_is_dequantized_before_it_is_changed(kind, dtype, open_lora):
+    """The norms of DoRA are those of the dequantized weight."""
     numbers = np.random.default_rng(7).integers(-127, 128, (12, 20)).astype(dtype)
     scale = np.linspace(0.01, 0.2, 12, dtype=np.float32)[:, None]
     base = DequantizedReader(Tensors({"linear.weight": numbers, "linear.weight_scale": scale}))
@@ -207,30 +207,34 @@ def test_a_base_of_8_bits_is_changed_at_its_full_values(kind, dtype, opened):
     else:
         tensors, change = lokr(12, 20)
         expected = weight + change
-    file = opened({f"linear.{role}": x for role, x in tensors.items()})
+    file = open_lora({f"linear.{role}": x for role, x in tensors.items()})
     merged = MergedLoraReader(base, [(file, 0.6)])
     assert merged.specs.keys() == {"linear.weight"}
     assert_near(merged.read("linear.weight"), weight + 0.6 * (expected - weight))
 
 
-def test_a_row_of_zeros_stays_zeros(opened):
+def test_a_row_of_zeros_stays_zeros(open_lora):
     tensors, _ = lora(12, 20)
     tensors["lora_up.weight"][:] = 0
-    file = opened({f"linear.{role}": x for role, x in (tensors | {"dora_scale": np.ones((12, 1), np.float32)}).items()})
+    file = open_lora(
+        {f"linear.{role}": x for role, x in (tensors | {"dora_scale": np.ones((12, 1), np.float32)}).items()}
+    )
     base = BASE | {"linear.weight": np.zeros((12, 20), np.float32)}
     assert not MergedLoraReader(Tensors(base), [(file, 1.0)]).read("linear.weight").any()
 
 
-def test_the_changes_of_several_files_do_not_depend_on_their_order(opened):
+def test_the_changes_of_several_files_do_not_depend_on_their_order(open_lora):
     tensors, _ = lora(12, 20)
     tensors = {f"linear.{role}": x for role, x in tensors.items()}
-    dora = opened(tensors | {"linear.dora_scale": np.ones((12, 1), np.float32)})
-    difference = opened(tensors)
+    dora = open_lora(tensors | {"linear.dora_scale": np.ones((12, 1), np.float32)})
+    difference = open_lora(tensors)
     files = [(dora, 0.5), (difference, 2.0)]
     forward, backward = (MergedLoraReader(Tensors(BASE), each).read("linear.weight") for each in (files, files[::-1]))
     np.testing.assert_allclose(forward, backward, rtol=1e-6, atol=1e-6)
-    apart = sum(MergedLoraReader(Tensors(BASE), [each]).read("linear.weight") - BASE["linear.weight"] for each in files)
-    np.testing.assert_allclose(forward, BASE["linear.weight"] + apart, rtol=1e-5, atol=1e-5)
+    separate_changes = sum(
+        MergedLoraReader(Tensors(BASE), [each]).read("linear.weight") - BASE["linear.weight"] for each in files
+    )
+    np.testing.assert_allclose(forward, BASE["linear.weight"] + separate_changes, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -242,30 +246,30 @@ def test_the_changes_of_several_files_do_not_depend_on_their_order(opened):
         ("lora_unet_block_table.diff", "block.table"),
         ("linear.bias.diff", "linear.bias"),
         ("linear.weight.diff", "linear.weight"),
-        ("linear.w_norm", "linear.weight"),  # LyCORIS' of norms
+        ("linear.w_norm", "linear.weight"),  # norms in LyCORIS
         ("linear.b_norm", "linear.bias"),
         ("linear.diff_b", "linear.bias"),
     ],
 )
-def test_a_difference_is_one_of_any_tensor(key, changed, opened):
+def test_any_tensor_may_have_a_difference(key, changed, open_lora):
     difference = random(9, *SHAPES[changed])
-    file = opened({key: difference, f"{key.rpartition('.')[0]}.alpha": np.float32(8)})
-    assert (file.matches.num_matched, file.matches.is_partial) == (1, False)  # the alpha beside it counts for nothing
+    file = open_lora({key: difference, f"{key.rpartition('.')[0]}.alpha": np.float32(8)})
+    assert (file.matches.num_matched, file.matches.is_partial) == (1, False)  # alpha does not scale a difference
     assert_near(merged(file, 0.5)[changed], BASE[changed] + 0.5 * difference)
 
 
-def test_full_tensors_of_peft_replace_the_network_s(opened):
-    """Those of `bias` and `modules_to_save`; a tensor by its own name is a checkpoint's in any other file."""
+def test_full_tensors_of_peft_replace_those_of_the_network(open_lora):
+    """PEFT stores biases and `modules_to_save` in full. In other files, a full tensor is not a change."""
     values = {"base_layer.bias": "linear.bias", "weight": "linear.weight"}
     tensors = {f"base_model.model.linear.{role}": random(9, *SHAPES[key]) for role, key in values.items()}
     tensors["base_model.model.table"] = random(9, *SHAPES["table"])
-    file = opened(tensors)
+    file = open_lora(tensors)
     assert (file.matches.num_matched, file.matches.is_partial) == (3, False)
     result = merged(file, 0.25)
     for key in ("linear.bias", "linear.weight", "table"):
         assert_near(result[key], 0.75 * BASE[key] + 0.25 * random(9, *SHAPES[key]))
     with pytest.raises(WanjaxError, match=line_with_words("0 of 2 linear.weight")):
-        opened({key: BASE[key] for key in ("linear.weight", "table")})
+        open_lora({key: BASE[key] for key in ("linear.weight", "table")})
 
 
 HADA = {f"linear.{role}": x for role, x in loha(12, 20)[0].items()}
@@ -274,7 +278,7 @@ PAIR = {f"linear.{role}": x for role, x in lora(12, 20)[0].items()}
 
 
 ADALORA = {"linear.lora_E": random(0, RANK, 1)}
-TENSORS = [  # of files that change nothing, and what the sentence names
+TENSORS = [  # tensors that give no change, and the words of the message
     (HADA | {"linear.hada_w2_a": None}, "linear.hada_w1_a LoHa complete"),
     (HADA | {"linear.hada_w2_b": random(0, RANK, 8)}, "[] [12, 20]"),
     (HADA | {"linear.hada_w1_b": random(0, 4, 20)}, "[] [12, 20]"),
@@ -308,7 +312,7 @@ TENSORS = [  # of files that change nothing, and what the sentence names
     ({"linear.ia3_l": random(0, 2, 2)}, "linear.ia3_l IA3"),
     (PAIR | {"linear.reshape_weight": random(0, 2)}, "linear.reshape_weight shape"),
 ]
-CONFIGS = [  # PEFT's, of another formula
+CONFIGS = [  # configs of PEFT with another formula
     ({"peft_type": "VERA"}, "VERA"),
     ({"peft_type": ["LORA"]}, "peft_type"),
     ({"use_bdlora": True}, "use_bdlora"),
@@ -326,10 +330,10 @@ CONFIGS = [  # PEFT's, of another formula
         *((PAIR | (ADALORA if x.get("peft_type") == "ADALORA" else {}), x, words) for x, words in CONFIGS),
     ],
 )
-def test_a_file_without_a_change_is_refused(tensors, config, words, opened):
+def test_a_file_without_a_change_is_refused(tensors, config, words, open_lora):
     metadata = [{PEFT_METADATA: json.dumps(config)}] if config else []
     with pytest.raises(WanjaxError) as caught:
-        merged(opened({key: x for key, x in tensors.items() if x is not None}, *metadata), 2.0)
+        merged(open_lora({key: x for key, x in tensors.items() if x is not None}, *metadata), 2.0)
     assert has_line_with(str(caught.value), words)
     assert "\n" not in str(caught.value)
 
@@ -343,7 +347,7 @@ def test_a_module_named_like_a_wrapper_is_recognised(tmp_path):
 
 
 def test_a_key_of_endless_wrappers_takes_little_memory():
-    """Each wrapper that is taken off leaves a copy of the rest, so a long chain would take gigabytes."""
+    """Each removed prefix leaves a copy of the rest, so a long chain would take gigabytes."""
     part = parse_key("model." * 100_000 + "linear.lora_A.weight", {"linear"})
     assert part is not None
     assert part.module not in {"linear"}

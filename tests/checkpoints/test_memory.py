@@ -40,8 +40,8 @@ def tiny(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def published(server, tiny, online):
-    """The checkpoint on the hub."""
+def hub_with_model(server, tiny, online):
+    """A hub with the checkpoint."""
     server.files = {str(path.relative_to(tiny)): path.read_bytes() for path in tiny.rglob("*") if path.is_file()}
     return server
 
@@ -55,37 +55,37 @@ def bytes_of(tiny: Path, param_dtype: str) -> int:
 
 
 def test_a_model_of_the_hub_is_refused_before_its_weights_are_downloaded(
-    published, tiny, machine, tmp_path, monkeypatch
+    hub_with_model, tiny, machine, tmp_path, monkeypatch
 ):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    least = bytes_of(tiny, "bfloat16")  # its stored dtype is unknown so far
-    machine.has_memory(least - 1)
+    (tmp_path / "current").mkdir()
+    monkeypatch.chdir(tmp_path / "current")
+    minimum = bytes_of(tiny, "bfloat16")  # the stored dtype is still unknown
+    machine.has_memory(minimum - 1)
     with pytest.raises(WanjaxError, match=line_with_words(f"transformer {ID} needs machine")):
         wanjax.load(ID)
     output = refused("a", "--model", ID, "--size", "32x32", "--frames", "5")
     assert has_line_with(output, f"transformer {ID} 42.9 kB weights bfloat16")
-    assert downloaded_weights(published) == []
-    machine.has_memory(least)
-    assert wanjax.load(ID).components.sizes == {"transformer": least}  # another's config needs a download
+    assert downloaded_weights(hub_with_model) == []
+    machine.has_memory(minimum)
+    assert wanjax.load(ID).components.sizes == {"transformer": minimum}  # the other configs need a download
     machine.has_memory(None)  # unknown, so nothing is refused
     pipe = wanjax.load(ID)
-    assert downloaded_weights(published) == []
+    assert downloaded_weights(hub_with_model) == []
     assert pipe.transformer is not None
-    assert downloaded_weights(published)
+    assert downloaded_weights(hub_with_model)
 
 
-def test_the_memory_of_all_stages_is_checked_before_any_is_computed(published, tiny, machine):
+def test_the_memory_of_all_stages_is_checked_before_any_is_computed(hub_with_model, tiny, machine):
     """Decoding would fit, but not together with the networks of the other stages, which stay loaded."""
-    how = {"size": (64, 64), "frames": 1, "steps": 2}
+    settings = {"size": (64, 64), "frames": 1, "steps": 2}
     pipe = wanjax.load(tiny, offload="stages")
-    needed, _ = peak_bytes(trace_programs(pipe, pipe.settings(**how), memory=0))
+    needed, _ = peak_bytes(trace_programs(pipe, pipe.settings(**settings), memory=0))
 
     machine.has_memory(needed)
     with pytest.raises(AssertionError, match="executed"):
-        wanjax.load(ID, offload="stages").with_strategy(RefuseExecution())("a", **how)
+        wanjax.load(ID, offload="stages").with_strategy(RefuseExecution())("a", **settings)
     with pytest.raises(WanjaxError, match=line_with_words("64x64 memory")):
-        wanjax.load(ID, offload="none").with_strategy(RefuseExecution())("a", **how)
+        wanjax.load(ID, offload="none").with_strategy(RefuseExecution())("a", **settings)
 
 
 def test_the_exact_dtype_is_used_when_a_network_is_loaded(tiny, machine):
@@ -113,8 +113,8 @@ def test_the_exact_dtype_is_used_when_a_network_is_loaded(tiny, machine):
         ("nano", 1_000_000, "of nano needs "),
     ],
 )
-def test_published_models(model, size, message, machine, tmp_path, monkeypatch):
-    """Of the hub nothing but what was cached could be read here: the configs are those of the presets."""
+def test_published_models_are_checked_against_the_memory(model, size, message, machine, tmp_path, monkeypatch):
+    """The configs are those of the presets, because tests read nothing from the real hub."""
     description = registry.model_description(model)
     if model == "nano":
         result = registry.inspect_checkpoint(model)
@@ -136,7 +136,7 @@ def test_published_models(model, size, message, machine, tmp_path, monkeypatch):
     assert all(name in str(caught.value) for name in names)
 
 
-def test_models_that_fit():
+def test_models_that_fit_into_a_size_are_listed():
     assert registry.models_that_fit(0) == []
     assert registry.models_that_fit(1 * GB) == ["nano"]
     assert {"wan2.1-t2v-1.3b", "wan2.2-ti2v-5b"} & {*registry.models_that_fit(12 * GB)}
@@ -144,20 +144,20 @@ def test_models_that_fit():
 
 
 def test_a_mesh_divides_the_weights(monkeypatch):
-    """Devices that are no CPUs have a memory each; those of a CPU share one."""
+    """The devices of a CPU share one memory; other devices have one each."""
     description = registry.model_description("wan2.1-t2v-14b")
     network = description.family.network_of(description.model.spec.networks["transformer"]).abstract(
         dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
     )
-    spread = with_shardings(network, Partitioner(make_mesh(1, 1, 8), SHARDING_RULES["fsdp"]))
+    sharded = with_shardings(network, Partitioner(make_mesh(1, 1, 8), SHARDING_RULES["fsdp"]))
     one_device = memory.bytes_needed(network)
     assert one_device == pytest.approx(28.6 * GB, rel=0.01)
-    assert memory.bytes_needed(spread) >= one_device
+    assert memory.bytes_needed(sharded) >= one_device
     monkeypatch.setattr(memory, "device_platform", lambda: "tpu")
-    assert memory.bytes_needed(spread) == pytest.approx(one_device / 8, rel=0.01)
+    assert memory.bytes_needed(sharded) == pytest.approx(one_device / 8, rel=0.01)
     chip = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", memory_stats=lambda: {"bytes_limit": 16 * GB})
     monkeypatch.setattr(memory.jax, "local_devices", lambda: [chip])
-    loading.check_memory("it", "transformer", spread)
+    loading.check_memory("it", "transformer", sharded)
     monkeypatch.setattr(memory, "bytes_by_device", lambda _: {"chip": one_device})
     with pytest.raises(WanjaxError, match=line_with_words("TPU v5 16 GB mesh sp tp 2")):
         loading.check_memory("it", "transformer", network)
@@ -167,7 +167,7 @@ ROUND, OFFLOAD = "--precision int8-weights", "--offload blocks"
 
 
 @pytest.mark.parametrize(
-    ("size", "host", "remedies"),
+    ("size", "host", "options"),
     [
         (15.5 * GB, 64 * GB, {ROUND, OFFLOAD}),
         (15.5 * GB, 20 * GB, {ROUND}),
@@ -177,8 +177,8 @@ ROUND, OFFLOAD = "--precision int8-weights", "--offload blocks"
         (0.5 * GB, 64 * GB, set()),
     ],
 )
-def test_remedies_are_those_that_make_a_network_fit(size, host, remedies, monkeypatch):
-    """The 14B has 28.6 GB in bfloat16 and 15 GB with weights of 8 bits; two of its forty blocks have 1.4 and 0.7."""
+def test_the_message_lists_the_options_that_make_a_network_fit(size, host, options, monkeypatch):
+    """The 14B has 28.6 GB in bfloat16 and 15 GB in 8 bits; two of its forty blocks have 1.4 GB and 0.7 GB."""
     description = registry.model_description("wan2.1-t2v-14b")
     info = description.family.network_of(description.model.spec.networks["transformer"])
     kinds = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
@@ -193,15 +193,15 @@ def test_remedies_are_those_that_make_a_network_fit(size, host, remedies, monkey
             "it", "transformer", network, lambda: info.abstract(precision=PRECISIONS["int8-weights"], **kinds)
         )
     text = str(caught.value)
-    assert {remedy for remedy in (ROUND, OFFLOAD) if remedy in text} == remedies - {"both"}
-    assert (f"{ROUND} {OFFLOAD}" in text) == ("both" in remedies)
+    assert {option for option in (ROUND, OFFLOAD) if option in text} == options - {"both"}
+    assert (f"{ROUND} {OFFLOAD}" in text) == ("both" in options)
     assert has_line_with(text, "mesh sp tp")
-    with pytest.raises(WanjaxError) as caught:  # a network without such weights, as a text encoder
+    with pytest.raises(WanjaxError) as caught:  # a text encoder has no weights for a precision
         loading.check_memory("it", "text_encoder", network)
     assert ROUND not in str(caught.value)
 
 
-def test_loading_proposes_a_precision_where_a_model_then_fits(machine, tmp_path, monkeypatch):
+def test_the_message_suggests_a_precision_if_the_model_then_fits(machine, tmp_path, monkeypatch):
     description = registry.model_description("wan2.1-t2v-14b")
     classes = {name: ["", ""] for name in description.model.spec.networks}
     (tmp_path / "model_index.json").write_text(json.dumps(classes))
@@ -218,7 +218,7 @@ def test_loading_proposes_a_precision_where_a_model_then_fits(machine, tmp_path,
         assert ROUND not in str(caught.value)
 
 
-def test_total_memory_of_this_machine(monkeypatch, tmp_path):
+def test_the_total_memory_respects_control_groups(monkeypatch, tmp_path):
     cpu = jax.devices()[0]
     monkeypatch.setattr(memory, "CGROUPS_FILE", tmp_path / "groups")
     monkeypatch.setattr(memory, "CGROUPS_ROOT", tmp_path)
@@ -248,11 +248,11 @@ def test_total_memory_of_this_machine(monkeypatch, tmp_path):
 def test_the_needed_memory_is_reported(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = ("a", "--model", tiny, "--size", "32x32", "--frames", "5", "--steps", "1", "--dtype", "float32")
-    assert "weights" not in succeeded(command(*options)).stderr  # of less than a gigabyte
+    assert "weights" not in succeeded(command(*options)).stderr  # less than a gigabyte
     monkeypatch.setattr(stages, "LARGE_BYTES", 0)
     output = succeeded(command(*options)).stderr
     assert re.search(r"the weights of its (transformer|text_encoder) take about \d+\.\d kB of memory\n", output)
-    assert "at least" not in output  # a CPU's peak is not known
+    assert "at least" not in output  # the peak FLOP/s of a CPU are unknown
     pipe = wanjax.load(tiny)
     settings = pipe.settings(guidance_scale=5.0, steps=4)
     flops = sum(pipe.model.cost(settings).flops.values())
@@ -263,10 +263,10 @@ def test_the_needed_memory_is_reported(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "LONG_RUN_SECONDS", 0.0)
     about = format_duration(4 * 2 * flops / roofline.cpu_machine().flops)
     assert has_line_with(str(estimate_note(pipe, settings, False)), f"denoising about {about} 40 GFLOP/s core")
-    spread = wanjax.load(tiny, mesh="dp=2,sp=2,tp=2")
-    assert least_seconds(spread, settings, 4, "TPU v6e") == pytest.approx(flops / V6E.flops)
-    near = wanjax.load(tiny, attention="chunked:window=4")
-    seconds = least_seconds(near, settings, 4, "TPU v6e")
+    sharded = wanjax.load(tiny, mesh="dp=2,sp=2,tp=2")
+    assert least_seconds(sharded, settings, 4, "TPU v6e") == pytest.approx(flops / V6E.flops)
+    windowed = wanjax.load(tiny, attention="chunked:window=4")
+    seconds = least_seconds(windowed, settings, 4, "TPU v6e")
     assert seconds is not None
     assert 0 < seconds < 4 * 2 * flops / V6E.flops
-    assert least_seconds(near, settings, 4, "NVIDIA H200") is not None
+    assert least_seconds(windowed, settings, 4, "NVIDIA H200") is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that load nothing recognise a converted checkpoint of a published model."""
+"""Commands that load no weights recognise a converted checkpoint of a published model."""
 
 import jax
 import pytest
@@ -19,8 +19,8 @@ PRESET = presets()["wan2.2-t2v-a14b"]
 def converted(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("converted")
     source = open_source(tiny_checkpoint(folder / "source"))
-    ToWanjax(source, folder / "there", NETWORKS, published_name=PRESET.source).run()
-    return str(folder / "there")
+    ToWanjax(source, folder / "checkpoint", NETWORKS, published_name=PRESET.source).run()
+    return str(folder / "checkpoint")
 
 
 @pytest.mark.parametrize("size", ["480p", "720p"])
@@ -34,7 +34,7 @@ def test_the_sizes_by_name_are_those_of_the_published_model(converted, size):
     assert wanjax.load(converted).settings(size=size).size == expected
 
 
-def test_facts_of_the_published_model_are_printed(converted):
+def test_the_source_and_licence_of_the_published_model_are_printed(converted):
     entries = describe(converted)
     assert entries["name"] == converted
     assert (entries["source"], entries["licence"]) == (PRESET.source, PRESET.licence)

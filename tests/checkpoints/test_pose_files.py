@@ -43,8 +43,8 @@ def tensors() -> dict[str, np.ndarray]:
     return {name: random.normal(size=spec.shape).astype(np.float32) for name, spec in specs.items()}
 
 
-def by_the_authors(tensors: dict[str, np.ndarray], prefix: str = "") -> dict[str, np.ndarray]:
-    """Return tensors in the authors' layout, written here anew: names, fused keys and values, shapes, and filters."""
+def with_names_of_the_authors(tensors: dict[str, np.ndarray], prefix: str = "") -> dict[str, np.ndarray]:
+    """Return tensors in the authors' layout, independently of the library: names, fused keys and values, filters."""
     renamed: dict[str, np.ndarray] = {}
     for name, x in tensors.items():
         if match := re.fullmatch(r"motion_encoder\.res_blocks\.(\d)\.(\w+?)(\.act_fn)?\.(weight|bias)", name):
@@ -89,9 +89,9 @@ def weights(source: Any) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model.", None])
-def test_files_of_the_authors_and_of_diffusers_hold_the_same(tensors, tmp_path, prefix):
+def test_files_of_the_authors_and_of_diffusers_give_equal_weights(tensors, tmp_path, prefix):
     file = tmp_path / "wan_animate.safetensors"
-    save_safetensors(file, tensors if prefix is None else by_the_authors(tensors, prefix))
+    save_safetensors(file, tensors if prefix is None else with_names_of_the_authors(tensors, prefix))
     source = open_source(file)
     assert source.index["_class_name"] == "WanAnimatePipeline"
     assert {"image_encoder", "image_processor"} <= source.index.keys()
@@ -106,9 +106,9 @@ def test_files_of_the_authors_and_of_diffusers_hold_the_same(tensors, tmp_path, 
         np.testing.assert_array_equal(result, exact)
 
 
-def test_a_folder_of_the_authors(tensors, tmp_path):
+def test_a_folder_of_the_authors_is_read(tensors, tmp_path):
     (tmp_path / "config.json").write_text('{"_class_name": "WanAnimateModel", "num_heads": 1, "eps": 1e-06}')
-    save_safetensors(tmp_path / "diffusion_pytorch_model.safetensors", by_the_authors(tensors))
+    save_safetensors(tmp_path / "diffusion_pytorch_model.safetensors", with_names_of_the_authors(tensors))
     source = open_source(tmp_path)
     assert source.index["_class_name"] == "WanAnimatePipeline"
     assert len(weights(source)) == len(
@@ -128,13 +128,13 @@ def test_a_folder_of_the_authors(tensors, tmp_path):
         ({"motion_dim": 0}, "motion_dim 0"),
     ],
 )
-def test_configs_of_no_network(changes, words):
+def test_invalid_configs_are_refused(changes, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         read_network(JSON["_class_name"], JSON | changes, NETWORKS)
 
 
-def test_sizes_that_a_config_may_leave_out():
-    """Channels by pixels are the published ones; either number of channels follows from the other."""
+def test_a_config_may_omit_sizes():
+    """The channels of the motion encoder have published defaults; one number of channels follows from the other."""
     changes = {"motion_encoder_channel_sizes": None, "in_channels": None}
     config = read_network(JSON["_class_name"], JSON | changes, NETWORKS).config
     assert (config.motion_channels, config.channels_in) == (POSE_14B.motion_channels, 36)
@@ -142,7 +142,7 @@ def test_sizes_that_a_config_may_leave_out():
 
 
 def test_a_lora_may_change_adapters_of_the_face(tmp_path):
-    """Names are the authors', as in their LoRA for relighting, which changes only blocks."""
+    """The names are those of the authors."""
     random = np.random.default_rng(0)
     folder = tiny_pose_checkpoint(tmp_path / "model")
     layers = {"blocks.1.cross_attn.k_img": (24, 24), "face_adapter.fuser_blocks.1.linear1_q": (24, 24)}
@@ -167,9 +167,9 @@ def submodule(module: Any, path: str) -> Any:
     return functools.reduce(getattr, path.split("."), module)
 
 
-def test_a_file_without_its_faces_is_refused(tensors, tmp_path):
+def test_a_file_without_the_face_encoder_is_refused(tensors, tmp_path):
     file: Path = tmp_path / "wan_animate.safetensors"
     part = {name: x for name, x in tensors.items() if not name.startswith("face_encoder.")}
-    save_safetensors(file, by_the_authors(part))
+    save_safetensors(file, with_names_of_the_authors(part))
     with pytest.raises(WanjaxError, match=line_with_words("face_encoder")):
         open_source(file)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights rounded to 8 bits: as they are read, and in a converted checkpoint, which are the same bit for bit."""
+"""Weights rounded to 8 bits by `load` and by a conversion are equal bit for bit."""
 
 import json
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_weights_are_rounded_on_the_host_as_by_the_kernel(precision, dtype):
 
 
 def test_a_number_that_is_not_finite_is_not_hidden():
-    """It makes the scale so, as a kernel of floats would have it."""
+    """Its channel's scale is not finite either."""
     kernel = np.zeros((192, 80), np.float32)
     kernel[5, 6] = np.nan
     assert np.isnan(quantize(kernel, layer_of(PRECISIONS["int8"], 192, 80)).scale).nonzero()[0].tolist() == [6]
@@ -86,39 +86,39 @@ def convert(source, target, precision):
 
 
 @pytest.mark.parametrize(
-    ("make", "precision"),
+    ("write_checkpoint", "precision"),
     [(tiny_checkpoint, "int8"), (tiny_control_checkpoint, "int8-weights"), (tiny_experts_checkpoint, "int8")],
 )
-def test_a_converted_checkpoint_has_the_weights_that_loading_rounds(make, precision, tmp_path):
-    source = make(tmp_path / "source")
+def test_a_converted_checkpoint_has_the_weights_that_loading_rounds(write_checkpoint, precision, tmp_path):
+    source = write_checkpoint(tmp_path / "source")
     converted = convert(source, tmp_path / "converted", precision)
-    here, there = wanjax.load(source, precision=precision), wanjax.load(converted)
-    assert here.defaults.precision == there.defaults.precision == precision
-    for name in here.model.spec.denoisers:
-        layers = quantized_layers(getattr(there, name))
+    rounded, loaded = wanjax.load(source, precision=precision), wanjax.load(converted)
+    assert rounded.defaults.precision == loaded.defaults.precision == precision
+    for name in rounded.model.spec.denoisers:
+        layers = quantized_layers(getattr(loaded, name))
         assert {layer.values[...].dtype for layer in layers.values()} == {jnp.dtype(jnp.int8)}
-        assert_equal(weights_of(there, name), weights_of(here, name))
-    assert_equal(weights_of(there, "text_encoder"), weights_of(here, "text_encoder"))
+        assert_equal(weights_of(loaded, name), weights_of(rounded, name))
+    assert_equal(weights_of(loaded, "text_encoder"), weights_of(rounded, "text_encoder"))
     manifest = verify(open_source(converted))
     assert manifest["request"]["precision"] == precision
     assert manifest["networks"]["transformer"]["blocks.self_attn.q.values"].startswith("int8 [2, 24, 24] ")
 
 
-def test_a_chosen_dtype_is_that_of_the_other_weights(tmp_path):
+def test_the_dtype_applies_to_the_weights_that_are_not_rounded(tmp_path):
     source = tiny_checkpoint(tmp_path / "source")
     dtypes = dict.fromkeys(["transformer"], "bfloat16")
     conversion = ToWanjax(
         open_source(source), tmp_path / "converted", NETWORKS, dtypes=dtypes, precision=PRECISIONS["int8"]
     )
     conversion.run()
-    here = wanjax.load(source, precision="int8", param_dtype="bfloat16")
-    assert_equal(weights_of(wanjax.load(tmp_path / "converted", param_dtype="bfloat16")), weights_of(here))
+    rounded = wanjax.load(source, precision="int8", param_dtype="bfloat16")
+    assert_equal(weights_of(wanjax.load(tmp_path / "converted", param_dtype="bfloat16")), weights_of(rounded))
     words = checksums(tmp_path / "converted")["transformer"]
     assert {words[f"blocks.self_attn.q.{leaf}"].split()[0] for leaf in ("values", "scale")} == {"int8", "float32"}
     assert words["patch_embed.kernel"].startswith("bfloat16")
 
 
-def test_nano_takes_a_byte_for_each_number_of_its_blocks(tmp_path):
+def test_each_number_of_nano_s_blocks_takes_one_byte(tmp_path):
     conversion = ToWanjax(
         open_source(presets()["nano"].source), tmp_path / "nano", NETWORKS, precision=PRECISIONS["int8"]
     )
@@ -127,15 +127,15 @@ def test_nano_takes_a_byte_for_each_number_of_its_blocks(tmp_path):
     assert (transformer.parameters, transformer.bytes_read) == (2_380_032, 9_520_128)
     folder = tmp_path / "nano" / "transformer" / "weights"
     on_disk = sum(file.stat().st_size for file in folder.rglob("c/**/*") if file.is_file())
-    described = network(conversion.source, "transformer", NETWORKS)
-    assert transformer.bytes_written == described.weight_bytes("float32", PRECISIONS["int8"])
+    description = network(conversion.source, "transformer", NETWORKS)
+    assert transformer.bytes_written == description.weight_bytes("float32", PRECISIONS["int8"])
     assert transformer.bytes_written == 3_657_728 == pytest.approx(on_disk, rel=0.01)
 
 
 def test_a_conversion_resumes_in_the_middle_of_a_kernel(tmp_path, monkeypatch):
-    """What is missing of a kernel, its values or its scale, is rounded again."""
+    """If the values or the scale of a kernel are missing, it is rounded again."""
     source = tiny_checkpoint(tmp_path / "source")
-    uninterrupted = convert(source, tmp_path / "whole", "int8")
+    uninterrupted = convert(source, tmp_path / "uninterrupted", "int8")
     rounded = []
 
     def stop(kernel, layer, **options):
@@ -157,13 +157,13 @@ def test_a_conversion_resumes_in_the_middle_of_a_kernel(tmp_path, monkeypatch):
 
 def test_another_precision_needs_another_folder(tmp_path):
     source = tiny_checkpoint(tmp_path / "source")
-    convert(source, tmp_path / "there", "int8")
-    assert not ToWanjax(open_source(source), tmp_path / "there", NETWORKS, precision=PRECISIONS["int8"]).run()
-    with pytest.raises(WanjaxError, match="there"):
-        convert(source, tmp_path / "there", "int8-weights")
+    convert(source, tmp_path / "converted", "int8")
+    assert not ToWanjax(open_source(source), tmp_path / "converted", NETWORKS, precision=PRECISIONS["int8"]).run()
+    with pytest.raises(WanjaxError, match="converted"):
+        convert(source, tmp_path / "converted", "int8-weights")
 
 
-def test_weights_of_8_bits_are_used_as_they_are_or_not_at_all(tmp_path):
+def test_stored_weights_of_8_bits_keep_their_precision_and_are_not_converted(tmp_path):
     converted = convert(tiny_checkpoint(tmp_path / "source"), tmp_path / "converted", "int8")
     lora = tmp_path / "style.safetensors"
     save_safetensors(lora, {"diffusion_model.blocks.0.self_attn.q.diff": np.zeros((24, 24), np.float32)})
@@ -187,7 +187,7 @@ def test_a_lora_is_merged_before_weights_are_rounded(tmp_path):
     source, lora = tiny_checkpoint(tmp_path / "source"), tmp_path / "style.safetensors"
     change = np.random.default_rng(0).normal(size=(24, 24)).astype(np.float32)
     save_safetensors(lora, {"diffusion_model.blocks.1.self_attn.q.diff": change})
-    merged, base = (wanjax.load(source, lora=some, dtype="float32") for some in (str(lora), ()))
+    merged, base = (wanjax.load(source, lora=loras, dtype="float32") for loras in (str(lora), ()))
     rounded = wanjax.load(source, lora=str(lora), precision="int8-weights", dtype="float32")
     kernel, before = (np.asarray(pipe.transformer.blocks.self_attn.q.kernel[...]) for pipe in (merged, base))
     assert np.linalg.norm(kernel[1] - before[1]) == pytest.approx(np.linalg.norm(change), rel=1e-3)
@@ -202,7 +202,7 @@ def test_a_lora_is_merged_before_weights_are_rounded(tmp_path):
 
 
 def factors(path, module, shape, size):
-    """Write a LoRA of rank 4 for one module, whose change has this norm; return the change."""
+    """Write a LoRA of rank 4 for one module, with a change of this norm; return the change."""
     random = np.random.default_rng(1)
     up, down = random.normal(size=(shape[0], 4)), random.normal(size=(4, shape[1]))
     up *= size / np.linalg.norm(up @ down)
@@ -218,12 +218,12 @@ def floats_of(layer, block):
 
 @pytest.mark.parametrize("precision", ["int8", "int8-weights"])
 def test_a_lora_changes_stored_weights_of_8_bits(precision, tmp_path):
-    """The other weights stay the same, also of this layer in the other block."""
+    """The other weights do not change, nor does this layer in the other block."""
     source, lora = tiny_checkpoint(tmp_path / "source"), tmp_path / "style.safetensors"
     converted = convert(source, tmp_path / "converted", precision)
     floats = wanjax.load(source, dtype="float32").transformer.blocks.self_attn.v.kernel[...][1]
     change = factors(lora, "diffusion_model.blocks.1.self_attn.v", (24, 24), 0.2 * np.linalg.norm(floats)).T
-    base, changed = (wanjax.load(converted, lora=some, dtype="float32") for some in ((), str(lora)))
+    base, changed = (wanjax.load(converted, lora=loras, dtype="float32") for loras in ((), str(lora)))
     assert changed.defaults.precision == precision
     before, after = (pipe.transformer.blocks.self_attn.v for pipe in (base, changed))
     expected = floats_of(before, 1) + change
@@ -239,25 +239,30 @@ def test_a_lora_changes_stored_weights_of_8_bits(precision, tmp_path):
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("size", [0.001, 0.003, 0.02])
 def test_a_change_that_is_smaller_than_a_step_is_not_lost(size, rotated):
-    """The second rounding keeps the sum, and is as exact as two roundings are. With the same steps, it is lost."""
+    """A second rounding with another step size keeps the change; with the same step size the change is lost."""
     layer, random = layer_of(PRECISIONS["int8" if rotated else "int8-weights"], 512, 512), np.random.default_rng(0)
     kernel = random.normal(size=(512, 512)).astype(np.float32)
     stored = FloatKernel(*quantize(kernel, layer), rotates=rotated)[...]
     change = random.normal(size=(512, 4)) @ random.normal(size=(4, 512))
     change *= size * np.linalg.norm(kernel) / np.linalg.norm(change)
-    shares = {}
+    remaining = {}
     for again in (False, True):
+<<<<<<< HEAD
         after = FloatKernel(
             *quantize((stored + change).astype(np.float32), layer, was_quantized=again), rotates=rotated
         )[...]
         shares[again] = np.sum((after - stored) * change) / np.sum(change * change)
+=======
+        after = FloatKernel(*quantize((stored + change).astype(np.float32), layer, was_quantized=again), rotates=rotated)[...]
+        remaining[again] = np.sum((after - stored) * change) / np.sum(change * change)
+>>>>>>> 229b80b4 (Name the tests of checkpoints after what a user relies on (2))
         assert np.linalg.norm(after - (kernel + change)) < 0.0125 * np.linalg.norm(kernel)
-    assert shares[True] == pytest.approx(1, abs=0.1)
-    assert size > 0.01 or shares[False] < 0.1
+    assert remaining[True] == pytest.approx(1, abs=0.1)
+    assert size > 0.01 or remaining[False] < 0.1
 
 
 def test_a_lora_on_a_file_of_integers_is_not_lost(tmp_path):
-    """Weights in int8 with a scale for each row, which `precision` rounds for the second time."""
+    """The weights of the file are int8 with a scale for each row; `precision` rounds them again."""
     source, lora = tiny_checkpoint(tmp_path / "source"), tmp_path / "style.safetensors"
     (file,) = (source / "transformer").glob("*.safetensors")
     tensors, name = dict(load_safetensors(file)), "blocks.1.attn1.to_v"
@@ -267,8 +272,8 @@ def test_a_lora_on_a_file_of_integers_is_not_lost(tmp_path):
     save_safetensors(file, {key: np.array(value) for key, value in tensors.items()})
     change = factors(lora, "diffusion_model.blocks.1.self_attn.v", (24, 24), 0.003 * np.linalg.norm(x)).T
     base, changed = (
-        wanjax.load(source, lora=some, precision="int8-weights").transformer.blocks.self_attn.v
-        for some in ((), str(lora))
+        wanjax.load(source, lora=loras, precision="int8-weights").transformer.blocks.self_attn.v
+        for loras in ((), str(lora))
     )
     np.testing.assert_array_equal(base.values[...][1].T, tensors[f"{name}.weight"])
     np.testing.assert_allclose(changed.scale[...][1], base.scale[...][1] * 1.04, rtol=0.01)
@@ -284,8 +289,8 @@ def registry_source(source, lora):
     return with_loras(open_source(source), [Lora.parse(str(lora))], NETWORKS)
 
 
-def on_devices(source: Path, converted: Path) -> None:
-    """Compare both ways on four devices with one, and the shares of each device."""
+def compare_on_devices(source: Path, converted: Path) -> None:
+    """Compare loading and a conversion on four devices with one device, and check the shards."""
     one_device = weights_of(wanjax.load(source, precision="int8", mesh=wanjax.make_mesh(devices=jax.devices()[:1])))
     for rules in ("fsdp", "tp"):
         mesh = wanjax.make_mesh(1, 2, 2, devices=jax.devices()[:4])
@@ -305,5 +310,7 @@ def on_devices(source: Path, converted: Path) -> None:
 def test_each_device_holds_its_part_of_the_same_weights(tmp_path):
     source = tiny_checkpoint(tmp_path / "source")
     converted = convert(source, tmp_path / "converted", "int8")
-    code = "import sys; from tests.checkpoints.test_quantize import on_devices; on_devices(*sys.argv[1:])"
+    code = (
+        "import sys; from tests.checkpoints.test_quantize import compare_on_devices; compare_on_devices(*sys.argv[1:])"
+    )
     on_eight_devices(code, source, converted)

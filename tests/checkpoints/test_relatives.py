@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files as others publish them, without values: what opens, as which model, and what a refusal says a file is.
+"""Sparse files like published ones: which model they are recognised as, and what a refusal says that they are.
 
 Names and shapes are those of the publishers' code and of ComfyUI's and LightX2V's files.
 """
@@ -35,27 +35,27 @@ HIGH, LOW = (f"wan2.2_i2v_A14b_{noise}_noise_lightx2v_4step" for noise in ("high
 COMFY = "model.diffusion_model."
 
 
-def authors(config):
+def author_shapes(config):
     """Return the names and shapes of a transformer by its authors' names."""
     return {original.TRANSFORMER.to_authors(key): shape for key, shape in transformer_keys(config).items()}
 
 
-def file(path, config, also=None, without=(), vae=VAE_2_1):
-    """Make a file of a transformer and an autoencoder, as ComfyUI reads it, with further tensors."""
-    keys = {COMFY + key: shape for key, shape in (authors(config) | (also or {})).items() if key not in without}
+def write_file(path, config, extra=None, without=(), vae=VAE_2_1):
+    """Write a file of a transformer and an autoencoder with ComfyUI's names, and extra tensors."""
+    keys = {COMFY + key: shape for key, shape in (author_shapes(config) | (extra or {})).items() if key not in without}
     return hollow_file(path, keys | {f"vae.{key}": shape for key, shape in vae_keys(vae).items()})
 
 
-def split(folder, keys, dtypes=None):
-    """Make LightX2V's folder of a transformer: a file for each block, one for the rest, and an index of all."""
+def write_split(folder, keys, dtypes=None):
+    """Write LightX2V's folder of a transformer: a file for each block, one for the rest, and an index."""
     files: dict[str, dict[str, tuple[int, ...]]] = {}
     for key in keys:
         name = f"block_{key.split('.')[1]}.safetensors" if key.startswith("blocks.") else "non_block.safetensors"
         files.setdefault(name, {})[key] = keys[key]
     for name, part in files.items():
         hollow_file(folder / name, part, dtypes={key: x for key, x in (dtypes or {}).items() if key in part})
-    listed = {key: name for name, part in files.items() for key in part}
-    index = {"metadata": {"total_size": 0}, "weight_map": listed}
+    weight_map = {key: name for name, part in files.items() for key in part}
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
     (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 
@@ -75,11 +75,11 @@ def has_two_experts(source):
     return "transformer_2" in source.index
 
 
-@pytest.mark.parametrize("opened", [f"{HIGH}_1030", LOW])
-def test_the_other_of_two_experts_may_have_another_date(opened, tmp_path):
+@pytest.mark.parametrize("expert_file", [f"{HIGH}_1030", LOW])
+def test_the_other_of_two_experts_may_have_another_date(expert_file, tmp_path):
     for name in (f"{HIGH}_1030", LOW, f"{LOW.replace('lightx2v', 'scaled_fp8_e4m3_lightx2v')}"):
-        file(tmp_path / f"{name}.safetensors", I2V_A14B)
-    source = open_source(tmp_path / f"{opened}.safetensors")
+        write_file(tmp_path / f"{name}.safetensors", I2V_A14B)
+    source = open_source(tmp_path / f"{expert_file}.safetensors")
     assert pipeline_class(source) == "WanImageToVideoPipeline"
     assert has_two_experts(source)
     files = [source[name].weights().paths[0].stem for name in ("transformer", "transformer_2")]
@@ -95,7 +95,7 @@ def test_the_other_expert_is_downloaded_by_either_name():
 def test_several_candidates_for_the_other_expert_are_named(tmp_path):
     names = [f"{HIGH}_{date}.safetensors" for date in ("1022", "1030")]
     for name in (*names, f"{LOW}.safetensors"):
-        file(tmp_path / name, I2V_A14B)
+        write_file(tmp_path / name, I2V_A14B)
     output = refusal(tmp_path / f"{LOW}.safetensors")
     assert has_line_with(output, " ".join([f"{LOW}.safetensors", *names, f"{HIGH}.safetensors"]))
     (tmp_path / names[0]).unlink()
@@ -104,7 +104,7 @@ def test_several_candidates_for_the_other_expert_are_named(tmp_path):
 
 def test_names_with_different_endings_are_a_pair_only_with_noise(tmp_path):
     for name in ("wan_high_noise_fp8", "wan_low_noise_bf16", "t2v_high_quality", "t2v_low_memory"):
-        file(tmp_path / f"{name}.safetensors", T2V_14B)
+        write_file(tmp_path / f"{name}.safetensors", T2V_14B)
     assert pipeline_class(open_source(tmp_path / "wan_high_noise_fp8.safetensors")) == "WanPipeline"
     assert has_two_experts(open_source(tmp_path / "wan_high_noise_fp8.safetensors"))
     assert pipeline_class(open_source(tmp_path / "t2v_high_quality.safetensors")) == "WanPipeline"
@@ -112,13 +112,13 @@ def test_names_with_different_endings_are_a_pair_only_with_noise(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_lightx2v_s_int8_is_its_model_in_four_steps(kind, tmp_path):
+def test_lightx2v_s_int8_file_is_the_four_step_model(kind, tmp_path):
     """Matrices of the blocks are int8 with a float32 scale for each row, as tools/convert of ModelTC/LightX2V has them.
 
     The autoencoder is in the same folder, so that nothing is downloaded.
     """
     name = "wan2.1_i2v_720p_int8_lightx2v_4step"
-    tensors = authors(I2V_14B)
+    tensors = author_shapes(I2V_14B)
     matrices = [key for key, shape in tensors.items() if re.match(r"blocks\.\d+\..*\.weight$", key) and len(shape) == 2]
     scales = {f"{key}_scale": (tensors[key][0], 1) for key in matrices}
     dtypes = dict.fromkeys(matrices, "I8") | dict.fromkeys(scales, "F32")
@@ -126,7 +126,7 @@ def test_lightx2v_s_int8_is_its_model_in_four_steps(kind, tmp_path):
         vae = {f"vae.{key}": shape for key, shape in vae_keys(VAE_2_1).items()}
         path = hollow_file(tmp_path / f"{name}.safetensors", tensors | scales | vae, dtypes=dtypes)
     else:
-        path = split(tmp_path / f"{name}_split", tensors | scales, dtypes)
+        path = write_split(tmp_path / f"{name}_split", tensors | scales, dtypes)
         (path / "config.json").write_text(json.dumps({"_class_name": "WanModel", "num_heads": 40, "eps": 1e-6}))
         hollow_file(path / "Wan2.1_VAE.safetensors", vae_keys(VAE_2_1))
     checkpoint = inspect_checkpoint(path)
@@ -140,23 +140,23 @@ def test_lightx2v_s_int8_is_its_model_in_four_steps(kind, tmp_path):
     assert Counter(str(spec.dtype) for spec in specs.values()) == {"float32": 40 * 12, "bfloat16": 1303 - 40 * 12}
 
 
-def test_a_folder_of_blocks(tmp_path):
-    folder = split(tmp_path / "wan2.1_i2v_720p_int8_lightx2v_4step_split", authors(I2V_14B))
+def test_a_folder_of_block_files_is_opened(tmp_path):
+    folder = write_split(tmp_path / "wan2.1_i2v_720p_int8_lightx2v_4step_split", author_shapes(I2V_14B))
     source = open_source(folder)
     assert pipeline_class(source) == "WanImageToVideoPipeline"
     assert not has_two_experts(source)
-    assert len(source["transformer"].weights().specs) == len(authors(I2V_14B))
+    assert len(source["transformer"].weights().specs) == len(author_shapes(I2V_14B))
     assert source.fallback_repo == "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"
     (folder / "config.json").write_text(json.dumps({"_class_name": "WanModel", "num_heads": 40, "eps": 1e-6}))
     hollow_file(folder / "Wan2.1_VAE.safetensors", vae_keys(VAE_2_1))
     source = open_source(folder)
     assert source.missing_components == ["image_encoder", "image_processor", "text_encoder", "tokenizer"]
-    assert len(source["transformer"].weights().specs) == len(authors(I2V_14B))
+    assert len(source["transformer"].weights().specs) == len(author_shapes(I2V_14B))
 
 
-def test_folders_of_blocks_of_two_experts(tmp_path):
+def test_folders_of_block_files_of_two_experts_are_opened(tmp_path):
     for name in (f"{HIGH}_split", f"{LOW}_split"):
-        split(tmp_path / name, authors(I2V_A14B))
+        write_split(tmp_path / name, author_shapes(I2V_A14B))
     source = open_source(tmp_path / f"{LOW}_split")
     assert pipeline_class(source) == "WanImageToVideoPipeline"
     assert has_two_experts(source)
@@ -170,14 +170,14 @@ def test_folders_of_blocks_of_two_experts(tmp_path):
     assert has_line_with(refusal(tmp_path / f"{LOW}_split"), f"{LOW}_split {HIGH}_split")
 
 
-def test_experts_in_folders_of_blocks(tmp_path):
+def test_experts_in_subfolders_of_block_files_are_opened(tmp_path):
     for name in ("high_noise_model", "low_noise_model"):
-        split(tmp_path / "model" / name, authors(I2V_A14B))
+        write_split(tmp_path / "model" / name, author_shapes(I2V_A14B))
     assert pipeline_class(open_source(tmp_path / "model")) == "WanImageToVideoPipeline"
     assert has_two_experts(open_source(tmp_path / "model"))
 
 
-def test_a_transformers_folder_of_diffusers(tmp_path):
+def test_a_folder_of_a_transformer_of_diffusers_is_opened(tmp_path):
     hollow_file(tmp_path / "diffusion_pytorch_model.safetensors", transformer_keys(T2V_1_3B))
     message = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 12, "eps": 1e-6}
     (tmp_path / "config.json").write_text(json.dumps(message))
@@ -187,35 +187,35 @@ def test_a_transformers_folder_of_diffusers(tmp_path):
     assert source.fallback_repo == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 
 
-def test_a_transformer_merged_from_two(tmp_path):
-    checkpoint = inspect_checkpoint(file(tmp_path / "wan2.2-i2v-mega-aio.safetensors", I2V_A14B))
+def test_a_transformer_merged_from_two_experts_is_opened(tmp_path):
+    checkpoint = inspect_checkpoint(write_file(tmp_path / "wan2.2-i2v-mega-aio.safetensors", I2V_A14B))
     settings = checkpoint.settings
     assert (checkpoint.preset, settings.boundary, settings.guidance_scale_2) == (None, None, None)
     assert (settings.steps, settings.guidance_scale, settings.flow_shift) == (40, 3.5, 5.0)
     assert checkpoint.source.fallback_repo == "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
     assert has_line_with(checkpoint.source.notes[0], "wan2.2-i2v-mega-aio.safetensors one two")
     name = "wan2.2_i2v_high_noise_14B.safetensors"
-    assert has_line_with(refusal(file(tmp_path / name, I2V_A14B)), f"{name} {name.replace('high', 'low')}")
+    assert has_line_with(refusal(write_file(tmp_path / name, I2V_A14B)), f"{name} {name.replace('high', 'low')}")
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
+    ("name", "words"),
     [
         ("Wan2_1-I2V-ATI-14B_fp8_e4m3fn", "ATI"),
         ("Wan21-WanMove_fp8_scaled_e4m3fn_KJ", "WanMove"),
         ("Wan-Move-14B-480P", "WanMove"),
     ],
 )
-def test_unsupported_motion_is_reported(name, what, tmp_path):
-    checkpoint = inspect_checkpoint(file(tmp_path / f"{name}.safetensors", I2V_14B))
+def test_unsupported_motion_is_reported(name, words, tmp_path):
+    checkpoint = inspect_checkpoint(write_file(tmp_path / f"{name}.safetensors", I2V_14B))
     assert checkpoint.preset is not None
     assert checkpoint.preset.name == "wan2.1-i2v-14b-480p"
     [message] = checkpoint.source.notes
-    assert has_line_with(message, f"{name}.safetensors {what} not")
-    assert not inspect_checkpoint(file(tmp_path / "wan2.1_i2v_480p_14B.safetensors", I2V_14B)).source.notes
+    assert has_line_with(message, f"{name}.safetensors {words} not")
+    assert not inspect_checkpoint(write_file(tmp_path / "wan2.1_i2v_480p_14B.safetensors", I2V_14B)).source.notes
 
 
-COMFYS = {
+FUN_FILES = {
     "wan2.1-fun-1.3b-inp": ("wan2.1_fun_inp_1.3B_bf16", INP_1_3B, VAE_2_1),
     "wan2.1-fun-14b-inp": ("Wan2.1-Fun-14B-InP_fp8_e4m3fn", I2V_14B, VAE_2_1),
     "wan2.2-fun-a14b-inp": ("wan2.2_fun_inpaint_high_noise_14B_fp8_scaled", I2V_A14B, VAE_2_1),
@@ -223,11 +223,17 @@ COMFYS = {
 }
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("preset", FUN_PRESETS, ids=lambda preset: preset.name)
 def test_a_file_of_fun_inp(preset, tmp_path):
     name, config, vae = COMFYS[preset.name]
+=======
+@pytest.mark.parametrize("preset", FUN, ids=lambda preset: preset.name)
+def test_a_file_of_fun_inp_is_recognised(preset, tmp_path):
+    name, config, vae = FUN_FILES[preset.name]
+>>>>>>> 229b80b4 (Name the tests of checkpoints after what a user relies on (2))
     for each in {name, name.replace("high", "low")}:
-        file(tmp_path / f"{each}.safetensors", config, vae=vae)
+        write_file(tmp_path / f"{each}.safetensors", config, vae=vae)
     checkpoint = inspect_checkpoint(tmp_path / f"{name}.safetensors")
     assert checkpoint.preset is not None
     assert checkpoint.preset == replace(
@@ -239,7 +245,7 @@ def test_a_file_of_fun_inp(preset, tmp_path):
     assert checkpoint.source.fallback_repo.endswith("iffusers")
 
 
-RELATIVES = {  # by the name of a file: its transformer, what is foreign in it, and words of the refusal
+UNSUPPORTED_WAN = {  # by file name: the transformer, the unsupported tensors, and the words of the message
     "wan2.1_fun_control_1.3B_bf16": (replace(INP_1_3B, channels_in=48), {}, "48 36 [Fun Control]"),
     "wan2.2_fun_control_5B_bf16": (
         replace(INP_5B, channels_in=148),
@@ -285,12 +291,15 @@ RELATIVES = {  # by the name of a file: its transformer, what is foreign in it, 
 }
 
 
-ALONE = {  # by the name of a file: its tensors, and words of the refusal
+OTHER_FILES = {  # by file name: the tensors, and the words of the message
     "wan2.1_infiniteTalk_multi_fp16": (
         {"audio_proj.proj1.weight": (512, 46080), "blocks.0.norm_x.weight": (5120,)},
         "InfiniteTalk",
     ),
-    "Wan2_1-VACE_module_14B": ({k: v for k, v in authors(VACE_14B).items() if k.startswith("vace")}, "only VACE part"),
+    "Wan2_1-VACE_module_14B": (
+        {k: v for k, v in author_shapes(VACE_14B).items() if k.startswith("vace")},
+        "only VACE part",
+    ),
     "Uni3C_controlnet": ({"controlnet_patch_embedding.weight": (5120, 20, 1, 2, 2)}, "Uni3C"),
     "hunyuan_video_720_fp8": (
         {"double_blocks.0.img_attn_qkv.weight": (9216, 3072), "txt_in.individual_token_refiner.a.weight": (3072,)},
@@ -318,25 +327,25 @@ ALONE = {  # by the name of a file: its tensors, and words of the refusal
 }
 
 
-def of_another_class(path):
+def write_another_class(path):
     path.mkdir()
     (path / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
     return path
 
 
-REFUSED = {  # by the name of a file: what writes it, and what the sentence about it names
+REFUSED = {  # by file name: the function that writes it, and the words of the message
     **{
         name: (
-            lambda path, config=config, foreign=foreign: file(path, config, foreign),
+            lambda path, config=config, unsupported=unsupported: write_file(path, config, unsupported),
             f"{name}.safetensors {words.replace('[', '').replace(']', '')}",
         )
-        for name, (config, foreign, words) in RELATIVES.items()
+        for name, (config, unsupported, words) in UNSUPPORTED_WAN.items()
     },
     **{
         name: (lambda path, tensors=tensors: hollow_file(path, tensors), words)
-        for name, (tensors, words) in ALONE.items()
+        for name, (tensors, words) in OTHER_FILES.items()
     },
-    "flux": (of_another_class, "model_index.json FluxTransformer2DModel"),
+    "flux": (write_another_class, "model_index.json FluxTransformer2DModel"),
 }
 
 
@@ -347,7 +356,7 @@ def test_a_file_of_an_unsupported_model_is_identified(name, tmp_path):
 
 
 def test_notes_are_printed_when_a_model_is_loaded(tmp_path, monkeypatch):
-    path = file(tmp_path / "Wan2_1-I2V-ATI-14B.safetensors", I2V_14B)
+    path = write_file(tmp_path / "Wan2_1-I2V-ATI-14B.safetensors", I2V_14B)
     monkeypatch.setattr("wanjax.registry.check_complete", lambda source: None)
     notes = []
     open_for_loading(path, None, notes.append)

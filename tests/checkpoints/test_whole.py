@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of which something is missing: it is named before anything is computed, whatever the command."""
+"""Incomplete checkpoints: every command names what is missing before it computes anything."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan import layouts as wan_layouts
 from wanjax.registry import open_source, presets
 
-TEXT_ENCODER = "models_t5_umt5.safetensors"  # of Wan's authors
+TEXT_ENCODER = "models_t5_umt5.safetensors"  # in the layout of Wan's authors
 COMMANDS = {
     "generate": ["generate", "a cat", "--model", "{}", "--dir", "out"],
     "encode": ["encode", "a cat", "--model", "{}", "--dir", "out"],
@@ -37,29 +37,29 @@ COMMANDS = {
 }
 
 
-def gone(path: Path) -> str:
-    """Make a link of a file, as the hub's cache has them, and take away what it leads to."""
+def dangling_link(path: Path) -> str:
+    """Replace a file by a link to a missing file, like a broken entry of the hub's cache."""
     path.unlink()
     path.symlink_to("../../../../blobs/0a1b2c.incomplete")
     return path.name
 
 
-def gone_weights(folder: Path) -> str:
-    return gone(folder / "vae" / WEIGHTS)
+def dangling_weights(folder: Path) -> str:
+    return dangling_link(folder / "vae" / WEIGHTS)
 
 
-def gone_shard(folder: Path) -> str:
+def dangling_shard(folder: Path) -> str:
     split(folder / "transformer")
-    return gone(folder / "transformer" / "diffusion_pytorch_model-00002-of-00002.safetensors")
+    return dangling_link(folder / "transformer" / "diffusion_pytorch_model-00002-of-00002.safetensors")
 
 
-def gone_index(folder: Path) -> str:
+def dangling_index(folder: Path) -> str:
     split(folder / "transformer")
-    return gone(folder / "transformer" / f"{WEIGHTS}.index.json")
+    return dangling_link(folder / "transformer" / f"{WEIGHTS}.index.json")
 
 
-def gone_tokenizer(folder: Path) -> str:
-    return gone(folder / "tokenizer" / "tokenizer.json")
+def dangling_tokenizer(folder: Path) -> str:
+    return dangling_link(folder / "tokenizer" / "tokenizer.json")
 
 
 def lost_shard(folder: Path) -> str:
@@ -67,7 +67,7 @@ def lost_shard(folder: Path) -> str:
     return "diffusion_pytorch_model-00002-of-00002.safetensors"
 
 
-def stranger_in_index(folder: Path) -> str:
+def unknown_tensor_in_index(folder: Path) -> str:
     split(folder / "transformer")
     index = folder / "transformer" / f"{WEIGHTS}.index.json"
     text = json.loads(index.read_text())
@@ -76,12 +76,12 @@ def stranger_in_index(folder: Path) -> str:
     return "blocks.9.extra"
 
 
-def short(folder: Path) -> str:
+def truncated_weights(folder: Path) -> str:
     truncated(folder)
     return f"vae/{WEIGHTS}"
 
 
-def empty(folder: Path) -> str:
+def empty_weights(folder: Path) -> str:
     (folder / "vae" / WEIGHTS).write_bytes(b"")
     return f"vae/{WEIGHTS}"
 
@@ -102,7 +102,16 @@ def no_folder(folder: Path) -> str:
     return "vae"
 
 
-HARMS = [gone_weights, gone_shard, gone_index, gone_tokenizer, lost_shard, stranger_in_index, short, empty]
+HARMS = [
+    dangling_weights,
+    dangling_shard,
+    dangling_index,
+    dangling_tokenizer,
+    lost_shard,
+    unknown_tensor_in_index,
+    truncated_weights,
+    empty_weights,
+]
 HARMS += [empty_tokenizer, no_tokenizer, no_folder]
 
 
@@ -132,8 +141,8 @@ def test_every_command_names_missing_files(harm, checkpoint, tmp_path, monkeypat
 
 
 @pytest.fixture
-def published(server, checkpoint):
-    """The hub with the whole checkpoint."""
+def hub_with_checkpoint(server, checkpoint):
+    """A hub with the complete checkpoint."""
     server.files.clear()
     for path in checkpoint.rglob("*"):
         if path.is_file():
@@ -141,29 +150,29 @@ def published(server, checkpoint):
     return server
 
 
-def test_a_file_missing_in_the_hub_s_cache_is_reported_or_downloaded(published, set_hub_url):
-    set_hub_url(published.url)
+def test_a_file_missing_in_the_hub_s_cache_is_reported_or_downloaded(hub_with_checkpoint, set_hub_url):
+    set_hub_url(hub_with_checkpoint.url)
     pipe = wanjax.load(ID)
     for name in ("tokenizer", "text_encoder", "transformer", "vae"):
         pipe.components.get(name)
     link = Path(pipe.components.source.root) / "vae" / WEIGHTS
     assert link.is_symlink()
     os.rename(link.resolve(), f"{link.resolve()}.incomplete")
-    set_hub_url(published.url, offline=True)
+    set_hub_url(hub_with_checkpoint.url, offline=True)
     with pytest.raises(WanjaxError) as raised:
         wanjax.load(ID)
     assert has_line_with(str(raised.value), f"vae/{WEIGHTS}")
     with pytest.raises(WanjaxError) as raised:
         locate_file(f"{ID}/vae/{WEIGHTS}")
     assert has_line_with(str(raised.value), f"vae/{WEIGHTS}")
-    set_hub_url(published.url)
-    published.downloads.clear()
+    set_hub_url(hub_with_checkpoint.url)
+    hub_with_checkpoint.downloads.clear()
     assert wanjax.load(ID).components.get("vae") is not None
-    assert [name for name, _ in published.downloads] == [f"vae/{WEIGHTS}"]
+    assert [name for name, _ in hub_with_checkpoint.downloads] == [f"vae/{WEIGHTS}"]
 
 
 def without(*names: str):
-    """Return what removes files and folders from the hub, and the last part of the first name."""
+    """Return a function that removes files from the hub and returns the last part of the first name."""
 
     def harm(files: dict[str, bytes]) -> str:
         for file in list(files):
@@ -174,42 +183,42 @@ def without(*names: str):
     return harm
 
 
-def in_other_names(files: dict[str, bytes]) -> str:
+def with_other_names(files: dict[str, bytes]) -> str:
     files["vae/model.fp16.safetensors"] = files.pop(f"vae/{WEIGHTS}")
     return f"{ID}/vae {WEIGHTS}"
 
 
-LOST = {
+MISSING = {
     "folder": without("vae/"),
     "weights": without(f"vae/{WEIGHTS}"),
-    "variant": in_other_names,
+    "variant": with_other_names,
     "shard": without("transformer/diffusion_pytorch_model-00002-of-00002.safetensors"),
     "shards": lambda files: without("transformer/diffusion_pytorch_model-")(files) and "shards",
     "tokenizer": without("tokenizer/"),
 }
 
 
-@pytest.mark.parametrize("lost", LOST)
+@pytest.mark.parametrize("missing", MISSING)
 def test_files_that_the_hub_lacks_are_reported_before_weights_are_downloaded(
-    lost, published, set_hub_url, checkpoint, tmp_path
+    missing, hub_with_checkpoint, set_hub_url, checkpoint, tmp_path
 ):
     split(shutil.copytree(checkpoint / "transformer", tmp_path / "transformer"))
-    del published.files[f"transformer/{WEIGHTS}"]
+    del hub_with_checkpoint.files[f"transformer/{WEIGHTS}"]
     for path in (tmp_path / "transformer").iterdir():
-        published.files[f"transformer/{path.name}"] = path.read_bytes()
-    name = LOST[lost](published.files)
-    set_hub_url(published.url)
-    for _ in range(2):  # with nothing in the cache, and with some
+        hub_with_checkpoint.files[f"transformer/{path.name}"] = path.read_bytes()
+    name = MISSING[missing](hub_with_checkpoint.files)
+    set_hub_url(hub_with_checkpoint.url)
+    for _ in range(2):  # with an empty cache, and with a part of the files
         with pytest.raises(WanjaxError) as raised:
             wanjax.load(ID)
         assert has_line_with(str(raised.value), f"{ID} {name}")
         assert "\n" not in str(raised.value)
-    assert not [name for name, _ in published.downloads if name.endswith(".safetensors")]
+    assert not [name for name, _ in hub_with_checkpoint.downloads if name.endswith(".safetensors")]
 
 
-def test_an_unreachable_hub_is_reported_before_anything_is_computed(published, set_hub_url, monkeypatch):
-    monkeypatch.setattr(_http.time, "sleep", lambda seconds: None)  # of the client, between attempts
-    set_hub_url(published.url)
+def test_an_unreachable_hub_is_reported_before_anything_is_computed(hub_with_checkpoint, set_hub_url, monkeypatch):
+    monkeypatch.setattr(_http.time, "sleep", lambda seconds: None)  # the client's pauses between attempts
+    set_hub_url(hub_with_checkpoint.url)
     pipe = wanjax.load(ID)
     for name in ("tokenizer", "text_encoder", "transformer"):
         pipe.components.get(name)
@@ -218,85 +227,87 @@ def test_an_unreachable_hub_is_reported_before_anything_is_computed(published, s
         wanjax.load(ID)
     assert has_line_with(str(raised.value), f"http://127.0.0.1:9 reached {ID}")
     assert "\n" not in str(raised.value)
-    set_hub_url(published.url)
+    set_hub_url(hub_with_checkpoint.url)
     assert wanjax.load(ID).components.get("vae") is not None
     set_hub_url("http://127.0.0.1:9")
     wanjax.load(ID)
 
 
 @pytest.fixture
-def completed_by(monkeypatch):
-    """Name the repository from which what a checkpoint lacks comes, in place of a published one."""
+def fallback_to(monkeypatch):
+    """Return a function that sets the repository for missing components of a checkpoint."""
     return lambda name: monkeypatch.setattr(wan_layouts, "find_fallback", lambda *_: SimpleNamespace(source=name))
 
 
 @pytest.fixture
-def transformer_file(checkpoint, tmp_path, completed_by):
+def transformer_file(checkpoint, tmp_path, fallback_to):
     """A file with only a transformer, whose other components the loopback hub has."""
-    completed_by(ID)
+    fallback_to(ID)
     return shutil.copy(checkpoint / "transformer" / WEIGHTS, tmp_path / "alone.safetensors")
 
 
-@pytest.mark.parametrize("lost", ["nothing", "text_encoder", "tokenizer", "the hub"])
+@pytest.mark.parametrize("missing", ["nothing", "text_encoder", "tokenizer", "the hub"])
 def test_missing_components_of_a_transformer_file_are_reported_before_anything_is_computed(
-    lost, transformer_file, published, set_hub_url
+    missing, transformer_file, hub_with_checkpoint, set_hub_url
 ):
-    without(f"{lost}/")(published.files)
-    set_hub_url("http://127.0.0.1:9" if lost == "the hub" else published.url)
+    without(f"{missing}/")(hub_with_checkpoint.files)
+    set_hub_url("http://127.0.0.1:9" if missing == "the hub" else hub_with_checkpoint.url)
     for _ in range(2):
-        if lost == "nothing":
+        if missing == "nothing":
             wanjax.load(transformer_file)
             continue
         with pytest.raises(WanjaxError) as raised:
             wanjax.load(transformer_file)
         assert has_line_with(
-            str(raised.value), f"{ID} http://127.0.0.1:9 reached" if lost == "the hub" else f"{ID} {lost}"
+            str(raised.value), f"{ID} http://127.0.0.1:9 reached" if missing == "the hub" else f"{ID} {missing}"
         )
-    assert not [name for name, _ in published.downloads if name.endswith(".safetensors")]
+    assert not [name for name, _ in hub_with_checkpoint.downloads if name.endswith(".safetensors")]
 
 
 @pytest.fixture
-def of_authors(published, checkpoint, completed_by, monkeypatch):
-    """Return a hub with the checkpoint in its authors' layout; what that lacks would come from where there is none."""
+def hub_with_authors_layout(hub_with_checkpoint, checkpoint, fallback_to, monkeypatch):
+    """A hub with the checkpoint in its authors' layout; the repository for missing components does not exist."""
     monkeypatch.setitem(original.STATISTICS, tiny.LATENT_CHANNELS, wan.vae_config(tiny.VAE))
-    completed_by("owner/typo")
+    fallback_to("owner/typo")
     files = {"transformer": WEIGHTS, "vae": "Wan2.1_VAE.safetensors", "text_encoder": TEXT_ENCODER}
-    published.files = {"config.json": b'{"_class_name": "WanModel", "num_heads": 2}'}
+    hub_with_checkpoint.files = {"config.json": b'{"_class_name": "WanModel", "num_heads": 2}'}
     for component, name in files.items():
         [weights] = (checkpoint / component).glob("*.safetensors")
-        published.files[name] = weights.read_bytes()
+        hub_with_checkpoint.files[name] = weights.read_bytes()
     for path in (checkpoint / "tokenizer").iterdir():
-        published.files[f"google/umt5-xxl/{path.name}"] = path.read_bytes()
-    return published
+        hub_with_checkpoint.files[f"google/umt5-xxl/{path.name}"] = path.read_bytes()
+    return hub_with_checkpoint
 
 
-NO_ROOM = "room on the disk"
+FULL_DISK = "room on the disk"
 TYPO = "owner/typo {url}/owner/typo"
 
 
 @pytest.mark.parametrize(
-    ("lost", "words"),
-    [("nothing", None), ("models_t5_umt5", TYPO), ("google", TYPO), (NO_ROOM, f"{ID} 10 MB free room")],
+    ("missing", "words"),
+    [("nothing", None), ("models_t5_umt5", TYPO), ("google", TYPO), (FULL_DISK, f"{ID} 10 MB free room")],
 )
-def test_the_authors_repository_is_looked_through(lost, words, of_authors, set_hub_url, machine):
-    """Nothing of it is downloaded before it is needed."""
-    without(lost)(of_authors.files)
-    set_hub_url(of_authors.url)
-    if lost == NO_ROOM:
-        of_authors.files[TEXT_ENCODER] += bytes(10**7)
+def test_missing_files_of_an_authors_repository_are_reported(
+    missing, words, hub_with_authors_layout, set_hub_url, machine
+):
+    """No weights are downloaded before they are needed."""
+    without(missing)(hub_with_authors_layout.files)
+    set_hub_url(hub_with_authors_layout.url)
+    if missing == FULL_DISK:
+        hub_with_authors_layout.files[TEXT_ENCODER] += bytes(10**7)
         machine.has_disk(10**7)
     if words is None:
         wanjax.load(ID)
     else:
         with pytest.raises(WanjaxError) as raised:
             wanjax.load(ID)
-        assert has_line_with(str(raised.value), words.format(url=of_authors.url))
-    assert TEXT_ENCODER not in [name for name, _ in of_authors.downloads]
+        assert has_line_with(str(raised.value), words.format(url=hub_with_authors_layout.url))
+    assert TEXT_ENCODER not in [name for name, _ in hub_with_authors_layout.downloads]
 
 
 @pytest.mark.parametrize("command", ["model", "lora", "folder"])
 def test_a_dangling_link_is_reported(command, checkpoint, tmp_path, monkeypatch):
-    """And not looked for on the hub, even where its path would be a name there."""
+    """It is not looked up on the hub, even if its path is a valid name there."""
     monkeypatch.chdir(tmp_path)
     link = Path("some/models/wan.safetensors" if command != "folder" else "some/models")
     link.parent.mkdir(parents=True)
@@ -307,7 +318,7 @@ def test_a_dangling_link_is_reported(command, checkpoint, tmp_path, monkeypatch)
 
 
 def test_an_expert_requires_the_other_one(checkpoint, tmp_path, monkeypatch):
-    """A dangling link is reported, and so is the name of one of two experts, though another model has only one."""
+    """A dangling link to the other expert is reported, and so is a missing one, by the name of the file."""
     path = tmp_path / "wan2.2_t2v_high_noise.safetensors"
     low_noise = tmp_path / "wan2.2_t2v_low_noise.safetensors"
     shutil.copy(checkpoint / "transformer" / WEIGHTS, path)

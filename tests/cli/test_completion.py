@@ -24,7 +24,7 @@ def completions(line: str) -> list[tuple[str, str]]:
     result = CliRunner(env=variables).invoke(main, [], prog_name="wanjax")
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
-    return [tuple(line.split(",", 1)) for line in result.stdout.splitlines() if line]
+    return [tuple(row.split(",", 1)) for row in result.stdout.splitlines() if row]
 
 
 def values(line: str) -> list[str]:
