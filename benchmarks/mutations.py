@@ -445,8 +445,8 @@ MUTATIONS = (
         "self.token.startswith(token)",
         "a server with a token accepts requests without the token",
         (
-            "serve/test_refusals.py::test_a_part_of_a_token_lets_nobody_in",
-            "serve/test_refusals.py::test_a_token_lets_in",
+            "serve/test_refusals.py::test_a_part_of_a_token_gives_no_access",
+            "serve/test_refusals.py::test_a_valid_token_gives_access",
         ),
     ),
     Mutation(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server of `nano` in this process, and small videos to ask for."""
+"""A server of `nano` in this process, and small requests for it."""
 
 import shutil
 import time
@@ -30,7 +30,7 @@ Start = Callable[..., "Server"]
 
 
 class Server:
-    """A server, a client that asks it from this machine, and a folder."""
+    """A server with its folder, and a client on this machine."""
 
     def __init__(
         self,
@@ -60,19 +60,19 @@ class Server:
         return TestClient(self.application, f"http://{host}", client=(address, 5000), raise_server_exceptions=False)
 
     def stop(self) -> None:
-        """End the server as a signal does: the folder is free then for another."""
+        """End the server like a signal; afterwards another server can use the folder."""
         self.service.end()
         self.worker.stop()
         assert self.worker.join(60)
         self.kill()
 
     def kill(self) -> None:
-        """Leave the folder and the database as a kill does, of a server whose worker is not at work."""
+        """Close the server like a kill while its worker is idle: the folder and the database stay as they are."""
         self.service.close()
         self._opened.close()
 
     def lease(self, count: int = 1) -> list[str]:
-        """Have a process that is no more begin jobs, each by a worker of its own, and return their ids."""
+        """Lease jobs to workers of dead processes, one for each job, and return the ids of the jobs."""
         ids = []
         for number in range(count):
             name = f"dead-{token_hex(4)}"
@@ -82,21 +82,21 @@ class Server:
 
     @property
     def queue(self) -> list[str]:
-        """The ids of the videos that wait, in their order."""
+        """The ids of the waiting videos, in order."""
         return [job.id for job in self.store.queue()]
 
     def jobs(self) -> dict[str, Job]:
-        """The jobs by id, in the order of their requests."""
+        """The jobs by id, in the order of the requests."""
         return {job.id: job for job in self.store.page(1000, newest_first=False)[0]}
 
     def is_cleared(self, id: str) -> bool:
-        """Return whether a video's folder is gone within a while."""
+        """Return whether a video's folder is removed within 20 seconds."""
         end = time.monotonic() + 20
-        while (there := (self.folder / id).exists()) and time.monotonic() < end:
+        while (exists := (self.folder / id).exists()) and time.monotonic() < end:
             time.sleep(0.02)
-        return not there
+        return not exists
 
-    def ask(self, **more: Any) -> dict[str, Any]:
+    def post_video(self, **more: Any) -> dict[str, Any]:
         response = self.client.post("/v1/videos", json=SMALL | more)
         assert response.status_code == 200, response.text
         return response.json()
@@ -115,7 +115,7 @@ class Server:
         raise AssertionError(f"{id} does not end: {video}")
 
     def refused(self, status: int, **options: Any) -> str:
-        """Send a request that has to be refused, and return the message."""
+        """Send a request that must be refused, and return the message."""
         response = self.client.post("/v1/videos", **options)
         assert response.status_code == status, response.text
         error = response.json()["error"]
@@ -132,13 +132,17 @@ def pipe() -> Pipeline:
 
 @pytest.fixture
 def start(pipe: Pipeline, tmp_path: Path) -> Iterator[Start]:
-    """Start servers; the worker of each works unless `work=False`."""
+    """A function that starts servers; with `work=False` the worker of a server does not run."""
     started: list[Server] = []
 
     def make(
-        folder: AnyPath = tmp_path / "served", *, work: bool = True, of: LoadedModels | None = None, **options: Any
+        folder: AnyPath = tmp_path / "served",
+        *,
+        work: bool = True,
+        loaded_models: LoadedModels | None = None,
+        **options: Any,
     ) -> Server:
-        server = Server(of or LoadedModels(pipe), folder, **options)
+        server = Server(loaded_models or LoadedModels(pipe), folder, **options)
         started.append(server)
         if work:
             server.worker.start()
@@ -151,7 +155,7 @@ def start(pipe: Pipeline, tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium, which the tests of the page drive; names that end in .example are this machine's."""
+    """Chromium for the tests of the page; names that end in .example resolve to this machine."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("there is no Chromium")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The description of the HTTP interface: a validator reads it, and requests and answers are as it says."""
+"""The OpenAPI description of the server is valid, and requests and responses match it."""
 
 import base64
 import importlib
@@ -23,53 +23,57 @@ IMAGE = "data:image/png;base64," + base64.b64encode(picture()).decode()
 
 
 @pytest.fixture
-def described(start):
+def server_and_document(start):
     server = start()
     return server, server.client.get("/openapi.json").json()
 
 
-def checked(document, name):
-    """Return what checks a value by a schema of the document."""
+def validator_of(document, name):
+    """Return a function that validates a value by a schema of the document."""
     schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
     return Draft202012Validator(schema).validate
 
 
-def test_the_description_is_valid_openapi(described):
-    _, document = described
+def test_the_description_is_valid_openapi(server_and_document):
+    _, document = server_and_document
     validate(document)
     fields = document["components"]["schemas"]["VideoRequest"]["properties"]
     assert {"prompt", "size", "seconds", "frames", "steps", "seed", "image", "input_reference", "lora"} <= fields.keys()
     settings = schema(Settings)
     for name in ("steps", "guidance_scale", "flow_shift"):
         assert fields[name]["description"] == settings[name].help
-    assert (fields["steps"]["minimum"], fields["steps"]["maximum"]) == (1, 200)  # the server's own bound
+    assert (fields["steps"]["minimum"], fields["steps"]["maximum"]) == (1, 200)  # the limit of the server
 
 
-def test_every_path_of_the_server_is_described(described):
-    server, document = described
+def test_every_path_of_the_server_is_described(server_and_document):
+    server, document = server_and_document
     paths = {(route.path, method.lower()) for route in server.application.application.routes
              if hasattr(route, "methods") for method in route.methods - {"HEAD"}}  # fmt: skip
-    message = {(path, method) for path, ways in document["paths"].items() for method in ways if method != "parameters"}
+    described_paths = {
+        (path, method) for path, methods in document["paths"].items() for method in methods if method != "parameters"
+    }
     page = {("/", "get"), ("/login", "post"), ("/openapi.json", "get")}
-    assert message == paths - page - {(path, method) for path in UNSUPPORTED_ROUTES for method in ("get", "post")}
+    assert described_paths == paths - page - {
+        (path, method) for path in UNSUPPORTED_ROUTES for method in ("get", "post")
+    }
 
 
-def test_responses_match_their_description(described):
-    server, document = described
-    video = checked(document, "Video")
+def test_responses_match_their_description(server_and_document):
+    server, document = server_and_document
+    video = validator_of(document, "Video")
     id = server.client.post("/v1/videos", json=SMALL | {"image": IMAGE}).json()["id"]
     video(server.client.get(f"/v1/videos/{id}").json())
     video(server.wait_until_finished(id))
-    failed = server.ask(seed=1)["id"]
+    failed = server.post_video(seed=1)["id"]
     video(server.client.post(f"/v1/videos/{failed}/cancel").json())
-    checked(document, "Videos")(server.client.get("/v1/videos").json())
-    checked(document, "Models")(server.client.get("/v1/models").json())
-    checked(document, "Health")(server.client.get("/health").json())
-    checked(document, "Error")(server.client.get("/v1/videos/none").json())
-    checked(document, "Error")(server.client.post("/v1/videos", json={"prompt": 3}).json())
+    validator_of(document, "Videos")(server.client.get("/v1/videos").json())
+    validator_of(document, "Models")(server.client.get("/v1/models").json())
+    validator_of(document, "Health")(server.client.get("/health").json())
+    validator_of(document, "Error")(server.client.get("/v1/videos/none").json())
+    validator_of(document, "Error")(server.client.post("/v1/videos", json={"prompt": 3}).json())
     response = server.client.post("/v1/requests", files={"file": ("a.json", template_text("text_to_video_wan"))})
-    checked(document, "FileFields")(response.json())
-    checked(document, "Deleted")(server.client.delete(f"/v1/videos/{id}").json())
+    validator_of(document, "FileFields")(response.json())
+    validator_of(document, "Deleted")(server.client.delete(f"/v1/videos/{id}").json())
 
 
 @pytest.mark.parametrize(
@@ -96,34 +100,34 @@ def test_responses_match_their_description(described):
     ],
     ids=str,
 )
-def test_the_server_and_its_description_accept_the_same_requests(described, fields, is_valid):
-    server, document = described
+def test_the_server_and_its_description_accept_the_same_requests(server_and_document, fields, is_valid):
+    server, document = server_and_document
     request = {name: value for name, value in (SMALL | fields).items() if value is not None}
     status = server.client.post("/v1/videos", json=request).status_code
     assert (status == 200) == is_valid
     if is_valid:
-        checked(document, "VideoRequest")(request)
+        validator_of(document, "VideoRequest")(request)
     else:
         with pytest.raises(jsonschema.ValidationError):
-            checked(document, "VideoRequest")(request)
+            validator_of(document, "VideoRequest")(request)
 
 
 def test_every_status_of_a_wrong_request_is_described(start, tmp_path):
-    """Wrong parameters, ids, ranges, media types, sizes, hosts and tokens, sent to each path that takes them."""
+    """Send wrong parameters, ids, ranges, media types, sizes, hosts and tokens to each path that accepts them."""
     server, locked = start(upload=10_000), start(folder=tmp_path / "locked", token="a-token-of-the-tests", work=False)
     document = server.client.get("/openapi.json").json()
-    id = server.wait_until_finished(server.ask(seed=1)["id"])["id"]
-    answered = set()
+    id = server.wait_until_finished(server.post_video(seed=1)["id"])["id"]
+    seen = set()
 
     def check(path, method, client=server.client, **request):
         response = client.request(method, path.replace("{id}", request.pop("id", id)), **request)
         responses = document["paths"][path][method]["responses"]
         assert str(response.status_code) in responses, (method, path, request, response.text)
-        answered.add((path, method, response.status_code))
+        seen.add((path, method, response.status_code))
 
     for path, operations in document["paths"].items():
         for method in operations.keys() - {"parameters"}:
-            if "events" not in path:  # a stream that is answered does not end
+            if "events" not in path:  # a stream of events does not end
                 check(path, method, id="video_none", json=SMALL | {"steps": 0} if path == "/v1/videos" else None)
             for client in (locked.client, server.client_from("192.0.2.1")):
                 check(path, method, client)
@@ -139,8 +143,8 @@ def test_every_status_of_a_wrong_request_is_described(start, tmp_path):
     for kind, body in {"text/plain": b"a", "application/json": b"[", "multipart/form-data; boundary=x": b"--"}.items():
         check("/v1/videos", "post", headers={"content-type": kind}, content=body)
     for expected in (("/v1/videos", "post", 415), ("/v1/videos/{id}/content", "get", 416), ("/v1/models", "get", 422)):
-        assert expected in answered
-    assert {status for _, _, status in answered} >= {206, 400, 401, 403, 404, 413, 415, 416, 422}
+        assert expected in seen
+    assert {status for _, _, status in seen} >= {206, 400, 401, 403, 404, 413, 415, 416, 422}
 
 
 @pytest.mark.slow
@@ -149,27 +153,31 @@ def test_a_generated_client_makes_a_video(tmp_path, monkeypatch):
     with serving(tmp_path / "served", "--no-rehearse") as (server, _):
         (tmp_path / "openapi.json").write_text(server.get("/openapi.json").text)
         command = [sys.executable, "-m", "openapi_python_client", "generate", "--path", "openapi.json"]
-        where = ["--meta", "none", "--output-path", "described_client"]
-        subprocess.run([*command, *where], cwd=tmp_path, check=True, capture_output=True)
+        output_options = ["--meta", "none", "--output-path", "described_client"]
+        subprocess.run([*command, *output_options], cwd=tmp_path, check=True, capture_output=True)
         file = tmp_path / "described_client/api/default/create_video.py"
         file.write_text(
             file.read_text().replace("import UNSET, Response", "import UNSET, Response, Unset")
-        )  # 0.29 forgets
+        )  # version 0.29 omits this import
         monkeypatch.syspath_prepend(tmp_path)
         calls, models = (importlib.import_module(f"described_client.{name}") for name in ("api.default", "models"))
-        ask = {name: importlib.import_module(f"{calls.__name__}.{name}").sync for name in (
+        operations = {name: importlib.import_module(f"{calls.__name__}.{name}").sync for name in (
             "create_video", "get_video", "list_videos", "list_models", "get_record", "get_health", "delete_video"
         )}  # fmt: skip
         with importlib.import_module("described_client").Client(base_url=str(server.base_url), timeout=60) as client:
-            assert ask["list_models"](client=client).data[0].id == "nano"
-            wrong = ask["create_video"](client=client, body=models.VideoRequest.from_dict(SMALL | {"steps": 999}))
+            assert operations["list_models"](client=client).data[0].id == "nano"
+            wrong = operations["create_video"](
+                client=client, body=models.VideoRequest.from_dict(SMALL | {"steps": 999})
+            )
             assert (wrong.error.param, wrong.error.code) == ("steps", "invalid_request")
-            result = ask["create_video"](client=client, body=models.VideoRequest.from_dict(SMALL))
-            while (video := ask["get_video"](result.id, client=client)).status not in ("completed", "failed"):
+            result = operations["create_video"](client=client, body=models.VideoRequest.from_dict(SMALL))
+            while (video := operations["get_video"](result.id, client=client)).status not in ("completed", "failed"):
                 time.sleep(0.1)
             assert (video.status, video.settings.steps, video.size) == ("completed", 2, "32x32")
-            assert ask["get_record"](result.id, client=client)["prompt"] == SMALL["prompt"]
-            assert [item.id for item in ask["list_videos"](client=client, limit=1).data] == [result.id]
-            assert ask["get_health"](client=client).model == "nano"
-            assert ask["delete_video"](result.id, client=client).deleted
-            assert ask["get_video"](result.id, client=client).error.code == "not_found"
+            assert operations["get_record"](result.id, client=client)["prompt"] == SMALL["prompt"]
+            assert [video_listed.id for video_listed in operations["list_videos"](client=client, limit=1).data] == [
+                result.id
+            ]
+            assert operations["get_health"](client=client).model == "nano"
+            assert operations["delete_video"](result.id, client=client).deleted
+            assert operations["get_video"](result.id, client=client).error.code == "not_found"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server behind nginx and Caddy, with the printed lines: its page in a browser, and who does not get in."""
+"""The server behind nginx and Caddy, with the documented configuration: its page in a browser, and its access."""
 
 import json
 import time
@@ -35,19 +35,19 @@ def without_token(tmp_path_factory):
         yield client
 
 
-def test_no_event_waits_for_others(with_token, tmp_path):
-    """nginx keeps an answer back until it has some kilobytes of it, unless the answer says that it may not."""
+def test_events_pass_a_proxy_at_once(with_token, tmp_path):
+    """nginx buffers a response unless the response forbids it."""
     with running_proxy("nginx", tmp_path, with_token.base_url.port) as url:
         requested = time.perf_counter()
         with httpx.stream("GET", f"{url}v1/events", headers=AUTHORIZED, timeout=60) as stream:
             assert stream.status_code == 200
             assert next(stream.iter_lines()).startswith("retry")
-        assert time.perf_counter() - requested < 10  # the next sign of life is after 15 seconds
+        assert time.perf_counter() - requested < 10  # the next keep-alive event comes after 15 seconds
 
 
 @pytest.mark.parametrize(("kind", "prefix"), quick([("nginx", "/wan/")], PROXIES))
 def test_the_page_works_behind_a_proxy(browser, with_token, tmp_path, monkeypatch, kind, prefix):
-    """With the token a video is requested, followed, played and deleted, all of it below the proxy's URL."""
+    """With the token, a video is requested, followed, played and deleted, all below the proxy's URL."""
     messages, requested = [], []
     with running_proxy(kind, tmp_path / "proxy", with_token.base_url.port, prefix) as url:
         assert httpx.get(f"{url}v1/videos").status_code == 401
@@ -70,7 +70,7 @@ def test_the_page_works_behind_a_proxy(browser, with_token, tmp_path, monkeypatc
         page.evaluate(STATES)
         page.click("#make")
         page.wait_for_selector(".card.completed", timeout=120_000)
-        assert "step" in page.evaluate("[...window.states]")  # by events alone
+        assert "step" in page.evaluate("[...window.states]")  # the page learns it from events only
         page.click(".card .open")
         player = page.wait_for_selector("dialog video")
         player.evaluate("player => player.play()")
@@ -78,7 +78,7 @@ def test_the_page_works_behind_a_proxy(browser, with_token, tmp_path, monkeypatc
         page.screenshot(path=tmp_path / "page.png", full_page=True)
         page.click("dialog .delete")
         page.wait_for_selector(".card", state="detached")
-        end = time.monotonic() + 60  # until then it can be undone
+        end = time.monotonic() + 60  # the deletion can be undone for some seconds
         while httpx.get(f"{url}v1/videos", headers=AUTHORIZED).json()["data"] and time.monotonic() < end:
             time.sleep(0.1)
         assert httpx.get(f"{url}v1/videos", headers=AUTHORIZED).json()["data"] == []
@@ -96,8 +96,8 @@ def test_the_page_works_behind_a_proxy(browser, with_token, tmp_path, monkeypatc
     ("kind", "prefix", "lines"),
     quick([("nginx", "/wan/", NGINX_LINES)], [("nginx", "/wan/", NGINX_LINES), *((*each, None) for each in PROXIES)]),
 )
-def test_without_a_token_nobody_gets_through_a_proxy(without_token, tmp_path, kind, prefix, lines):
-    """Not even through nginx without a line about headers, which calls the server by its own name."""
+def test_without_a_token_a_proxy_gives_no_access(without_token, tmp_path, kind, prefix, lines):
+    """Also nginx without configured headers gives no access, though it sends the server's own name as Host."""
     with running_proxy(kind, tmp_path, without_token.base_url.port, prefix, lines) as url:
         for path in ("", "page/app.js", "health", "metrics", "v1/videos", "v1/models", "v1/events"):
             assert httpx.get(f"{url}{path}").status_code == 403, path
@@ -105,8 +105,8 @@ def test_without_a_token_nobody_gets_through_a_proxy(without_token, tmp_path, ki
     assert without_token.get("/v1/videos").json()["data"] == []
 
 
-def test_a_page_through_a_proxy_without_headers_names_the_missing_ones(browser, without_token, tmp_path):
-    """Its requests look like this machine's but for the page's address; who set the proxy up sees it at once."""
+def test_a_page_behind_a_proxy_without_headers_says_what_is_missing(browser, without_token, tmp_path):
+    """Only the address of the page shows that a proxy is used."""
     with running_proxy("nginx", tmp_path, without_token.base_url.port, lines=NGINX_1_29_7_LINES) as url:
         context = browser.new_context()
         page = context.new_page()
@@ -118,8 +118,8 @@ def test_a_page_through_a_proxy_without_headers_names_the_missing_ones(browser, 
         assert has_line_with(page.inner_text("#state"), "'videos.example' proxy --token")
         assert page.query_selector("[name=shape]") is None  # nothing can be requested
         assert statuses["v1/models"] == 403
-        fetched = "fetch('v1/videos').then(answer => answer.status)"
-        assert page.evaluate(fetched) == 403
+        fetch_videos = "fetch('v1/videos').then(answer => answer.status)"
+        assert page.evaluate(fetch_videos) == 403
         page.goto(str(without_token.base_url))
-        assert page.evaluate(fetched) == 200
+        assert page.evaluate(fetch_videos) == 200
         context.close()

@@ -56,7 +56,7 @@ VALUES = st.one_of(
 @given(st.data())
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_value_of_any_field_fails_the_server(interface, fields, data):
-    """By JSON and by form: each is taken, or refused with a sentence that names the field."""
+    """In JSON and in a form, a value is accepted, or refused with a message that names the field."""
     name, value = data.draw(st.sampled_from([*fields, "other"])), data.draw(VALUES)
     replaced = {"height": "size", "width": "size", "seconds": "frames"}.get(name)
     request = {key: default for key, default in SMALL.items() if key != replaced} | {name: value}
@@ -110,28 +110,28 @@ def blank(side):
     return image_field(Image.new("1", (side, side)))["image"]
 
 
-def pieces():
+def body_chunks():
     for _ in range(30):
         yield b"x" * 100
 
 
-IN_PIECES = {"headers": {"content-type": "application/json"}}
-BAD_REQUESTS = {  # the request, the status of the response, and what its message names
+CHUNKED = {"headers": {"content-type": "application/json"}}
+BAD_REQUESTS = {  # the request, the status of the response, and the words of the message
     "a picture too large": (lambda: {"json": SMALL | {"image": blank(9000)}}, 422, "81,000,000 pixels"),
-    "what the first leaves of 24 million": (
+    "a second picture too large": (
         lambda: {"json": SMALL | {"image": blank(4000), "video": blank(4000)}},
         *(422, "8,000,000"),
     ),
     "an animation": (lambda: {"json": SMALL | {"image": animated(8)}}, 422, "animated"),
-    "a picture of no use": (lambda: {"json": SMALL | {"last_image": blank(32)}}, 422, "nano last"),
+    "a picture without effect": (lambda: {"json": SMALL | {"last_image": blank(32)}}, 422, "nano last"),
     "no prompt": (lambda: {"files": {"image": b"x"}}, 422, "prompt"),
     "a body too large": (lambda: {"files": {"image": b"x" * 200_000}}, 413, "MiB at most"),
-    "pieces too large": (lambda: IN_PIECES | {"content": (piece * 100 for piece in pieces())}, 413, "MiB at most"),
+    "pieces too large": (lambda: CHUNKED | {"content": (chunk * 100 for chunk in body_chunks())}, 413, "MiB at most"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_REQUESTS)
-def test_unusable_requests(start, name):
+def test_unusable_requests_are_refused(start, name):
     request, status, words = BAD_REQUESTS[name]
     server = start(work=False, upload=100_000)
     assert has_line_with(server.refused(status, **request()), words)
@@ -142,7 +142,7 @@ CLIPS = [b"", b"ffconcat version 1.0\nfile /etc/passwd\n", b"#EXTM3U\n/etc/passw
 
 
 @pytest.mark.parametrize("data", CLIPS, ids=lambda data: repr(data[:12]))
-def test_bad_clips(start, data):
+def test_broken_clips_are_refused(start, data):
     server = start(work=False)
     fields = {"video": "data:video/mp4;base64," + base64.b64encode(data).decode()}
     entries = server.client.post("/v1/videos", json=SMALL | fields).json()["error"]
@@ -152,7 +152,7 @@ def test_bad_clips(start, data):
 
 
 def test_a_truncated_clip_is_refused_as_truncated(start, tmp_path):
-    """Nothing of it stays on the disk or in the queue."""
+    """No part of it stays on the disk or in the queue."""
     server = start(work=False)
     clips = {"fast.mp4": "video breaks frame complete copy", "plain.mp4": "video cannot read truncated complete copy"}
     for name, words in clips.items():
@@ -167,7 +167,7 @@ def test_a_truncated_clip_is_refused_as_truncated(start, tmp_path):
 
 PICTURE, CLIP = base64.b64decode(blank(32).partition(",")[2]), CLIPS[-1]
 ANIMATION = base64.b64decode(animated(32).partition(",")[2])
-OF_ANOTHER_KIND = [  # a field, its content, other fields, and what the message names
+WRONG_FILES = [  # a field, its content, other fields, and the words of the message
     ("video", b"a text", {}, "video clip mp4 webm animation"),
     ("video", PICTURE, {"frames": None}, "video 1 frame 5 image"),
     ("video", ANIMATION, {"frames": None}, "video frames 5 image"),
@@ -190,7 +190,7 @@ def test_a_clip_is_not_suggested_for_a_model_without_clips(tmp_path):
     assert "video" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("field", "data", "more", "words"), OF_ANOTHER_KIND)
+@pytest.mark.parametrize(("field", "data", "more", "words"), WRONG_FILES)
 def test_a_file_of_another_kind_than_its_field_is_named(start, field, data, more, words):
     server = start(work=False)
     request = SMALL | more | {field: "data:;base64," + base64.b64encode(data).decode()}
@@ -200,7 +200,7 @@ def test_a_file_of_another_kind_than_its_field_is_named(start, field, data, more
     assert not server.jobs()
 
 
-def test_large_clips(start, machine):
+def test_clips_with_too_many_pixels_are_refused(start, machine):
     server = start(work=False)
     machine.reads_at_most(max_pixels=64 * 64, clip_factor=2)
     assert has_line_with(server.refused(422, json=SMALL | {"video": animated(64)}), "3 frames 64x64 8,192")
@@ -225,7 +225,7 @@ def test_large_clips(start, machine):
         (415, "", b""),
     ],
 )
-def test_bad_bodies(start, status, kind, body):
+def test_invalid_bodies_are_refused(start, status, kind, body):
     server = start(work=False)
     server.refused(status, content=body, headers={"content-type": kind})
     assert not server.jobs()
@@ -251,8 +251,8 @@ def test_an_empty_file_is_refused(start, field):
     assert not server.jobs()
 
 
-def test_a_file_field_that_nobody_touched_counts_as_none(start):
-    """A browser sends it without a name and without bytes."""
+def test_an_empty_file_field_of_a_browser_is_ignored(start):
+    """A browser sends an empty field without a name and without bytes."""
     part = b'--b\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n'
     fields = [part % (name.encode(), b"", str(value).encode()) for name, value in SMALL.items()]
     body = b"".join([*fields, part % (b"image", b'; filename=""', b""), b"--b--\r\n"])
@@ -261,10 +261,10 @@ def test_a_file_field_that_nobody_touched_counts_as_none(start):
     assert (response.status_code, response.json()["pictures"]) == (200, [])
 
 
-def test_a_full_queue(start):
+def test_a_full_queue_refuses_requests(start):
     server = start(work=False, queue=2)
     for _ in range(2):
-        server.ask()
+        server.post_video()
     assert "the queue has 2 videos" in server.refused(429, json=SMALL)
     assert server.client.post("/v1/videos", json=SMALL).headers["retry-after"] == "5"
 
@@ -293,11 +293,11 @@ def test_a_full_queue(start):
         ("POST", "/v1/videos/video_1/cancel", 404),
     ],
 )
-def test_unknown_paths_and_methods(start, method, path, status):
+def test_unknown_paths_and_methods_are_refused(start, method, path, status):
     assert start(work=False).client.request(method, path).status_code == status
 
 
-PATHS = {  # those that there are not, and what the sentence names
+PATHS = {  # paths that do not exist, and the words of the message
     "/v1/v1/videos": "/v1/v1/videos mean /v1/videos",
     "/v1/v1/v1/models": "mean /v1/models",
     "/v1/videos/": "/v1/videos/ mean /v1/videos",
@@ -331,7 +331,7 @@ def test_an_unknown_path_lists_the_valid_ones(start, path):
     assert has_line_with(error["message"], PATHS[path])
 
 
-PARAMETERS = {  # the path, the wrong parameter or field, and what the message names
+PARAMETERS = {  # the path, the wrong parameter or field, and the words of the message
     "/v1/videos?after=zzz": ("after", "after 'zzz' last_id"),
     "/v1/videos?after=": ("after", "after '' last_id"),
     "/v1/videos?limit=0": ("limit", "limit '0' 1 100"),
@@ -357,7 +357,7 @@ def test_the_wrong_parameter_of_a_path_or_query_is_named(start, path):
     assert has_line_with(error["message"], words), error["message"]
 
 
-FIELDS = {  # fields without the prompt, as JSON; the wrong one; what the message names
+FIELDS = {  # fields beside the prompt, as JSON; the wrong field; the words of the message
     '"steps": true': ("steps", "steps true 1 200"),
     '"steps": 1e999': ("steps", "steps '1e999'"),
     '"steps": "4"': ("steps", 'steps text "4" 4 without quotes'),
@@ -443,7 +443,7 @@ def test_a_refused_login_gives_its_reason(start, status, request_options, words)
     assert has_line_with(response.json()["error"]["message"], words)
 
 
-VARIANTS = {  # of a video that was made without a picture or clip
+VARIANTS = {  # of a video without a picture or clip
     "image": "'image' image video thumbnail preview",
     "clip": "'clip' video thumbnail preview",
     "last_image": "'last_image' image thumbnail",
@@ -456,7 +456,7 @@ VARIANTS = {  # of a video that was made without a picture or clip
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_missing_variant_gives_its_reason_and_lists_the_existing_ones(start, variant):
     server = start(work=False)
-    id = server.ask()["id"]
+    id = server.post_video()["id"]
     response = server.client.get(f"/v1/videos/{id}/content", params={"variant": variant})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (422, "variant")
@@ -468,7 +468,7 @@ def test_a_missing_variant_gives_its_reason_and_lists_the_existing_ones(start, v
 
 def test_a_missing_file_of_a_video_gives_its_reason(start):
     server = start(work=False)
-    id = server.ask()["id"]
+    id = server.post_video()["id"]
     url = f"/v1/videos/{id}/content"
     response = server.client.get(url, params={"variant": "preview"})
     assert response.status_code == 404
@@ -505,7 +505,7 @@ def test_a_model_is_shown_by_its_id(start):
 
 
 @pytest.mark.parametrize(
-    ("address", "host", "enters"),
+    ("address", "host", "has_access"),
     [
         ("192.0.2.1", "localhost:8000", False),
         ("127.0.0.1", "evil.example", False),
@@ -514,12 +514,12 @@ def test_a_model_is_shown_by_its_id(start):
         ("127.8.0.1", "localhost", True),
     ],
 )
-def test_no_other_machine_gets_in_without_a_token(start, address, host, enters):
+def test_no_other_machine_has_access_without_a_token(start, address, host, has_access):
     client = start(work=False).client_from(address, host)
     answers = [client.get(path) for path in ("/", "/v1/videos", "/metrics", "/page/app.js")]
     answers.append(client.post("/v1/videos", json=SMALL))
-    assert [result.status_code for result in answers] == [200 if enters else 403] * 5
-    assert (client.get("/health").status_code == 403) is not enters
+    assert [result.status_code for result in answers] == [200 if has_access else 403] * 5
+    assert (client.get("/health").status_code == 403) is not has_access
 
 
 @pytest.mark.parametrize(
@@ -527,7 +527,7 @@ def test_no_other_machine_gets_in_without_a_token(start, address, host, enters):
     ["Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Forwarded-Any", "X-Real-IP", "Via"],
 )
 def test_forwarded_requests_are_not_local(start, name):
-    """Though the proxy runs here, and calls the server by its own name, as nginx does."""
+    """The proxy runs on this machine and sends the server's own name as Host, like nginx."""
     server = start(work=False)
     forwarded = server.client_from("127.0.0.1", "127.0.0.1:8000")
     for path in ("/", "/v1/videos", "/metrics", "/health", "/page/app.js"):
@@ -539,8 +539,8 @@ def test_forwarded_requests_are_not_local(start, name):
 
 
 @pytest.mark.parametrize("name", ["referer", "origin"])
-def test_no_page_of_another_site_reads_without_a_token(start, name):
-    """As little as one that a proxy shows at an address of its own; nor does one of this machine need to be ours."""
+def test_a_page_of_another_site_reads_nothing_without_a_token(start, name):
+    """A page behind a proxy has no access either; other pages on this machine have access."""
     client = start(work=False).client
     for path in ("/v1/videos", "/v1/events", "/metrics", "/health"):
         for more in ({}, {"sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"}):
@@ -553,11 +553,14 @@ def test_no_page_of_another_site_reads_without_a_token(start, name):
 
 def test_a_link_on_another_site_may_be_followed(start):
     client = start(work=False).client
-    link = {"referer": "https://wiki.example/", "sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    navigation = {"referer": "https://wiki.example/", "sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
     for path in ("/", "/v1/videos", "/metrics"):
-        assert client.get(path, headers=link).status_code == 200
-    assert client.get("/", headers={"referer": "https://wiki.example/"}).status_code == 200  # of an older browser
-    assert client.post("/v1/videos", json=SMALL, headers=link | {"origin": "https://wiki.example"}).status_code == 403
+        assert client.get(path, headers=navigation).status_code == 200
+    assert client.get("/", headers={"referer": "https://wiki.example/"}).status_code == 200  # an older browser
+    assert (
+        client.post("/v1/videos", json=SMALL, headers=navigation | {"origin": "https://wiki.example"}).status_code
+        == 403
+    )
 
 
 ORIGINS = {
@@ -581,8 +584,8 @@ ORIGINS = {
 
 
 @pytest.mark.parametrize("origin", ORIGINS)
-def test_the_page_behind_a_proxy_may_ask(start, origin):
-    """Its origin is the full one that the proxy received, or one of those of the command."""
+def test_the_page_behind_a_proxy_may_send_requests(start, origin):
+    """Its origin is the address that the proxy forwards, or an `--origin` of the command."""
     proxy_headers, accepted = ORIGINS[origin]
     server = start(work=False, token=TOKEN, origins=["http://proxy.example:81/"])
     headers = {"origin": origin, "authorization": f"Bearer {TOKEN}"}
@@ -602,7 +605,7 @@ def test_a_page_of_another_site_may_send_no_header_of_a_proxy(start):
 
 
 def test_the_cookie_is_only_for_the_page(start):
-    """It has no path, so that a browser takes that of the page, and is sent by https alone where the page is."""
+    """The cookie has no path, so it gets the path of the page. It is secure if the page is served by HTTPS."""
     server = start(work=False, token=TOKEN)
 
     def cookie(**headers):
@@ -613,21 +616,21 @@ def test_the_cookie_is_only_for_the_page(start):
     assert "secure" not in cookie()
     assert "secure" in cookie(**{"X-Forwarded-Proto": "https"})
     assert "secure" not in cookie(**{"X-Forwarded-Proto": "http"})
-    fresh = server.client_from("127.0.0.1")
-    both = f"{COOKIE}={TOKEN}; other=1; {COOKIE}=of-a-server-at-another-path"
-    assert fresh.get("/v1/videos", headers={"cookie": both}).status_code == 200
-    assert fresh.get("/v1/videos", headers={"cookie": f"{COOKIE}=wrong; a=("}).status_code == 401
+    other_client = server.client_from("127.0.0.1")
+    two_cookies = f"{COOKIE}={TOKEN}; other=1; {COOKIE}=of-a-server-at-another-path"
+    assert other_client.get("/v1/videos", headers={"cookie": two_cookies}).status_code == 200
+    assert other_client.get("/v1/videos", headers={"cookie": f"{COOKIE}=wrong; a=("}).status_code == 401
 
 
 def test_a_proxy_does_not_buffer_events(start):
     server = start(work=False)
-    id = server.ask()["id"]
+    id = server.post_video()["id"]
     server.client.post(f"/v1/videos/{id}/cancel")
     assert server.client.get(f"/v1/videos/{id}/events").headers["x-accel-buffering"] == "no"
 
 
 def test_no_response_redirects(start):
-    """Which behind a proxy would be the server's, that the client cannot reach."""
+    """Behind a proxy, a redirect could name an address that the client cannot reach."""
     client = start(work=False).client
     for path in ("/v1/videos/", "/page", "/health/"):
         response = client.get(path, follow_redirects=False)
@@ -645,14 +648,14 @@ def test_unsupported_paths_of_openai_are_named(start, path, method):
 
 
 @pytest.mark.parametrize("wrong", ["", "a", TOKEN[:-1], TOKEN + "s", TOKEN.upper()])
-def test_a_part_of_a_token_lets_nobody_in(start, wrong):
+def test_a_part_of_a_token_gives_no_access(start, wrong):
     client = start(work=False, token=TOKEN).client_from("192.0.2.1", "videos.example")
     assert client.get("/v1/videos", headers={"authorization": f"Bearer {wrong}"}).status_code == 401
     assert client.post("/login", data={"token": wrong}).status_code == 401
     assert client.get("/v1/videos", headers={"cookie": f"{COOKIE}={wrong}"}).status_code == 401
 
 
-def test_a_token_lets_in(start):
+def test_a_valid_token_gives_access(start):
     server = start(work=False, token=TOKEN)
     client = server.client_from("192.0.2.1", "videos.example")
     for path in ("/v1/videos", "/metrics", "/v1/events", "/v1/models"):
@@ -679,7 +682,7 @@ def test_the_page_loads_nothing_from_elsewhere(start):
 
 def test_metrics_are_in_the_form_of_prometheus(start):
     server = start(work=False)
-    server.ask()
+    server.post_video()
     server.refused(422, json={})
     lines = server.client.get("/metrics").text.splitlines()
     assert all(re.fullmatch(r'(# (HELP|TYPE) \w+ .+|\w+({\w+="\w+"})? [-+.e\d]+)', line) for line in lines)
@@ -690,7 +693,7 @@ def test_metrics_are_in_the_form_of_prometheus(start):
 OPTIONS = [
     (["--host", "0.0.0.0"], "token --token"),
     (["--host", "0.0.0.0", "--token", "short"], "16 characters"),
-    (["--token", ""], "16 characters"),  # as of a variable of the shell that is not set
+    (["--token", ""], "16 characters"),  # the value of an unset variable of the shell
     (["--host", "203.0.113.1", "--token", TOKEN], "203.0.113.1 --host"),
     (["--origin", "https://videos.example"], "--origin https://videos.example --token"),
     *(
@@ -703,12 +706,15 @@ OPTIONS = [
     (["--model", "nothing"], "nothing model"),
     (["--database", "/etc/passwd"], "/etc/passwd SQLite .sqlite"),
     (["--database", "/etc"], "/etc folder .sqlite"),
-    (["--port", "{taken}", "--model", "owner/nothing"], "{taken} 127.0.0.1 use --port 0"),  # before it is looked for
+    (
+        ["--port", "{taken}", "--model", "owner/nothing"],
+        "{taken} 127.0.0.1 use --port 0",
+    ),  # the port is checked before the model
 ]
 
 
 @pytest.mark.parametrize(("options", "words"), OPTIONS, ids=lambda value: str(value))
-def test_options_that_the_command_refuses(tmp_path, monkeypatch, options, words):
+def test_invalid_options_of_the_command_are_refused(tmp_path, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WANJAX_TOKEN", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -718,7 +724,7 @@ def test_options_that_the_command_refuses(tmp_path, monkeypatch, options, words)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_the_libraries_a_sentence_says_what_to_install(tmp_path, monkeypatch):
+def test_the_message_for_missing_libraries_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(serving, "find_spec", lambda name: None)
     assert has_line_with(refused("serve"), "pip install '.[serve]'")
@@ -732,7 +738,7 @@ def test_without_the_libraries_a_sentence_says_what_to_install(tmp_path, monkeyp
         ({"size": "320x320", "frames": 161}, "320x320 161 frames 40,000 smaller size fewer frames"),
     ],
 )
-def test_a_video_too_large_lists_allowed_sizes(start, fields, words):
+def test_the_message_for_a_video_too_large_lists_valid_sizes(start, fields, words):
     server = start(work=False, pixels=40_000)
     assert has_line_with(server.refused(422, json=SMALL | fields), words)
 
@@ -746,7 +752,7 @@ def test_a_video_too_large_lists_allowed_sizes(start, fields, words):
         ({"size": "3200x3200"}, "size"),
     ],
 )
-def test_a_video_too_large_names_the_field_that_makes_it_so(start, fields, name):
+def test_the_message_for_a_video_too_large_names_the_field(start, fields, name):
     options = {key: value for key, value in SMALL.items() if key not in ("frames", "size")} | fields
     error = start(work=False, pixels=400_000).client.post("/v1/videos", json=options).json()["error"]
     assert error["param"] == name
@@ -766,7 +772,7 @@ def test_no_response_names_an_option_of_the_command(start, fields):
         assert " --" not in client.get(path).text
 
 
-def test_paths_of_the_interface_are_no_folders_of_the_server():
+def test_paths_of_the_interface_are_not_stripped_like_folders():
     text = "POST /v1/videos or GET /v1/videos/x/content; /health; /srv/models/a.safetensors; /v1/weights/b.bin"
     expected = "POST /v1/videos or GET /v1/videos/x/content; /health; a.safetensors; b.bin"
     assert strip_folders(text, []) == expected

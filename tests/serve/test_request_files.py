@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workflows of ComfyUI and videos of wanjax that a client sends to fill a request."""
+"""A client can send a ComfyUI workflow or a video of wanjax to fill a request."""
 
 import io
 import json
@@ -20,7 +20,7 @@ def post_file(server, name, data):
     return server.client.post("/v1/requests", files={"file": (name, data)})
 
 
-def read(server, name, data):
+def read_request(server, name, data):
     """Read a file, and return its fields and notes."""
     result = post_file(server, name, data)
     assert result.status_code == 200, result.text
@@ -29,8 +29,8 @@ def read(server, name, data):
     return request["fields"], request["notes"]
 
 
-def refused(server, name, data, status=422):
-    """Send a file that is refused, and return the message."""
+def error_message(server, name, data, status=422):
+    """Send a file that must be refused, and return the message."""
     result = post_file(server, name, data)
     assert result.status_code == status, result.text
     message = result.json()["error"]["message"]
@@ -49,14 +49,14 @@ def server(start):
 def test_a_workflow_fills_a_request(server, form):
     text = template_text(T2V)
     if form == "editor":
-        fields, notes = read(server, "a.json", text.encode())
+        fields, notes = read_request(server, "a.json", text.encode())
     elif form == "api":
-        fields, notes = read(server, "folder\\A.JSON", json.dumps(api_form(graph_of(template(T2V)))).encode())
+        fields, notes = read_request(server, "folder\\A.JSON", json.dumps(api_form(graph_of(template(T2V)))).encode())
     else:
         file, chunks = io.BytesIO(), PngImagePlugin.PngInfo()
         chunks.add_text("workflow", text)
         Image.new("RGB", (16, 16)).save(file, "PNG", pnginfo=chunks)
-        fields, notes = read(server, "a.png", file.getvalue())
+        fields, notes = read_request(server, "a.png", file.getvalue())
     assert fields.pop("prompt").startswith("a fox moving quickly")
     assert fields.pop("negative_prompt")
     assert fields == {
@@ -66,15 +66,15 @@ def test_a_workflow_fills_a_request(server, form):
     assert "the workflow is for wan2.1-t2v-1.3b, and this server has nano" in notes
 
 
-def test_the_fields_are_a_request(server):
-    fields, _ = read(server, "a.json", template_text(T2V).encode())
+def test_the_fields_are_a_valid_request(server):
+    fields, _ = read_request(server, "a.json", template_text(T2V).encode())
     response = server.client.post("/v1/videos", json=fields | {"width": 64, "height": 32, "frames": 5})
     assert response.status_code == 200, response.text
     assert response.json()["settings"]["rng"] == "torch"
 
 
 def test_settings_that_the_model_lacks_are_noted(server):
-    fields, notes = read(server, "a.json", template_text("video_wan2_2_14B_i2v").encode())
+    fields, notes = read_request(server, "a.json", template_text("video_wan2_2_14B_i2v").encode())
     assert "guidance_scale_2" not in fields
     assert "nano does not use guidance scale 2, boundary step" in notes
     assert any(has_line_with(note, "an image choose video_wan2_2_14B_i2v_input_image.jpg") for note in notes)
@@ -85,7 +85,7 @@ def test_settings_that_the_model_lacks_are_noted(server):
         "class_type": "LoraLoaderModelOnly",
         "inputs": {"model": ["37", 0], "lora_name": "x/speed.safetensors"},
     }
-    fields, notes = read(server, "a.json", json.dumps(nodes).encode())
+    fields, notes = read_request(server, "a.json", json.dumps(nodes).encode())
     assert not {"scheduler", "steps", "lora"} & fields.keys()
     assert any(has_line_with(note, "res_multistep") for note in notes)
     assert any(has_line_with(note, "steps 200 5000") for note in notes)
@@ -93,7 +93,7 @@ def test_settings_that_the_model_lacks_are_noted(server):
 
 
 def test_a_composed_clip_is_noted(server):
-    _, notes = read(server, "a.json", template_text("video_wan_vace_inpainting").encode())
+    _, notes = read_request(server, "a.json", template_text("video_wan_vace_inpainting").encode())
     assert any(has_line_with(note, "ImageCompositeMasked composes video") for note in notes)
 
 
@@ -106,8 +106,8 @@ def test_a_video_of_the_server_fills_a_request_with_its_settings(start):
         "scheduler": "euler",
         "rng": "torch",
     }
-    id = server.wait_until_finished(server.ask(**request)["id"])["id"]
-    fields, notes = read(server, "video.mp4", server.content(id))
+    id = server.wait_until_finished(server.post_video(**request)["id"])["id"]
+    fields, notes = read_request(server, "video.mp4", server.content(id))
     assert notes == []
     assert {name: fields[name] for name in request} == request
     again = server.client.post("/v1/videos", json=fields)
@@ -117,10 +117,15 @@ def test_a_video_of_the_server_fills_a_request_with_its_settings(start):
 
 def test_files_that_metadata_names_are_not_read(server, tmp_path):
     (tmp_path / "secret.png").write_bytes(b"")
-    record = {"prompt": "a", "model": str(tmp_path), "image": str(tmp_path / "secret.png"), "video": "/etc/passwd"}
-    record |= {"lora": [f"{tmp_path}/x.safetensors:0.5", "y.safetensors"], "steps": "many", "seed": -1, "frames": True}
-    write_video(tmp_path / "a.mp4", np.zeros((5, 16, 16, 3), np.uint8), 8, record)
-    fields, notes = read(server, "a.mp4", (tmp_path / "a.mp4").read_bytes())
+    metadata = {"prompt": "a", "model": str(tmp_path), "image": str(tmp_path / "secret.png"), "video": "/etc/passwd"}
+    metadata |= {
+        "lora": [f"{tmp_path}/x.safetensors:0.5", "y.safetensors"],
+        "steps": "many",
+        "seed": -1,
+        "frames": True,
+    }
+    write_video(tmp_path / "a.mp4", np.zeros((5, 16, 16, 3), np.uint8), 8, metadata)
+    fields, notes = read_request(server, "a.mp4", (tmp_path / "a.mp4").read_bytes())
     assert fields == {"model": "nano", "prompt": "a"}
     assert any(has_line_with(note, "an image choose secret.png") for note in notes)
     assert {"this server has no LoRA x", "this server has no LoRA y"} <= {*notes}
@@ -145,7 +150,7 @@ def test_files_that_metadata_names_are_not_read(server, tmp_path):
     ],
 )
 def test_an_unreadable_file_is_refused(server, name, data, words):
-    assert has_line_with(refused(server, name, data), words)
+    assert has_line_with(error_message(server, name, data), words)
 
 
 def test_a_form_with_anything_else_is_refused(server):

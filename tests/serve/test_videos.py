@@ -51,12 +51,12 @@ from wanjax.serve.videos import new_id, output_path
 
 pytestmark = pytest.mark.usefixtures("cached_programs")
 
-OTHERS = ([1, 2], [0, 2], [0, 1])  # of red, green and blue
+OTHER_CHANNELS = ([1, 2], [0, 2], [0, 1])  # for red, green and blue
 
 
 def test_a_video_equals_that_of_the_library(start, pipe, tmp_path):
     server = start()
-    requested = server.ask(seed=7)
+    requested = server.post_video(seed=7)
     assert requested["object"] == "video"
     assert requested["model"] == "nano"
     assert requested["size"] == "32x32"
@@ -69,20 +69,20 @@ def test_a_video_equals_that_of_the_library(start, pipe, tmp_path):
     served = tmp_path / "served.mp4"
     served.write_bytes(content.content)
     expected = pipe("a red circle", size=(32, 32), frames=5, steps=2, seed=7)
-    expected.save(tmp_path / "own.mp4")
-    np.testing.assert_array_equal(read_clip(served, 9, 8), read_clip(tmp_path / "own.mp4", 9, 8))
-    record = server.client.get(f"/v1/videos/{requested['id']}/record").json()
-    assert read_metadata(served) == expected.settings == record
+    expected.save(tmp_path / "expected.mp4")
+    np.testing.assert_array_equal(read_clip(served, 9, 8), read_clip(tmp_path / "expected.mp4", 9, 8))
+    metadata = server.client.get(f"/v1/videos/{requested['id']}/record").json()
+    assert read_metadata(served) == expected.settings == metadata
     thumbnail = server.client.get(f"/v1/videos/{requested['id']}/content?variant=thumbnail")
     assert Image.open(io.BytesIO(thumbnail.content)).size == (32, 32)
     part = server.client.get(f"/v1/videos/{requested['id']}/content", headers={"range": "bytes=0-9"})
     assert (part.status_code, part.content) == (206, content.content[:10])
 
 
-def test_previews_of_a_running_job(start):
+def test_a_running_job_has_previews(start):
     server = start(preview=True)
     result = server.wait_until_finished(
-        server.ask(prompt="a red circle", size="64x64", frames=5, steps=12, seed=42)["id"]
+        server.post_video(prompt="a red circle", size="64x64", frames=5, steps=12, seed=42)["id"]
     )
     assert result["preview"] == 12
     events = server.client.get(f"/v1/videos/{result['id']}/events").text
@@ -90,17 +90,17 @@ def test_previews_of_a_running_job(start):
     preview = server.client.get(f"/v1/videos/{result['id']}/content?variant=preview")
     assert preview.headers["content-type"] == "image/png"
     pixels = np.asarray(Image.open(io.BytesIO(preview.content)), np.float64).reshape(-1, 3)
-    red, green, blue = ((pixels[:, i] > pixels[:, rest].max(1) + 99).mean() for i, rest in enumerate(OTHERS))
+    red, green, blue = ((pixels[:, i] > pixels[:, rest].max(1) + 99).mean() for i, rest in enumerate(OTHER_CHANNELS))
     assert red > 0.02 > 4 * max(green, blue)
     server.stop()
     without_previews = start()
-    result = without_previews.wait_until_finished(without_previews.ask()["id"])
+    result = without_previews.wait_until_finished(without_previews.post_video()["id"])
     assert result["preview"] == 0
     assert without_previews.client.get(f"/v1/videos/{result['id']}/content?variant=preview").status_code == 404
 
 
 def test_colours_of_previews_are_fitted_in_the_compile_stage(start, monkeypatch):
-    """Their programs are no part of the seconds of denoising."""
+    """Their programs do not count as denoising."""
     order: list[str] = []
     enter = JobProgress.stage
 
@@ -115,21 +115,21 @@ def test_colours_of_previews_are_fitted_in_the_compile_stage(start, monkeypatch)
     monkeypatch.setattr("wanjax.pipelines.pipeline.fit_colours", fit)
     monkeypatch.setattr(JobProgress, "stage", stage)
     server = start(preview=True)
-    assert server.wait_until_finished(server.ask()["id"])["status"] == "completed"
+    assert server.wait_until_finished(server.post_video()["id"])["status"] == "completed"
     assert order == ["compile", "fit", "encode", "denoise", "decode"]
 
 
 def test_each_window_is_reported_with_its_previews(start, monkeypatch):
-    messages, tell = [], Lease.report
+    messages, report = [], Lease.report
 
-    def noted(lease, **progress):
-        tell(lease, **progress)
+    def record_report(lease, **progress):
+        report(lease, **progress)
         if "stage_done" in progress:
             messages.append([lease.progress.get(name, 0) for name in ("stage", "window", "stage_done", "preview")])
 
-    monkeypatch.setattr(Lease, "report", noted)
+    monkeypatch.setattr(Lease, "report", record_report)
     server = start(preview=True)
-    result = server.wait_until_finished(server.ask(windows=2)["id"])
+    result = server.wait_until_finished(server.post_video(windows=2)["id"])
     assert result["status"] == "completed", result["error"]
     steps = [(window, done) for stage, window, done, _ in messages if stage == "denoise" and done]
     assert steps == [(1, 1), (1, 2), (2, 1), (2, 2)]
@@ -139,13 +139,13 @@ def test_each_window_is_reported_with_its_previews(start, monkeypatch):
 
 
 def test_a_warning_of_the_library_is_a_note_of_only_its_video(start, tmp_path):
-    """A picture and a clip together: the answer to the request, and then the video with its notes, by each way."""
+    """The warning about a picture and a clip is a note of this video, and of no other."""
     server = start()
     inputs = {"image": picture((32, 32)), "video": write_clip(tmp_path / "a.mp4", 9).read_bytes()}
     data = {name: str(value) for name, value in SMALL.items()}
     response = server.client.post("/v1/videos", data=data, files=inputs)
     assert response.status_code == 200, response.text
-    second_id = server.ask()["id"]
+    second_id = server.post_video()["id"]
     id = response.json()["id"]
     (note,) = (text for text in server.wait_until_finished(id)["notes"] if "clip" in text)
     assert has_line_with(note, "picture clip together")
@@ -153,7 +153,7 @@ def test_a_warning_of_the_library_is_a_note_of_only_its_video(start, tmp_path):
     assert not any("clip" in text for text in server.wait_until_finished(second_id)["notes"])
 
 
-RANGES = {  # a Range header, the status, and which part of the file is sent
+RANGES = {  # a Range header, the status, and the part of the file in the response
     "bytes=0-3": (206, slice(0, 4)),
     "bytes=-5": (206, slice(-5, None)),
     "bytes=x": (200, slice(None)),
@@ -163,9 +163,9 @@ RANGES = {  # a Range header, the status, and which part of the file is sent
 }
 
 
-def test_valid_invalid_and_unsatisfiable_ranges(start):
+def test_valid_invalid_and_unsatisfiable_ranges_are_answered(start):
     server = start()
-    id = server.ask()["id"]
+    id = server.post_video()["id"]
     assert server.wait_until_finished(id)["status"] == "completed"
     content, url = server.content(id), f"/v1/videos/{id}/content"
     for header, (status, part) in RANGES.items():
@@ -179,14 +179,16 @@ def test_valid_invalid_and_unsatisfiable_ranges(start):
 def test_unintended_settings_are_noted(start):
     server = start()
     prompts = {"then": ["a blue mountain"], "windows": 2, "prompt": "a dog"}
-    notes = server.wait_until_finished(server.ask(**prompts, guidance_scale=1, negative_prompt="grey")["id"])["notes"]
+    notes = server.wait_until_finished(server.post_video(**prompts, guidance_scale=1, negative_prompt="grey")["id"])[
+        "notes"
+    ]
     assert any(has_line_with(note, "nano 'dog', 'mountain' trained") for note in notes)
     assert any(has_line_with(note, "nano 64x64 17 frames 32x32 5 frames") for note in notes)
     assert any(has_line_with(note, "guidance negative prompt no effect") for note in notes)
-    unguided_notes = server.wait_until_finished(server.ask(guidance_scale=1)["id"])["notes"]
+    unguided_notes = server.wait_until_finished(server.post_video(guidance_scale=1)["id"])["notes"]
     assert not any(
         has_line_with(note, "guidance") for note in unguided_notes
-    )  # where nobody asks for a negative prompt
+    )  # without a negative prompt, guidance needs no note
 
 
 def test_forms_and_json_make_the_same_request(start, pipe):
@@ -194,28 +196,32 @@ def test_forms_and_json_make_the_same_request(start, pipe):
     data = {name: str(value) for name, value in SMALL.items()} | {"seed": "3", "negative_prompt": ""}
     form = server.client.post("/v1/videos", data=data, files={"input_reference": ("a.png", picture())}).json()
     url = "data:image/png;base64," + base64.b64encode(picture()).decode()
-    requested = [server.ask(seed=3, input_reference={"image_url": url}), server.ask(seed=3, image=url), form]
+    requested = [
+        server.post_video(seed=3, input_reference={"image_url": url}),
+        server.post_video(seed=3, image=url),
+        form,
+    ]
     assert all(job["settings"] == requested[0]["settings"] and job["pictures"] == ["image"] for job in requested)
     files = [(server.folder / id / "image.png").read_bytes() for id in server.jobs()]
     assert len(set(files)) == 1
-    assert server.ask(seconds="0.6", frames=None, fps=8)["settings"]["frames"] == 5
+    assert server.post_video(seconds="0.6", frames=None, fps=8)["settings"]["frames"] == 5
     assert [job["queue_position"] for job in server.client.get("/v1/videos?order=asc").json()["data"]] == [0, 1, 2, 3]
-    assert server.ask(seed=-1)["settings"]["seed"] >= 0
+    assert server.post_video(seed=-1)["settings"]["seed"] >= 0
 
 
 def test_a_picture_begins_a_video(start):
     server = start()
     url = "data:image/jpeg;base64," + base64.b64encode(picture(kind="JPEG")).decode()
-    result = server.wait_until_finished(server.ask(image=url)["id"])
+    result = server.wait_until_finished(server.post_video(image=url)["id"])
     assert result["status"] == "completed", result["error"]
     folder = server.folder / result["id"]
-    record = read_metadata(folder / "video.mp4")
-    assert record["image"] == "image.png"
-    assert record["digests"] == {"image.png": digest_of(folder / "image.png")}
+    metadata = read_metadata(folder / "video.mp4")
+    assert metadata["image"] == "image.png"
+    assert metadata["digests"] == {"image.png": digest_of(folder / "image.png")}
 
 
 def write_clip(path, frames, shade=0):
-    """Return a clip as an mp4, whose frames differ."""
+    """Write a clip with different frames, and return its path."""
     steps = np.arange(frames, dtype=np.uint8)[:, None, None, None] * 20 + shade
     return write_video(path, np.broadcast_to(steps, (frames, 32, 32, 3)), 8)
 
@@ -225,11 +231,11 @@ def url(data):
 
 
 def test_a_clip_begins_a_video(start, pipe, tmp_path):
-    """From a form's mp4 and JSON's animation: the frames equal the library's, and the clip can be downloaded."""
+    """An mp4 in a form and an animation in JSON give the frames of the library, and can be downloaded."""
     server, clips = start(), [write_clip(tmp_path / "a.mp4", 9), write_clip(tmp_path / "a.gif", 9)]
     fields = {name: str(value) for name, value in SMALL.items()} | {"strength": "0.5", "seed": "3"}
     response = server.client.post("/v1/videos", data=fields, files={"video": ("any", clips[0].read_bytes())})
-    requested = [response.json(), server.ask(video=url(clips[1].read_bytes()), strength=0.5, seed=3)]
+    requested = [response.json(), server.post_video(video=url(clips[1].read_bytes()), strength=0.5, seed=3)]
     for job, clip in zip(requested, clips, strict=True):
         result = server.wait_until_finished(job["id"])
         assert result["status"] == "completed", result["error"]
@@ -237,34 +243,36 @@ def test_a_clip_begins_a_video(start, pipe, tmp_path):
         assert server.content(job["id"], variant="clip") == clip.read_bytes()
         (tmp_path / "served.mp4").write_bytes(server.content(job["id"]))
         expected = pipe("a red circle", size=(32, 32), frames=5, steps=2, seed=3, strength=0.5, video=clip)
-        expected.save(tmp_path / "own.mp4")
-        np.testing.assert_array_equal(read_clip(tmp_path / "served.mp4", 9, 8), read_clip(tmp_path / "own.mp4", 9, 8))
+        expected.save(tmp_path / "expected.mp4")
+        np.testing.assert_array_equal(
+            read_clip(tmp_path / "served.mp4", 9, 8), read_clip(tmp_path / "expected.mp4", 9, 8)
+        )
 
 
 def test_an_input_of_one_family_is_a_field(start, tmp_path, monkeypatch):
-    """A registered family brings it; the frames are those of the library."""
+    """A registered family adds the field, and the frames equal those of the library."""
     monkeypatch.setattr(registry, "FAMILIES", [*registry.FAMILIES])
     monkeypatch.setitem(INPUT_SPECS, DRIVING.name, DRIVING)
     wanjax.register(TOY_SOUND)
     pipe = wanjax.load(write_checkpoint(tmp_path / "toy", TOY_SOUND))
-    server, clip = start(of=LoadedModels(pipe)), write_clip(tmp_path / "a.gif", 5)
-    page = url(picture((64, 64)))
+    server, clip = start(loaded_models=LoadedModels(pipe)), write_clip(tmp_path / "a.gif", 5)
+    reference_picture = url(picture((64, 64)))
     [model] = server.client.get("/v1/models").json()["data"]
     assert not model["pictures"]["driving"]["required"]
-    requested = server.ask(image=page, driving=url(clip.read_bytes()), size=None, seed=3)
+    requested = server.post_video(image=reference_picture, driving=url(clip.read_bytes()), size=None, seed=3)
     assert server.wait_until_finished(requested["id"])["status"] == "completed"
     (tmp_path / "served.mp4").write_bytes(server.content(requested["id"]))
     (tmp_path / "page.png").write_bytes(picture((64, 64)))
     expected = pipe("a red circle", frames=5, steps=2, seed=3, image=tmp_path / "page.png", driving=clip)
-    expected.save(tmp_path / "own.mp4")
-    np.testing.assert_array_equal(read_clip(tmp_path / "served.mp4", 5, 8), read_clip(tmp_path / "own.mp4", 5, 8))
-    assert "driving" in start(tmp_path / "nano", work=False).refused(422, json=SMALL | {"driving": page})
+    expected.save(tmp_path / "expected.mp4")
+    np.testing.assert_array_equal(read_clip(tmp_path / "served.mp4", 5, 8), read_clip(tmp_path / "expected.mp4", 5, 8))
+    assert "driving" in start(tmp_path / "nano", work=False).refused(422, json=SMALL | {"driving": reference_picture})
 
 
-@pytest.mark.parametrize("result", quick([False], [False, True]))
-def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, result):
-    """By VACE."""
-    server = start(of=LoadedModels(wanjax.load(tiny_control_checkpoint(tmp_path / "control"))), work=result)
+@pytest.mark.parametrize("works", quick([False], [False, True]))
+def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, works):
+    """The model is VACE."""
+    server = start(loaded_models=LoadedModels(wanjax.load(tiny_control_checkpoint(tmp_path / "control"))), work=works)
     [model] = server.client.get("/v1/models").json()["data"]
     assert list(model["pictures"]) == ["image", "last_image", "video", "mask", "references"]
     assert "strength" not in model["settings"]
@@ -274,20 +282,24 @@ def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, result):
     assert has_line_with(message, "9 references 4")
     fields = {"video": url(write_clip(tmp_path / "a.mp4", 5).read_bytes()), "mask": url(picture((32, 32)))}
     fields |= {"references": [url(picture()), url(picture((20, 20)))]}
-    requested = server.ask(**fields, fps=8, outpaint="8,0,8,0")
+    requested = server.post_video(**fields, fps=8, outpaint="8,0,8,0")
     assert requested["pictures"] == ["clip", "mask", "references_0", "references_1"]
-    if result:
+    if works:
         assert server.wait_until_finished(requested["id"])["status"] == "completed"
-        record = server.client.get(f"/v1/videos/{requested['id']}/record").json()
-        files = [Path(file).stem for file in (record["video"], record["mask"], *record["references"])]
+        metadata = server.client.get(f"/v1/videos/{requested['id']}/record").json()
+        files = [Path(file).stem for file in (metadata["video"], metadata["mask"], *metadata["references"])]
         assert files == requested["pictures"]
-        assert record["outpaint"] == "8,0,8,0"
+        assert metadata["outpaint"] == "8,0,8,0"
 
 
 def test_a_character_moves_as_in_a_driving_clip(start, tmp_path):
-    """By Wan Animate 2: as long as the clip of 8 frames a second, and the frames are those of the library."""
+    """The model is Wan Animate 2. The video is as long as the clip, and its frames equal those of the library."""
     pipe = wanjax.load(tiny_animate_checkpoint(tmp_path / "animate"), dtype="float32")
-    server, clip, character = start(of=LoadedModels(pipe)), write_clip(tmp_path / "a.mp4", 5), picture((48, 64))
+    server, clip, character = (
+        start(loaded_models=LoadedModels(pipe)),
+        write_clip(tmp_path / "a.mp4", 5),
+        picture((48, 64)),
+    )
     [model] = server.client.get("/v1/models").json()["data"]
     assert [name for name, schema in model["pictures"].items() if schema["required"]] == ["image", "video"]
     assert "clip_prompt" in model["settings"]
@@ -304,21 +316,21 @@ def test_a_character_moves_as_in_a_driving_clip(start, tmp_path):
     (tmp_path / "served.mp4").write_bytes(server.content(result["id"]))
     (tmp_path / "character.png").write_bytes(character)
     expected = pipe(image=tmp_path / "character.png", video=clip, **settings)
-    expected.save(tmp_path / "own.mp4")
+    expected.save(tmp_path / "expected.mp4")
     served = read_clip(tmp_path / "served.mp4", 99, 24)
     assert len(served) == len(expected.frames) == 15
-    np.testing.assert_array_equal(served, read_clip(tmp_path / "own.mp4", 99, 24))
+    np.testing.assert_array_equal(served, read_clip(tmp_path / "expected.mp4", 99, 24))
 
 
 def test_clips_of_poses_and_of_a_face_move_a_character(start, tmp_path):
     """The video is as long as the pose clip."""
-    server = start(of=LoadedModels(wanjax.load(tiny_pose_checkpoint(tmp_path / "pose"))))
+    server = start(loaded_models=LoadedModels(wanjax.load(tiny_pose_checkpoint(tmp_path / "pose"))))
     [model] = server.client.get("/v1/models").json()["data"]
     needs = {name: entry["required"] for name, entry in model["pictures"].items()}
     assert needs == {"image": True, "video": True, "face": True, "background": False, "mask": False}
     clips = {name: url(write_clip(tmp_path / f"{name}.gif", 9).read_bytes()) for name in ("video", "face")}
     assert "face" in server.refused(422, json=SMALL | {"image": url(picture()), "video": clips["video"]})
-    requested = server.ask(**clips, image=url(picture()), fps=8)
+    requested = server.post_video(**clips, image=url(picture()), fps=8)
     assert requested["pictures"] == ["image", "clip", "face"]
     result = server.wait_until_finished(requested["id"])
     assert result["status"] == "completed", result["error"]
@@ -341,15 +353,15 @@ def test_models_and_settings_are_listed(start, pipe):
 
 def test_a_seed_is_drawn_if_none_is_requested(start):
     server = start(work=False)
-    drawn = [server.ask()["settings"]["seed"] for _ in range(3)]
+    drawn = [server.post_video()["settings"]["seed"] for _ in range(3)]
     assert len(set(drawn)) == 3
-    assert server.ask(seed=42)["settings"]["seed"] == 42
-    assert server.ask(size="64p")["size"] == "64x64"
+    assert server.post_video(seed=42)["settings"]["seed"] == 42
+    assert server.post_video(size="64p")["size"] == "64x64"
 
 
 def test_events_report_the_progress_of_a_video(start):
     server = start()
-    response = server.client.get(f"/v1/videos/{server.ask(steps=99)['id']}/events")
+    response = server.client.get(f"/v1/videos/{server.post_video(steps=99)['id']}/events")
     assert response.headers["content-type"].startswith("text/event-stream")
     events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
     progress = [event["progress"] for event in events]
@@ -362,44 +374,48 @@ def test_events_report_the_progress_of_a_video(start):
 
 def test_videos_are_listed_in_pages(start):
     server = start(work=False)
-    ids = [server.ask(seed=seed)["id"] for seed in range(5)]
-    page = server.client.get("/v1/videos?limit=2").json()
-    assert [job["id"] for job in page["data"]] == [ids[4], ids[3]] == [page["first_id"], page["last_id"]]
-    assert page["has_more"]
+    ids = [server.post_video(seed=seed)["id"] for seed in range(5)]
+    reference_picture = server.client.get("/v1/videos?limit=2").json()
+    assert (
+        [job["id"] for job in reference_picture["data"]]
+        == [ids[4], ids[3]]
+        == [reference_picture["first_id"], reference_picture["last_id"]]
+    )
+    assert reference_picture["has_more"]
     rest = server.client.get(f"/v1/videos?limit=3&after={ids[3]}").json()
     assert [job["id"] for job in rest["data"]] == ids[2::-1]
     assert not rest["has_more"]
 
 
 def test_the_list_is_in_the_order_of_requests(start):
-    """By whatever the clock, which may be set back, says of them, and after a restart too."""
+    """The order does not depend on the clock, and stays after a restart."""
     server = start(work=False)
-    ids = [server.ask()["id"] for _ in range(3)]
+    ids = [server.post_video()["id"] for _ in range(3)]
     for id, seconds in zip(ids, (3000.0, 1000.0, 2000.0), strict=True):
-        change(server, id, created_at=seconds)
+        update_row(server, id, created_at=seconds)
 
-    def listed(server, **query):
+    def ids_of(server, **query):
         return [job["id"] for job in server.client.get("/v1/videos", params=query).json()["data"]]
 
-    assert (listed(server), listed(server, order="asc")) == (ids[::-1], ids)
-    assert listed(server, after=ids[1]) == ids[:1]
+    assert (ids_of(server), ids_of(server, order="asc")) == (ids[::-1], ids)
+    assert ids_of(server, after=ids[1]) == ids[:1]
     server.stop()
-    assert listed(start(work=False)) == ids[::-1]
+    assert ids_of(start(work=False)) == ids[::-1]
 
 
 def test_queued_and_running_jobs_are_cancelled(start, monkeypatch):
     server = start()
-    begun, go = threading.Event(), threading.Event()
+    started, go = threading.Event(), threading.Event()
     latents = Run.latents
 
     def slow(*arguments, **options):
-        begun.set()
+        started.set()
         assert go.wait(60)
         yield from latents(*arguments, **options)
 
     monkeypatch.setattr(Run, "latents", slow)
-    ids = [server.ask(seed=seed)["id"] for seed in range(4)]
-    assert begun.wait(60)
+    ids = [server.post_video(seed=seed)["id"] for seed in range(4)]
+    assert started.wait(60)
     for id in ids[:2]:
         assert server.client.post(f"/v1/videos/{id}/cancel").status_code == 200
     for id in ids[2:3]:
@@ -416,21 +432,21 @@ def test_queued_and_running_jobs_are_cancelled(start, monkeypatch):
 
 
 def test_a_video_is_cancelled_between_two_programs(start, monkeypatch):
-    """The programs being compiled at that time are the last; the server reports how many were begun, of how many."""
-    server, begun, go, names = start(), threading.Event(), threading.Event(), []
+    """Only the programs that already compile are finished. The server reports how many have started."""
+    server, started, go, names = start(), threading.Event(), threading.Event(), []
     compiled = TracedProgram.compile
 
     def slow(instance, *options):
         names.append(instance.program.name)
-        if len(names) > 1:  # two at a time are compiled
+        if len(names) > 1:  # two programs compile at a time
             if len(names) == 3:
-                begun.set()
+                started.set()
             assert go.wait(60)
         return compiled(instance, *options)
 
     monkeypatch.setattr(TracedProgram, "compile", slow)
-    id = server.ask(size="48x32", frames=9)["id"]
-    assert begun.wait(60)
+    id = server.post_video(size="48x32", frames=9)["id"]
+    assert started.wait(60)
     while (video := server.client.get(f"/v1/videos/{id}").json())["stage_done"] < 3:
         time.sleep(0.02)  # the worker reports it twice a second
     assert (video["stage"], video["stage_done"], video["progress"]) == ("compile", 3, 0)
@@ -439,22 +455,22 @@ def test_a_video_is_cancelled_between_two_programs(start, monkeypatch):
     body = server.client.post(f"/v1/videos/{id}/cancel").json()
     assert body["cancelled"]
     assert body["version"] > video["version"]
-    time.sleep(2.5 * HEARTBEAT_INTERVAL)  # until the worker has heard of it
+    time.sleep(2.5 * HEARTBEAT_INTERVAL)  # until the worker knows of the cancellation
     go.set()
     assert server.wait_until_finished(id)["error"]["code"] == "cancelled"
     assert len(names) == 3
 
 
-def test_a_video_by_another_solver(start, pipe):
+def test_a_request_may_choose_another_scheduler(start, pipe):
     server = start()
-    result = server.wait_until_finished(server.ask(scheduler="euler")["id"])
+    result = server.wait_until_finished(server.post_video(scheduler="euler")["id"])
     assert result["status"] == "completed", result["error"]
     assert (result["scheduler"], pipe.model.scheduler) == ("euler", UniPC())
     assert server.client.get(f"/v1/videos/{result['id']}/record").json()["scheduler"] == "euler"
 
 
-def more_red(file):
-    """Write a LoRA of nano, of random numbers, and return its file."""
+def write_lora(file):
+    """Write a random LoRA for nano, and return its file."""
     random, factors = np.random.default_rng(0), {"down": (2, 192), "up": (192, 2)}
     tensors = {f"blocks.1.self_attn.q.lora_{part}.weight": random.normal(size=shape) for part, shape in factors.items()}
     save_safetensors(file, {f"diffusion_model.{name}": x.astype(np.float32) for name, x in tensors.items()})
@@ -462,7 +478,7 @@ def more_red(file):
 
 
 def with_lora(model, file):
-    """Return the models of a server of a model and a LoRA at the strength 0.5."""
+    """Return the loaded models of a server with a LoRA of strength 0.5."""
 
     def load(name, loras):
         return wanjax.load(name, lora=loras)
@@ -472,11 +488,11 @@ def with_lora(model, file):
 
 
 def test_metadata_is_a_valid_request(start, pipe):
-    """What the server was started with is left out if it is the server's own, and refused if it is not."""
+    """Settings that only the server can choose are accepted if they equal the server's, and else refused."""
     server = start(work=False)
-    record = pipe.metadata(pipe.settings(prompt="a red circle", size=(32, 32), frames=5, steps=2, seed=7), {})
-    assert record["strength"] == pipe.defaults.strength
-    response = server.client.post("/v1/videos", json=record)
+    metadata = pipe.metadata(pipe.settings(prompt="a red circle", size=(32, 32), frames=5, steps=2, seed=7), {})
+    assert metadata["strength"] == pipe.defaults.strength
+    response = server.client.post("/v1/videos", json=metadata)
     assert response.status_code == 200, response.text
     video = response.json()
     assert (video["settings"]["seed"], video["settings"]["steps"]) == (7, 2)
@@ -484,23 +500,25 @@ def test_metadata_is_a_valid_request(start, pipe):
 
 
 def test_metadata_names_no_folder(start, tmp_path, monkeypatch):
-    """Files are named without their folders, with their digests; who has them makes the video again."""
+    """Metadata names files without folders, with their digests. A user with the files can reproduce the video."""
     packaged = wanjax.load("nano").components.source
     model, lora = tmp_path / "models" / "my-nano", tmp_path / "loras" / "red.safetensors"
     shutil.copytree(packaged.root, model)
     lora.parent.mkdir()
-    server = start(of=with_lora(str(model), more_red(lora)))
-    requested = server.ask(image=url(picture()), seed=3, model="my-nano", lora="red:2")  # which loads the model again
+    server = start(loaded_models=with_lora(str(model), write_lora(lora)))
+    requested = server.post_video(
+        image=url(picture()), seed=3, model="my-nano", lora="red:2"
+    )  # this loads the model again
     result = server.wait_until_finished(requested["id"])
     assert result["status"] == "completed", result["error"]
     video_file = tmp_path / "film.mp4"
     video_file.write_bytes(server.content(result["id"]))
-    record = server.client.get(f"/v1/videos/{result['id']}/record").json()
-    assert read_metadata(video_file) == record
-    assert (record["model"], record["lora"], record["image"]) == ("my-nano", ["red.safetensors:2.0"], "image.png")
+    metadata = server.client.get(f"/v1/videos/{result['id']}/record").json()
+    assert read_metadata(video_file) == metadata
+    assert (metadata["model"], metadata["lora"], metadata["image"]) == ("my-nano", ["red.safetensors:2.0"], "image.png")
     png = server.folder / result["id"] / "image.png"
     files = {"my-nano": model, "red.safetensors": lora, "image.png": png}
-    assert record["digests"] == {name: digest_of(file) for name, file in files.items()}
+    assert metadata["digests"] == {name: digest_of(file) for name, file in files.items()}
     paths = [
         "videos",
         "models",
@@ -524,20 +542,20 @@ def test_metadata_names_no_folder(start, tmp_path, monkeypatch):
     np.testing.assert_array_equal(read_clip(video_file, 9, 8), read_clip(tmp_path / "again.mp4", 9, 8))
 
 
-def test_strengths_of_a_lora(start, tmp_path):
-    """Each is the library's own video with that strength; what was loaded beside the transformer stays."""
+def test_a_request_may_choose_the_strength_of_a_lora(start, tmp_path):
+    """Each strength gives another video; the other networks stay loaded."""
     file = tmp_path / "more red.safetensors"
-    variants = with_lora("nano", more_red(file))
-    server, encoder = start(of=variants), variants.model(None).text_encoder
+    variants = with_lora("nano", write_lora(file))
+    server, encoder = start(loaded_models=variants), variants.model(None).text_encoder
     assert server.client.get("/v1/models").json()["data"][0]["loras"] == [{"name": "more_red", "strength": 0.5}]
     for wrong, words in (("more_red", "lora 'more_red' more_red:0.5"), ({"x": 1}, "LoRA 'x' more_red")):
         assert has_line_with(server.refused(422, json=SMALL | {"lora": wrong}), words)
     assert has_line_with(server.refused(422, json=SMALL | {"lora": {"more_red": True}}), "lora true")
     requested = [{}, {"lora": "more_red:2"}, {"lora": {"more_red": 0}}, {}]
-    result = [server.wait_until_finished(server.ask(seed=3, **more)["id"]) for more in requested]
+    result = [server.wait_until_finished(server.post_video(seed=3, **more)["id"]) for more in requested]
     assert [job["lora"] for job in result] == [[{"name": "more_red", "strength": x}] for x in (0.5, 2.0, 0.0, 0.5)]
-    records = [server.client.get(f"/v1/videos/{job['id']}/record").json()["lora"] for job in result]
-    assert records == [[str(Lora(file.name, x))] for x in (0.5, 2.0, 0.0, 0.5)]
+    lora_metadata = [server.client.get(f"/v1/videos/{job['id']}/record").json()["lora"] for job in result]
+    assert lora_metadata == [[str(Lora(file.name, x))] for x in (0.5, 2.0, 0.0, 0.5)]
     contents = [server.content(job["id"]) for job in result]
     assert len(set(contents[:3])) == 3
     assert contents[3] == contents[0]
@@ -546,14 +564,14 @@ def test_strengths_of_a_lora(start, tmp_path):
 
 def test_a_running_job_that_is_removed_leaves_nothing(start, monkeypatch):
     server = start()
-    begun, go = threading.Event(), threading.Event()
+    started, go = threading.Event(), threading.Event()
     encode = Run.encode
-    monkeypatch.setattr(Run, "encode", lambda *a, **k: (begun.set(), go.wait(60), encode(*a, **k))[2])
-    id = server.ask()["id"]
-    assert begun.wait(60)
+    monkeypatch.setattr(Run, "encode", lambda *a, **k: (started.set(), go.wait(60), encode(*a, **k))[2])
+    id = server.post_video()["id"]
+    assert started.wait(60)
     assert server.client.delete(f"/v1/videos/{id}").status_code == 200
     go.set()
-    assert server.wait_until_finished(server.ask(seed=1)["id"])["status"] == "completed"
+    assert server.wait_until_finished(server.post_video(seed=1)["id"])["status"] == "completed"
     assert server.is_cleared(id)
 
 
@@ -568,60 +586,60 @@ def test_a_failure_ends_only_its_job(start, monkeypatch, caplog):
         return encode(*arguments, **options)
 
     monkeypatch.setattr(Run, "encode", failing)
-    errors = [server.wait_until_finished(server.ask()["id"])["error"] for _ in range(2)]
+    errors = [server.wait_until_finished(server.post_video()["id"])["error"] for _ in range(2)]
     assert [error["code"] for error in errors] == ["server_error"] * 2
     assert "a bug" not in errors[0]["message"]
     assert "memory" in errors[1]["message"]
-    assert server.wait_until_finished(server.ask()["id"])["status"] == "completed"
+    assert server.wait_until_finished(server.post_video()["id"])["status"] == "completed"
 
 
 def test_jobs_of_a_killed_server_are_resumed(start, tmp_path):
-    """A kill leaves the disk as it is: a video finished, one whose end was not noted, one under way, one queued."""
+    """After a kill, one video is finished, one is made but its job is not finished, one is running, one queued."""
     first = start()
-    ids = [first.wait_until_finished(first.ask(seed=seed)["id"])["id"] for seed in range(2)]
+    ids = [first.wait_until_finished(first.post_video(seed=seed)["id"])["id"] for seed in range(2)]
     first.stop()
     waiting = start(work=False)
-    change(waiting, ids[1], status="in_progress", worker="one that is not heard of")
-    ids += [waiting.ask(seed=seed)["id"] for seed in (2, 3)]
-    waiting.store.add(NewJob(torn := new_id(), {}, "nano", output_path(torn)), is_arriving=True)
-    change(waiting, torn, created_at=0.0)
-    for id in (torn, "video_of_a_stranger"):
+    update_row(waiting, ids[1], status="in_progress", worker="a dead worker")
+    ids += [waiting.post_video(seed=seed)["id"] for seed in (2, 3)]
+    waiting.store.add(NewJob(half_received := new_id(), {}, "nano", output_path(half_received)), is_arriving=True)
+    update_row(waiting, half_received, created_at=0.0)
+    for id in (half_received, "video_of_another_server"):
         (waiting.folder / id).mkdir()
     assert waiting.lease() == [ids[2]]
     waiting.kill()
     again = start()
     assert [again.wait_until_finished(id)["status"] for id in ids] == ["completed"] * 4
     assert all(again.client.get(f"/v1/videos/{id}/content").status_code == 200 for id in ids)
-    assert again.is_cleared(torn)
-    assert (again.folder / "video_of_a_stranger").exists()  # which no row names
+    assert again.is_cleared(half_received)
+    assert (again.folder / "video_of_another_server").exists()  # no row of the database names it
 
 
 def test_a_large_clip_keeps_its_place_in_the_queue(start, tmp_path, monkeypatch):
-    """It arrives while another request is taken, which stays before it when the server starts anew."""
+    """Another request arrives during its upload; the order stays after a restart."""
     server, save = start(work=False), uploads.save_pictures
 
     def slow(pictures, *how, **options):
         if pictures:
-            server.ask(seed=1)
+            server.post_video(seed=1)
         return save(pictures, *how, **options)
 
     monkeypatch.setattr(uploads, "save_pictures", slow)
-    server.ask(seed=2, video=url(write_clip(tmp_path / "a.mp4", 9).read_bytes()))
+    server.post_video(seed=2, video=url(write_clip(tmp_path / "a.mp4", 9).read_bytes()))
     before = server.queue
     assert len(before) == 2
     server.kill()
     assert start(work=False).queue == before
 
 
-def change(server, id, **columns):
-    """Changes the row of a job."""
+def update_row(server, id, **columns):
+    """Change the row of a job in the database."""
     server.store._run(lambda db: db.update(id, **columns))
 
 
 def test_removed_and_cancelled_jobs_do_not_return(start):
-    """The server is killed after its answer, and before what it does next."""
+    """The server is killed after its responses, before it removes files."""
     server = start(work=False)
-    ids = [server.ask(seed=seed)["id"] for seed in range(4)]
+    ids = [server.post_video(seed=seed)["id"] for seed in range(4)]
     assert server.lease(2) == ids[:2]
     for id in (ids[0], ids[2]):
         assert server.client.post(f"/v1/videos/{id}/cancel").status_code == 200
@@ -643,8 +661,8 @@ def test_a_second_server_on_a_folder_is_refused(start):
     start(work=False)
 
 
-def writing(server, allowed):
-    """Let the database be written, or not."""
+def set_writable(server, allowed):
+    """Allow or forbid writing to the database."""
     database, connect = server.store._database, Sqlite._connect
 
     def read_only():
@@ -656,15 +674,15 @@ def writing(server, allowed):
     database._writer._drop()
 
 
-def test_a_full_disk_takes_no_request_and_loses_none(start):
+def test_a_full_disk_refuses_requests_and_loses_none(start):
     server = start(work=False)
-    id = server.ask()["id"]
-    writing(server, False)
+    id = server.post_video()["id"]
+    set_writable(server, False)
     answers = [server.client.post("/v1/videos", json=SMALL), server.client.post(f"/v1/videos/{id}/cancel")]
     answers.append(server.client.delete(f"/v1/videos/{id}"))
     assert [result.status_code for result in answers] == [507] * 3
     assert all(result.json()["error"]["code"] == "storage" for result in answers)
-    writing(server, True)
+    set_writable(server, True)
     server.worker.start()
     assert server.wait_until_finished(id)["status"] == "completed"
 
@@ -675,7 +693,7 @@ def test_no_path_of_the_server_is_revealed(start, tmp_path):
         "/v1/videos", data=SMALL, files={"video": write_clip(tmp_path / "a.mp4", 5).read_bytes()}
     ).json()["id"]
     (server.folder / with_clip / "clip.mp4").unlink()
-    broken = server.ask()["id"]
+    broken = server.post_video()["id"]
     server.worker.start()
     assert server.wait_until_finished(broken)["status"] == "completed"
     (server.folder / broken / "video.mp4").write_bytes(b"no film")
@@ -689,20 +707,20 @@ def test_no_path_of_the_server_is_revealed(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("message", "left"),
+    ("message", "expected"),
     [
         ("there is no file /srv/my videos/video_1/a b.png", "there is no file a b.png"),
         ("'/home/someone/loras/x.safetensors' and (/etc/y.bin) cannot be read", "'x.safetensors' and (y.bin) cannot"),
         ("16/9 or and/or http://localhost:8000/v1/videos", "16/9 or and/or http://localhost:8000/v1/videos"),
     ],
 )
-def test_paths_become_names(message, left):
-    assert strip_folders(message, [Path("/srv/my videos/video_1"), Path("/srv")]).startswith(left)
+def test_paths_in_messages_become_file_names(message, expected):
+    assert strip_folders(message, [Path("/srv/my videos/video_1"), Path("/srv")]).startswith(expected)
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 3 MB, and what fills it or makes room again."""
+    """A file system of 3 MB, and a function that fills or empties it."""
     folder = tmp_path / "disk"
     folder.mkdir()
     result = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", folder], capture_output=True, check=False)
@@ -719,13 +737,13 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def test_a_server_outlives_a_disk_that_is_full(start, small_disk, tmp_path):
+def test_a_server_recovers_from_a_full_disk(start, small_disk, tmp_path):
     folder, fill = small_disk
     server = start(folder / "served")
-    done = server.wait_until_finished(server.ask()["id"])["id"]
+    done = server.wait_until_finished(server.post_video()["id"])["id"]
     fill(True)
     accepted, answers = 0, []
-    while len(answers) < 3:  # three in a row: the database's log has room of its own, and the worker frees some of it
+    while len(answers) < 3:  # three in a row: the log of the database has reserved space, and the worker frees some
         answers.append(server.client.post("/v1/videos", json=SMALL))
         if answers[-1].status_code == 200:
             accepted, answers = accepted + 1, []
@@ -736,9 +754,9 @@ def test_a_server_outlives_a_disk_that_is_full(start, small_disk, tmp_path):
     assert {result.status_code for result in answers} == {507}
     assert all(result.json()["error"]["code"] == "storage" for result in answers)
     assert not any(str(folder) in result.text for result in answers)
-    assert server.client.delete(f"/v1/videos/{done}").status_code == 200  # or there would be no way out
+    assert server.client.delete(f"/v1/videos/{done}").status_code == 200  # deleting must work on a full disk
     fill(False)
-    waiting = server.ask(steps=60)["id"]
+    waiting = server.post_video(steps=60)["id"]
     while not server.client.get(f"/v1/videos/{waiting}").json()["stage_done"]:
         time.sleep(0.01)
     fill(True)
@@ -746,16 +764,16 @@ def test_a_server_outlives_a_disk_that_is_full(start, small_disk, tmp_path):
     assert failed["error"]["code"] == "storage"
     assert str(folder) not in json.dumps(failed)
     fill(False)
-    assert server.wait_until_finished(server.ask()["id"])["status"] == "completed"
+    assert server.wait_until_finished(server.post_video()["id"])["status"] == "completed"
 
 
 def test_a_job_that_kills_the_server_is_retried_a_limited_number_of_times(start):
     first = start(work=False)
-    ids = [first.ask()["id"] for _ in range(2)]
+    ids = [first.post_video()["id"] for _ in range(2)]
     first.stop()
     again = start(work=False)
     for id, attempts in zip(ids, (1, 2), strict=True):
-        change(again, id, status="in_progress", worker="one that died", attempts=attempts)
+        update_row(again, id, status="in_progress", worker="one that died", attempts=attempts)
     again.worker.start()
     assert [again.wait_until_finished(id)["status"] for id in ids] == ["completed", "failed"]
     assert again.jobs()[ids[1]].error["code"] == STOPPED
@@ -770,7 +788,7 @@ def test_a_stopped_server_keeps_its_running_job(start, monkeypatch):
         yield from latents(*arguments, **options)
 
     monkeypatch.setattr(Run, "latents", closing)
-    id = server.ask()["id"]
+    id = server.post_video()["id"]
     server.stop()
     monkeypatch.undo()
     again = start()
@@ -779,8 +797,8 @@ def test_a_stopped_server_keeps_its_running_job(start, monkeypatch):
     assert again.jobs()[id].attempts == 1
 
 
-def test_many_clients_at_once(start):
-    """A small version of benchmarks/serving.py: none is lost, none gets another's video."""
+def test_many_clients_at_once_get_their_videos(start):
+    """A small version of benchmarks/serving.py: no request is lost, and no client gets another video."""
     server = start(queue=4)
     outcomes: Counter[str] = Counter()
 
@@ -798,8 +816,8 @@ def test_many_clients_at_once(start):
         if number % 4 == 2:
             server.client.post(f"/v1/videos/{id}/cancel")
         output = server.wait_until_finished(id)
-        record = output["status"] == "completed" and read_metadata(server.folder / id / "video.mp4")
-        assert not record or record["seed"] == number == output["settings"]["seed"]
+        metadata = output["status"] == "completed" and read_metadata(server.folder / id / "video.mp4")
+        assert not metadata or metadata["seed"] == number == output["settings"]["seed"]
         return output["status"]
 
     with ThreadPoolExecutor(6) as pool:
@@ -816,33 +834,35 @@ def test_compiled_programs_are_cleared_after_too_many_shapes(start, monkeypatch)
     monkeypatch.setattr(maker.EXECUTE, "clear_programs", lambda: dropped.append(True))
     server = start()
     for size in ("32x32", "32x32", "64x64"):
-        assert server.wait_until_finished(server.ask(size=size)["id"])["status"] == "completed"
+        assert server.wait_until_finished(server.post_video(size=size)["id"])["status"] == "completed"
     assert len(dropped) == 1
 
 
 @pytest.mark.parametrize("path", ["/v1/events", "/v1/videos/{}/events"])
-def test_streams_of_events_are_few(start, path):
+def test_the_number_of_event_streams_is_limited(start, path):
     server = start(work=False, streams=0)
-    response = server.client.get(path.format(server.ask()["id"]))
+    response = server.client.get(path.format(server.post_video()["id"]))
     assert response.status_code == 429
     assert "events" in response.json()["error"]["message"]
 
 
-def test_the_server_makes_windows_and_extends_prompts(start):
-    """A client asks for windows; who may extend its prompt is the operator's choice alone."""
+def test_clients_choose_windows_and_the_operator_extends_prompts(start):
+    """A client cannot choose the server that extends its prompt."""
     server = start()
     refused = server.client.post("/v1/videos", json=SMALL | {"extend_prompt": "http://127.0.0.1:1/v1"})
     assert refused.status_code == 422
     assert not server.client.get("/v1/models").json()["data"][0]["extends_prompts"]
     server.maker.extend_prompt = lambda text, picture: ExtendedPrompt(f"{text} moving", text)
-    result = server.wait_until_finished(server.ask(windows=3, then=["a blue circle"])["id"])
+    result = server.wait_until_finished(server.post_video(windows=3, then=["a blue circle"])["id"])
     assert result["status"] == "completed", result["error"]
     assert float(result["seconds"]) == 13 / result["settings"]["fps"]
-    record = server.client.get(f"/v1/videos/{result['id']}/record").json()
-    assert record["prompt"] == "a red circle moving"
-    assert record["then"] == "a blue circle moving"
-    assert record["original_prompt"] == "a red circle\na blue circle"
-    again = server.wait_until_finished(server.ask(prompt="a red circle moving", original_prompt="a red circle")["id"])
-    record = server.client.get(f"/v1/videos/{again['id']}/record").json()  # one that was extended is not once more
-    assert (record["prompt"], record["original_prompt"]) == ("a red circle moving", "a red circle")
+    metadata = server.client.get(f"/v1/videos/{result['id']}/record").json()
+    assert metadata["prompt"] == "a red circle moving"
+    assert metadata["then"] == "a blue circle moving"
+    assert metadata["original_prompt"] == "a red circle\na blue circle"
+    again = server.wait_until_finished(
+        server.post_video(prompt="a red circle moving", original_prompt="a red circle")["id"]
+    )
+    metadata = server.client.get(f"/v1/videos/{again['id']}/record").json()  # an extended prompt is not extended again
+    assert (metadata["prompt"], metadata["original_prompt"]) == ("a red circle moving", "a red circle")
     assert len(read_clip(server.folder / result["id"] / "video.mp4", 100, 100)) == 13

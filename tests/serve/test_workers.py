@@ -96,7 +96,7 @@ def test_a_batch_and_a_server_share_one_database(start, pipe, tmp_path, request,
         join_namespace(store, out, BATCH_FILE)
         tasks = maker.tasks_for([VideoRequest.parse(FAST | {"seed": seed}) for seed in range(2)])
         batch = Batch(store, tasks, Manifest(out), "nano")
-        requested = server.ask()["id"]
+        requested = server.post_video()["id"]
         server.worker.start()
         assert server.wait_until_finished(requested)["status"] == "completed"
         assert store.stats().jobs == {"queued": 2}
@@ -105,7 +105,7 @@ def test_a_batch_and_a_server_share_one_database(start, pipe, tmp_path, request,
         assert server.client.get("/health").json()["queue"] == 0
         assert "waits_for_workers_of" not in server.client.get("/health").json()
         assert 'videos_total{status="completed"} 1.0' in server.client.get("/metrics").text
-        server.ask(steps=200)
+        server.post_video(steps=200)
         work(store, maker, until_empty=True)
         assert {job.output for job in batch.poll()} == {path.name for path in out.glob("*.mp4")}
         assert batch.done_count == 2
