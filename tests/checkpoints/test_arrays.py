@@ -113,17 +113,9 @@ def test_orbax_reads_stored_arrays(folder):
 
 def test_on_one_cpu_an_array_takes_no_extra_memory(folder, monkeypatch):
     buffers = []
-<<<<<<< HEAD
-    aligned = store.aligned_empty
-    monkeypatch.setattr(store, "aligned_empty", lambda *args: buffers.append(aligned(*args)) or buffers[-1])
-    [weights] = (
-        OrbaxCheckpoint(folder).restore({"blocks.q.kernel": jax.ShapeDtypeStruct((6, 16, 24), jnp.bfloat16)}).values()
-    )
-=======
     aligned_empty = store.aligned_empty
     monkeypatch.setattr(store, "aligned_empty", lambda *args: buffers.append(aligned_empty(*args)) or buffers[-1])
-    [weights] = Arrays(folder).restore({"blocks.q.kernel": jax.ShapeDtypeStruct((6, 16, 24), jnp.bfloat16)}).values()
->>>>>>> ea1d49a2 (Name the tests of the commands and of checkpoints after what a user relies on)
+    [weights] = OrbaxCheckpoint(folder).restore({"blocks.q.kernel": jax.ShapeDtypeStruct((6, 16, 24), jnp.bfloat16)}).values()
     assert len(buffers) == 1
     assert weights.unsafe_buffer_pointer() == buffers[0].ctypes.data
 
@@ -162,22 +154,14 @@ def test_a_digest_depends_on_values_shape_and_dtype(folder):
 )
 def test_a_broken_tree_is_named(folder, text):
     (folder / "_METADATA").unlink() if text is None else (folder / "_METADATA").write_text(text)
-<<<<<<< HEAD
-    assert has_line_with(fault(OrbaxCheckpoint, folder), f"{folder / '_METADATA'}")
-=======
-    assert has_line_with(error_message(Arrays, folder), f"{folder / '_METADATA'}")
->>>>>>> ea1d49a2 (Name the tests of the commands and of checkpoints after what a user relies on)
+    assert has_line_with(error_message(OrbaxCheckpoint, folder), f"{folder / '_METADATA'}")
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc", "a/b", "", "a..b", "\x1b"])
 def test_a_tree_cannot_name_an_array_outside_its_folder(folder, name):
     tree = {"tree_metadata": {"x": {"key_metadata": [{"key": name, "key_type": 2}]}}}
     (folder / "_METADATA").write_text(json.dumps(tree))
-<<<<<<< HEAD
-    assert repr(name) in fault(OrbaxCheckpoint, folder)
-=======
-    assert repr(name) in error_message(Arrays, folder)
->>>>>>> ea1d49a2 (Name the tests of the commands and of checkpoints after what a user relies on)
+    assert repr(name) in error_message(OrbaxCheckpoint, folder)
 
 
 LARGE = {"name": "regular", "configuration": {"chunk_shape": [1 << 40] * 3}}
@@ -206,15 +190,10 @@ def test_arrays_of_one_device_are_restored_on_eight_and_back(tmp_path):
     """The values are equal on the requested shards; no device ever holds more than its shards and one tensor."""
     model = encoder()
     save(model, tmp_path / "one")
-<<<<<<< HEAD
-    on_eight_devices("from tests.checkpoints.test_arrays import there_and_back; there_and_back()", tmp_path)
-    again = modules.restore(nnx.eval_shape(encoder), OrbaxCheckpoint(tmp_path / "eight"))
-=======
     on_eight_devices(
         "from tests.checkpoints.test_arrays import restore_on_eight_devices; restore_on_eight_devices()", tmp_path
     )
-    again = modules.restore(nnx.eval_shape(encoder), Arrays(tmp_path / "eight"))
->>>>>>> ea1d49a2 (Name the tests of the commands and of checkpoints after what a user relies on)
+    again = modules.restore(nnx.eval_shape(encoder), OrbaxCheckpoint(tmp_path / "eight"))
     for name, x in modules.parameters(model).items():
         assert np.asarray(modules.parameters(again)[name]).tobytes() == np.asarray(x).tobytes()
 
@@ -248,25 +227,15 @@ def restore_on_eight_devices():
     shards = sum(map(nbytes_on_each, targets.values()))
     largest = max(x.size * x.dtype.itemsize for x in targets.values())
     assert shards < 0.6 * sum(x.size * x.dtype.itemsize for x in targets.values())
-<<<<<<< HEAD
-    most = []
-    model = modules.restore(abstract, OrbaxCheckpoint(folder / "one"), progress=lambda *_: most.append(most_bytes_on_a_device()))
-    assert max(most) <= shards + largest
-=======
     held_bytes = []
     model = modules.restore(
-        abstract, Arrays(folder / "one"), progress=lambda *_: held_bytes.append(most_bytes_on_a_device())
+        abstract, OrbaxCheckpoint(folder / "one"), progress=lambda *_: held_bytes.append(most_bytes_on_a_device())
     )
     assert max(held_bytes) <= shards + largest
->>>>>>> ea1d49a2 (Name the tests of the commands and of checkpoints after what a user relies on)
     for name, x in modules.parameters(model).items():
         assert x.sharding == targets[name].sharding
         assert np.asarray(x).tobytes() == OrbaxCheckpoint(folder / "one").read(name).tobytes()
     save(model, folder / "eight")
-<<<<<<< HEAD
-    restored = modules.restore(meshed((4, 2), ROWS), OrbaxCheckpoint(folder / "eight"))
-=======
-    restored = modules.restore(sharded_encoder((4, 2), ROWS), Arrays(folder / "eight"))
->>>>>>> ea1d49a2 (Name the tests of the commands and of checkpoints after what a user relies on)
+    restored = modules.restore(sharded_encoder((4, 2), ROWS), OrbaxCheckpoint(folder / "eight"))
     for name, x in modules.parameters(restored).items():
         assert np.asarray(x).tobytes() == np.asarray(modules.parameters(model)[name]).tobytes()

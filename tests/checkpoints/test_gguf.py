@@ -47,13 +47,8 @@ def test_every_type_is_dequantized_like_the_package(kind, tmp_path):
         np.testing.assert_array_equal(file.read("x.weight"), quants.dequantize(raw, kind))
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("kind", sorted(FAST_DEQUANTIZERS))
-def test_types_with_special_rules_take_any_bytes(kind):
-=======
-@pytest.mark.parametrize("kind", sorted(FAST))
 def test_types_with_fast_rules_accept_any_bytes(kind):
->>>>>>> 229b80b4 (Name the tests of checkpoints after what a user relies on (2))
     """Also scales that are infinite or NaN, and more rows than a piece has."""
     size, nbytes = gguf.GGML_QUANT_SIZES[Kind[kind]]
     raw = np.random.default_rng(0).integers(0, 256, (300, 2048 // size * nbytes), dtype=np.uint8)

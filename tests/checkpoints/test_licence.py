@@ -28,15 +28,10 @@ def test_the_licence_of_a_single_file_is_printed_before_its_download(server, tmp
 
     with registered(presets=(restricted,)):
         for _ in range(2):
-<<<<<<< HEAD
-            with pytest.raises(WanjaxError, match="contains no"):  # the tiny model is that of no repository
-                wanjax.load("bound", note=note)
-=======
             with pytest.raises(
                 WanjaxError, match="contains no"
             ):  # no repository has the other components of the tiny model
                 wanjax.load("restricted", note=note)
->>>>>>> 229b80b4 (Name the tests of checkpoints after what a user relies on (2))
     [(licence, downloads_before)] = messages
     assert has_line_with(licence, f"restricted CC-BY-NC-4.0 {ID}")
     assert name not in downloads_before

@@ -223,15 +223,9 @@ FUN_FILES = {
 }
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("preset", FUN_PRESETS, ids=lambda preset: preset.name)
-def test_a_file_of_fun_inp(preset, tmp_path):
-    name, config, vae = COMFYS[preset.name]
-=======
-@pytest.mark.parametrize("preset", FUN, ids=lambda preset: preset.name)
 def test_a_file_of_fun_inp_is_recognised(preset, tmp_path):
     name, config, vae = FUN_FILES[preset.name]
->>>>>>> 229b80b4 (Name the tests of checkpoints after what a user relies on (2))
     for each in {name, name.replace("high", "low")}:
         write_file(tmp_path / f"{each}.safetensors", config, vae=vae)
     checkpoint = inspect_checkpoint(tmp_path / f"{name}.safetensors")

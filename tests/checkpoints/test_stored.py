@@ -98,13 +98,8 @@ def test_a_process_downloads_only_what_it_reads(stored, tmp_path):
     assert isinstance(arrays, OrbaxCheckpoint)
     name = "proj_out.kernel"
     values = arrays[name].read()
-<<<<<<< HEAD
-    assert [path.parent.name for path in cached(tmp_path).rglob("c")] == [name]
-    again = OrbaxCheckpoint(cached(tmp_path) / "transformer/weights", lambda files: None)
-=======
     assert [path.parent.name for path in cached_checkpoint(tmp_path).rglob("c")] == [name]
-    again = Arrays(cached_checkpoint(tmp_path) / "transformer/weights", lambda files: None)
->>>>>>> 229b80b4 (Name the tests of checkpoints after what a user relies on (2))
+    again = OrbaxCheckpoint(cached_checkpoint(tmp_path) / "transformer/weights", lambda files: None)
     np.testing.assert_array_equal(again[name].read(), values)
 
 
@@ -144,13 +139,8 @@ def write_diffusers_index() -> None:
     put("model_index.json", json.dumps({"_class_name": "WanPipeline"}).encode())
 
 
-<<<<<<< HEAD
 TREE_FILE = b'{"tree_metadata": {"a": {"key_metadata": [{"key": "../x"}]}}}'
-HARM = {  # what is done to a checkpoint in a store, what the sentence names, and the call that is refused
-=======
-TREE = b'{"tree_metadata": {"a": {"key_metadata": [{"key": "../x"}]}}}'
 DAMAGE = {  # the damage to a checkpoint, the words of the message, and the call that is refused
->>>>>>> 229b80b4 (Name the tests of checkpoints after what a user relies on (2))
     "manifest": (lambda: put("wanjax.json", b"{"), "wanjax.json", wanjax.load),
     "config": (lambda: put("transformer/config.json", b'{"num_layers": 9}'), "transformer/config.json", wanjax.load),
     "index": (lambda: put("model_index.json", b'{"_class_name": "Other"}'), "model_index.json", wanjax.load),

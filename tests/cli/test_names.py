@@ -378,25 +378,14 @@ def test_used_folders_and_files_of_the_user_stay(runs_folder, tmp_path):
         file.parent.mkdir(exist_ok=True)
         file.touch()
         age(file, 30)
-<<<<<<< HEAD
-    (cached / "a-link").symlink_to(tmp_path / "elsewhere")
-    requested = stopped(cached, "asked-for", days=30)
-    with closing(FileLock(used / runs.LOCK_FILE, "run", "--dir")):
-        runs.remove_old_runs(keep=requested)
-    assert (used / stage_files.LATENTS_FILE).exists()
-    assert (requested / stage_files.LATENTS_FILE).exists()
-    assert files(with_video) == [stage_files.VIDEO_FILE, runs.LOCK_FILE]
-    assert all(file.exists() for file in foreign)
-=======
     (runs_folder / "a-link").symlink_to(tmp_path / "elsewhere")
     resumed_run = write_stopped_run(runs_folder, "resumed", days=30)
-    with closing(FileLock(used / runs.LOCK, "run", "--dir")):
+    with closing(FileLock(used / runs.LOCK_FILE, "run", "--dir")):
         runs.remove_old_runs(keep=resumed_run)
     assert (used / stage_files.LATENTS_FILE).exists()
     assert (resumed_run / stage_files.LATENTS_FILE).exists()
-    assert files(with_video) == [stage_files.VIDEO_FILE, runs.LOCK]
+    assert files(with_video) == [stage_files.VIDEO_FILE, runs.LOCK_FILE]
     assert all(file.exists() for file in user_files)
->>>>>>> ea1d49a2 (Name the tests of the commands and of checkpoints after what a user relies on)
     assert not killed.exists()
 
 

@@ -218,15 +218,9 @@ def test_a_plan_gives_frames_per_second_of_a_causal_model():
     model = causal_pipeline(4, None).model
     model = replace(model, text_encoder=TEXT)
     video = model_description("wan2.1-t2v-1.3b-causal").settings.updated({"height": 12, "width": 12, "frames": 15})
-<<<<<<< HEAD
-    result = estimate.estimate_video(small(shapes, video), "h200")
-    runs = {run.name: run for run in programs(pipeline(shapes, video, attention=AttentionConfig("reference")), video)}
-    priced = hardware.price_on(
-=======
     result = estimate.estimate_video(describe(model, video), "h200")
     runs = {run.name: run for run in programs(pipeline(model, video, attention=AttentionConfig("reference")), video)}
-    priced = hardware.priced_on(
->>>>>>> ea1d49a2 (Name the tests of the commands and of checkpoints after what a user relies on)
+    priced = hardware.price_on(
         hardware.find_hardware("h200"), [(name, run.abstract_call) for name, run in runs.items()]
     )
     prices = {name: each.seconds for name, each in zip(runs, priced, strict=True)}

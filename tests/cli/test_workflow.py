@@ -291,13 +291,8 @@ def test_a_batch_is_made_from_a_folder_of_workflows():
 
 def test_workflows_of_a_folder_share_their_model():
     Path("flows").mkdir()
-<<<<<<< HEAD
-    assert "flows contains no workflow of ComfyUI: give a file" in wanjax("batch", "flows").stderr
-    saved(small_workflow(), "flows/a.json")
-=======
     assert "flows contains no workflow of ComfyUI: give a file" in wanjax("batch", "flows").stderr
     save_workflow(small_workflow(), "flows/a.json")
->>>>>>> ea1d49a2 (Name the tests of the commands and of checkpoints after what a user relies on)
     Path("flows/b.json").write_text(Path("flows/a.json").read_text()[:100])
     for arguments in (("batch", "flows"), ("batch", "prompts.txt", "--from", "flows/b.json")):
         assert has_line_with(refused(*arguments, "--model", "nano"), "flows/b.json not valid JSON complete copy")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores of jobs on both databases, a small model, and runs that compute nothing."""
+"""Job stores on SQLite and PostgreSQL, a small model, and runs that compute nothing."""
 
 import errno
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def nano() -> wanjax.Pipeline:
 
 @pytest.fixture
 def nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Videos without frames are written; the prompts "fail" and "full" fail, the second as on a full disk."""
+    """Write files without frames. The prompt "fail" raises an error, and "full" fails like a full disk."""
 
     def run(self):
         for request in self.requests:

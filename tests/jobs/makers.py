@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makers of small files in place of videos, which fail as a test asks, and note in a log each video that is begun."""
+"""Makers that write small files in place of videos, fail when a test asks for it, and log the started jobs."""
 
 import errno
 import os
@@ -13,11 +13,11 @@ LOG = "made.log"
 
 
 class FileMaker:
-    """Makes a file in so many seconds; the job's prompt says what fails.
+    """Writes a file for each job; the prompt of the job says which failure to simulate.
 
     Args:
-        folder: Where the files go.
-        seconds: Those of a file.
+        folder: The folder of the files.
+        seconds: How long a file takes.
     """
 
     models = ("nano",)
@@ -33,15 +33,15 @@ class FileMaker:
         return (self.folder / job.output).exists()
 
     def explain(self, error):
-        is_ours = isinstance(error, WanjaxError) and not is_full(error)
+        is_known = isinstance(error, WanjaxError) and not is_full(error)
         return Failure(
-            "storage" if is_full(error) else "error", str(error), is_retryable=not is_ours, ends_worker=is_full(error)
+            "storage" if is_full(error) else "error", str(error), is_retryable=not is_known, ends_worker=is_full(error)
         )
 
     def make(self, jobs, lease):
         self.runs.append([job.id for job in jobs])
         for job in jobs:
-            with (self.folder / LOG).open("a") as log:  # whole lines, also of several processes
+            with (self.folder / LOG).open("a") as log:  # appends whole lines, also from several processes
                 log.write(f"{job.id}\n")
             for step in range(4):
                 lease.report(progress=25 * step, stage="denoise", stage_done=step, stage_total=4)
@@ -49,17 +49,17 @@ class FileMaker:
                     raise Interrupted
                 time.sleep(self.seconds / 4)
             self.fail(job, job.request["settings"]["prompt"])
-            place = self.folder / job.output
-            place.parent.mkdir(parents=True, exist_ok=True)
-            partial_file = place.with_name(f".{os.getpid()}.{place.name}")
+            path = self.folder / job.output
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial_file = path.with_name(f".{os.getpid()}.{path.name}")
             partial_file.write_text(job.id)
-            partial_file.replace(place)
+            partial_file.replace(path)
             yield job
 
     def fail(self, job, prompt):
         if prompt == "fail":
             raise RuntimeError("the device is gone")
-        if prompt == "fail once" and self.begun().count(job.id) == 1:
+        if prompt == "fail once" and self.started_ids().count(job.id) == 1:
             raise RuntimeError("the device is gone")
         if prompt == "wrong":
             raise WanjaxError("steps is 0 where 1 is the least")
@@ -68,14 +68,14 @@ class FileMaker:
         if prompt == "die":
             raise SystemExit(9)
 
-    def begun(self):
-        """Return the ids of the files that were begun, in order."""
+    def started_ids(self):
+        """Return the ids of the started jobs, in order."""
         file = self.folder / LOG
         return file.read_text().split() if file.exists() else []
 
 
 def make_files(folder, seconds, store):
-    """Return the maker of a worker in a new process."""
+    """Return a maker for a worker in a new process."""
     return FileMaker(folder, seconds)
 
 

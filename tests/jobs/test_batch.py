@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch: each task ends once, whatever fails or dies, and the manifest is readable after any end."""
+"""A batch: each task ends once, whatever fails, and the manifest is readable after any end."""
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as some
+from hypothesis import strategies as st
 
 from tests.support.batches import read_manifest
 from tests.support.words import line_with_words
@@ -26,8 +26,8 @@ def store(tmp_path):
     store.close()
 
 
-def leased(store, worker="w", limit=32):
-    """Return the jobs that a worker is to make, all of which it has begun."""
+def lease_and_begin(store, worker="w", limit=32):
+    """Lease jobs to a worker, begin all of them, and return them."""
     store.register(worker, "ready", {})
     jobs = store.lease(worker, ["nano"], limit=limit)
     for job in jobs:
@@ -40,9 +40,9 @@ def fail(store, job, retries=0, message="no", code="server_error"):
 
 
 @settings(deadline=None, max_examples=8)  # other work may share the cores
-@given(some.integers(1, 30), some.integers(1, 4), some.integers(0, 3), some.randoms(use_true_random=False))
+@given(st.integers(1, 30), st.integers(1, 4), st.integers(0, 3), st.randoms(use_true_random=False))
 def test_each_task_ends_once(tmp_path_factory, count, workers, retries, random):
-    """Workers lease jobs in turn; any job may fail or take its worker with it, and drivers die and begin anew."""
+    """Any job may fail or kill its worker, and drivers die and are restarted."""
     folder = tmp_path_factory.mktemp("batch")
     store = JobStore(str(folder / "jobs.sqlite"))
     ended, finished, names = [], set(), iter(range(10**6))
@@ -50,7 +50,7 @@ def test_each_task_ends_once(tmp_path_factory, count, workers, retries, random):
     def driver():
         manifest = Manifest(folder)
         batch = Batch(store, [task(n) for n in range(1, count + 1) if f"{n}.mp4" not in finished], manifest, "nano")
-        batch._raise_if_all_failed = lambda task: None  # batches without any success have another test
+        batch._raise_if_all_failed = lambda task: None  # another test covers batches without success
         return batch
 
     batch, busy = driver(), []
@@ -64,11 +64,11 @@ def test_each_task_ends_once(tmp_path_factory, count, workers, retries, random):
         worker, jobs = busy.pop(random.randrange(len(busy)))
         for job in jobs:
             store.begin(worker, job.id)
-            what = random.choice(["made", "made", "fails", "dies"]) if finished else "made"
-            if what == "dies":
+            outcome = random.choice(["made", "made", "fails", "dies"]) if finished else "made"
+            if outcome == "dies":
                 store.requeue_lost(worker)
                 break
-            if what == "made":
+            if outcome == "made":
                 finished.add(job.output)
                 store.finish(worker, job.id, {})
             else:
@@ -76,12 +76,12 @@ def test_each_task_ends_once(tmp_path_factory, count, workers, retries, random):
         else:
             store.requeue(worker)
         ended += [job.output for job in batch.poll()]
-        if random.random() < 0.1:  # the driver is killed, and another one begins
+        if random.random() < 0.1:  # the driver is killed, and another one starts
             batch = driver()
             ended = [name for name in ended if name in finished]
     entries = read_manifest(folder)
-    listed = [entry["file_name"] for entry in entries if "error" not in entry]
-    assert sorted(listed) == sorted(finished)
+    names_in_manifest = [entry["file_name"] for entry in entries if "error" not in entry]
+    assert sorted(names_in_manifest) == sorted(finished)
     failed = {entry["file_name"] for entry in entries if "error" in entry}
     assert finished | failed == {f"{n}.mp4" for n in range(1, count + 1)}
     store.close()
@@ -89,12 +89,12 @@ def test_each_task_ends_once(tmp_path_factory, count, workers, retries, random):
 
 def test_a_task_is_tried_again_and_then_listed_with_its_error(store, tmp_path):
     batch = Batch(store, [task(1), task(2)], Manifest(tmp_path), "nano")
-    first, second = leased(store)
+    first, second = lease_and_begin(store)
     store.finish("w", second.id, {"seconds": 2.5, "worker": "host:1"})
     fail(store, first, retries=2)
     store.requeue("w")
     for _ in range(2):
-        [job] = leased(store)
+        [job] = lease_and_begin(store)
         fail(store, job, retries=2, message="the device is gone")
         store.requeue("w")
     assert [job.output for job in batch.poll()] == ["2.mp4", "1.mp4"]
@@ -107,7 +107,7 @@ def test_a_task_is_tried_again_and_then_listed_with_its_error(store, tmp_path):
     assert failed["worker"] == "host:1"
 
 
-def test_a_manifest_knows_what_failed(tmp_path):
+def test_a_manifest_lists_finished_and_failed_videos(tmp_path):
     manifest = Manifest(tmp_path)
     manifest.add(task(1), error="the device is gone")
     manifest.add(task(2), seconds=1.0)
@@ -118,13 +118,13 @@ def test_a_manifest_knows_what_failed(tmp_path):
 def test_earlier_failures_are_made_separately_and_last(store, tmp_path):
     Manifest(tmp_path).add(task(1), error="no")
     Batch(store, [task(2), task(3), task(1)], Manifest(tmp_path), "nano")
-    assert [job.output for job in leased(store)] == ["2.mp4", "3.mp4"]
+    assert [job.output for job in lease_and_begin(store)] == ["2.mp4", "3.mp4"]
 
 
 @pytest.mark.parametrize(("count", "failures"), [(99, MAX_FIRST_FAILURES), (1, 1)])
-def test_a_batch_in_which_nothing_succeeds_is_ended(store, tmp_path, count, failures):
+def test_a_batch_without_any_success_is_stopped(store, tmp_path, count, failures):
     batch = Batch(store, map(task, range(1, count + 1)), Manifest(tmp_path), "nano")
-    for job in leased(store):
+    for job in lease_and_begin(store):
         fail(store, job, message="broken")
     with pytest.raises(WanjaxError, match=line_with_words(f"row {failures} broken")):
         list(batch.poll())
@@ -133,9 +133,9 @@ def test_a_batch_in_which_nothing_succeeds_is_ended(store, tmp_path, count, fail
 
 
 @pytest.mark.parametrize(("code", "kind"), [("invalid_request", RequestError), ("server_error", WanjaxError)])
-def test_only_a_wrong_request_would_be_repeated(store, tmp_path, code, kind):
+def test_a_batch_of_wrong_requests_raises_a_request_error(store, tmp_path, code, kind):
     batch = Batch(store, map(task, range(1, 3)), Manifest(tmp_path), "nano")
-    for job in leased(store):
+    for job in lease_and_begin(store):
         fail(store, job, code=code, message="broken")
     with pytest.raises(WanjaxError, match=line_with_words("row 2 broken")) as raised:
         list(batch.poll())
@@ -143,9 +143,9 @@ def test_only_a_wrong_request_would_be_repeated(store, tmp_path, code, kind):
     assert batch.only_wrong_requests == (kind is RequestError)
 
 
-def test_a_full_disk_ends_a_batch_and_is_no_video_s_failure(store, tmp_path):
+def test_a_full_disk_ends_a_batch_without_a_failed_video(store, tmp_path):
     batch = Batch(store, [task(1), task(2)], Manifest(tmp_path), "nano")
-    first, second = leased(store)
+    first, second = lease_and_begin(store)
     store.finish("w", first.id, {})
     fail(store, second, code=DISK_FULL, message="2.mp4 cannot be written")
     with pytest.raises(WanjaxError, match=line_with_words("2.mp4 written")) as raised:
@@ -154,9 +154,9 @@ def test_a_full_disk_ends_a_batch_and_is_no_video_s_failure(store, tmp_path):
     assert [entry["file_name"] for entry in read_manifest(tmp_path)] == ["1.mp4"]
 
 
-def test_no_other_worker_makes_the_jobs_of_a_dead_driver(store, tmp_path):
+def test_jobs_of_a_closed_batch_are_cancelled(store, tmp_path):
     batch = Batch(store, map(task, range(1, 5)), Manifest(tmp_path), "nano")
-    [job] = leased(store, limit=1)
+    [job] = lease_and_begin(store, limit=1)
     batch.close()
     assert store.heartbeat("w", job.id, None).value == "cancel"
     assert store.stats().jobs == {"failed": 3, "in_progress": 1}
@@ -164,7 +164,7 @@ def test_no_other_worker_makes_the_jobs_of_a_dead_driver(store, tmp_path):
 
 @pytest.mark.parametrize("cut", [0, 1, 20, -1])
 def test_a_manifest_is_complete_after_any_end(tmp_path, cut):
-    """Lines that are not whole, as after a disk was full, are neither read nor mixed with those that follow."""
+    """An incomplete line, as after a full disk, is not read and does not damage the next lines."""
     Manifest(tmp_path).add(task(1), seconds=2.5)
     Manifest(tmp_path).add(task(2), error="no", tries=3)
     file = tmp_path / MANIFEST

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The maker of a batch's videos: what it plans a worker makes, once, and one request's fault is not another's."""
+"""The maker of a batch's videos: runs, existing videos, and failures that affect only their request."""
 
 import os
 import pickle
@@ -31,7 +31,7 @@ def requests_of(*arguments):
     return [VideoRequest.parse(SMALL | fields, row=number) for number, fields in enumerate(arguments, 1)]
 
 
-@pytest.mark.slow  # tests/cli/test_many.py has a quick one, by the command
+@pytest.mark.slow  # tests/cli/test_many.py has a quick test with the command
 def test_videos_of_a_batch_equal_those_of_single_calls(nano, maker, local_store):
     requests = requests_of(
         {"prompt": "a red circle", "seed": 3},
@@ -53,8 +53,10 @@ def test_videos_of_a_batch_equal_those_of_single_calls(nano, maker, local_store)
 
 @pytest.mark.usefixtures("nothing_is_computed")
 def test_requests_that_differ_in_prompt_and_seed_share_a_run(maker, local_store, monkeypatch):
-    runs, prepared = [], VideoMaker.prepare_run
-    monkeypatch.setattr(VideoMaker, "prepare_run", lambda *arguments: runs.append(arguments[1]) or prepared(*arguments))
+    runs, prepare_run = [], VideoMaker.prepare_run
+    monkeypatch.setattr(
+        VideoMaker, "prepare_run", lambda *arguments: runs.append(arguments[1]) or prepare_run(*arguments)
+    )
     tasks = maker.tasks_for(
         requests_of(
             {"prompt": "a", "seed": 3}, {"prompt": "b", "scheduler": "euler"}, {"prompt": "c", "seed": "random"}
@@ -63,37 +65,37 @@ def test_requests_that_differ_in_prompt_and_seed_share_a_run(maker, local_store,
     assert [task.request.row for task in tasks] == [1, 3, 2]
     assert [job.status for job in run_tasks(local_store, maker, tasks)] == ["completed"] * 3
     assert [[task.request.row for task in run] for run in runs] == [[1, 3], [2]]
-    prepared = [request for run in list(runs) for request in maker.prepare_run(run).requests]
-    seen = [(x.metadata["prompt"], x.metadata["seed"], x.metadata["scheduler"]) for x in prepared]
+    requests = [request for run in list(runs) for request in maker.prepare_run(run).requests]
+    metadata = [(x.metadata["prompt"], x.metadata["seed"], x.metadata["scheduler"]) for x in requests]
     drawn = tasks[1].request.settings["seed"]
-    assert seen == [("a", 3, "unipc"), ("c", drawn, "unipc"), ("b", 42, "euler")]
+    assert metadata == [("a", 3, "unipc"), ("c", drawn, "unipc"), ("b", 42, "euler")]
 
 
 @pytest.mark.usefixtures("nothing_is_computed")
 def test_existing_videos_are_not_made_again(maker, local_store):
     tasks = maker.tasks_for(requests_of({"prompt": "a"}, {"prompt": "b"}))
-    (there := maker.folder / tasks[0].output).write_text("there")
+    (existing := maker.folder / tasks[0].output).write_text("old")
     assert [job.status for job in run_tasks(local_store, maker, tasks)] == ["completed"] * 2
-    assert there.read_text() == "there"
+    assert existing.read_text() == "old"
     maker.force = True
     run_tasks(local_store, maker, tasks)
-    assert there.read_text() == "a"
+    assert existing.read_text() == "a"
 
 
 @pytest.mark.parametrize(
-    ("options", "output"),
+    ("options", "words"),
     [
         ({"size": (30, 32)}, "row 2 height 30 16 32"),
         ({"frames": 4}, "row 2 4 5"),
         ({"image": "nowhere.png"}, "row 2 nowhere.png"),
         ({"boundary": 0.5}, "row 2 boundary"),
         ({"model": "wan2.1-t2v-1.3b"}, "row 2 wan2.1-t2v-1.3b nano"),
-        ({"scheduler": "nobody's"}, "row 2 nobody's unipc"),
+        ({"scheduler": "unknown"}, "row 2 unknown unipc"),
     ],
     ids=str,
 )
-def test_a_request_that_the_model_refuses_is_reported_before_anything_starts(maker, options, output):
-    with pytest.raises(WanjaxError, match=line_with_words(output)):
+def test_a_request_that_the_model_refuses_is_reported_before_the_first_video(maker, options, words):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         maker.tasks_for(requests_of({"prompt": "a"}, {"prompt": "b"} | options))
 
 
@@ -105,7 +107,7 @@ def test_a_seed_of_a_library_s_request_is_checked_too(maker):
 
 @pytest.mark.usefixtures("nothing_is_computed")
 def test_a_failing_request_does_not_fail_others(maker, local_store):
-    """The second of three that would be made together fails alone, as often as it may."""
+    """The second of three requests of a run fails alone, after its retries."""
     tasks = maker.tasks_for(requests_of({"prompt": "a"}, {"prompt": "fail"}, {"prompt": "c"}))
     jobs = run_tasks(local_store, maker, tasks, retries=2)
     assert [job.status for job in jobs] == ["completed", "failed", "completed"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A front, a worker and PostgreSQL in network namespaces of their own, each of which dies or is cut off."""
+"""A server, a worker and PostgreSQL in separate network namespaces; each is killed or disconnected."""
 
 import os
 import shutil
@@ -32,7 +32,7 @@ def inside(host: str) -> list[str]:
 
 @contextmanager
 def networks() -> Iterator[None]:
-    """Have a namespace for each host, on a bridge that this one reaches too."""
+    """Create a network namespace for each host, on a bridge that this machine reaches."""
     with ExitStack() as stack:
 
         def undo(*words: str) -> None:
@@ -55,7 +55,7 @@ def networks() -> Iterator[None]:
 
 
 class Host:
-    """A command of wanjax in a namespace, which may be killed and started again."""
+    """A command of wanjax in a network namespace, which can be killed and restarted."""
 
     def __init__(self, host: str, url: str, log: Path, *command: str):
         self.command = [*inside(host), sys.executable, "-m", "wanjax", *command]
@@ -83,16 +83,16 @@ def wait(condition: Callable[[], Any], logs: Path) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which("ip"), reason="makes network namespaces")
-def test_nothing_is_lost_where_each_host_of_three_dies(tmp_path):
-    """And where one is cut off for longer than the database's connections wait."""
-    served = tmp_path / "served"
+def test_no_video_is_lost_if_any_of_three_hosts_dies(tmp_path):
+    """Nor if a host is disconnected for longer than the timeout of the database."""
+    folder = tmp_path / "served"
     with networks(), ExitStack() as stack:
         postgres = stack.enter_context(running(HOSTS["database"], inside("database")))
         url = stack.enter_context(postgres.database())
-        options = ("--host", HOSTS["front"], "--port", "8000", "--workers", "0", "--dir", str(served))
+        options = ("--host", HOSTS["front"], "--port", "8000", "--workers", "0", "--dir", str(folder))
         front = Host("front", url, tmp_path / "front.log", "serve", *options)
         stack.callback(front.kill)
-        worker = Host("worker", url, tmp_path / "worker.log", "worker", "--dir", str(served))
+        worker = Host("worker", url, tmp_path / "worker.log", "worker", "--dir", str(folder))
         stack.callback(worker.kill)
         base, login = f"http://{HOSTS['front']}:8000", {"Authorization": f"Bearer {TOKEN}"}
         client = stack.enter_context(httpx.Client(base_url=base, headers=login, timeout=20))
@@ -103,29 +103,29 @@ def test_nothing_is_lost_where_each_host_of_three_dies(tmp_path):
         ]
         assert client.delete(f"/v1/videos/{ids.pop()}").raise_for_status()
 
-        def listed() -> dict[str, str]:
+        def statuses_by_id() -> dict[str, str]:
             result = client.get("/v1/videos", params={"limit": 100}).raise_for_status().json()["data"]
             return {video["id"]: video["status"] for video in result}
 
-        def ended() -> int:
-            statuses = listed()
+        def num_completed() -> int:
+            statuses = statuses_by_id()
             assert sorted(statuses) == sorted(ids)
             return list(statuses.values()).count("completed")
 
-        def cut_off() -> None:
+        def disconnect_worker() -> None:
             ip("link", "set", "wj-worker", "down")
             time.sleep(15)
             ip("link", "set", "wj-worker", "up")
 
-        def end_database() -> None:
+        def restart_database() -> None:
             postgres.stop("immediate")
             time.sleep(3)
             postgres.start()
 
-        for harm in (worker.kill, worker.start, end_database, front.kill, front.start, cut_off):
-            if harm not in (worker.start, front.start):
-                before = wait(lambda: ended() + 1, tmp_path) - 1
-                wait(lambda before=before: ended() >= min(before + 1, len(ids)), tmp_path)
-            harm()
-        wait(lambda: ended() == len(ids), tmp_path)
-        assert sorted(path.parent.name for path in served.glob("*/video.mp4")) == sorted(ids)
+        for fault in (worker.kill, worker.start, restart_database, front.kill, front.start, disconnect_worker):
+            if fault not in (worker.start, front.start):
+                before = wait(lambda: num_completed() + 1, tmp_path) - 1
+                wait(lambda before=before: num_completed() >= min(before + 1, len(ids)), tmp_path)
+            fault()
+        wait(lambda: num_completed() == len(ids), tmp_path)
+        assert sorted(path.parent.name for path in folder.glob("*/video.mp4")) == sorted(ids)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool: workers that die are replaced and lose nothing, and workers end with the pool, however that ends."""
+"""A pool replaces workers that die, loses no job, and ends its workers when it ends in any way."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def fill(store, count, first=0):
     )
 
 
-def look_until(pool, condition):
+def poll_until(pool, condition):
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, pool.store.stats()
@@ -50,14 +50,14 @@ def count_completed_jobs(store):
     return store.stats().jobs.get(COMPLETED, 0)
 
 
-class Idle:
-    """A worker of another place, which a test ends."""
+class FakeWorker:
+    """A worker that does nothing until the test ends it."""
 
     def __init__(self, number):
-        self.name, self.why, self.terminated, self.killed = f"w{number}", None, False, False
+        self.name, self.reason, self.terminated, self.killed = f"w{number}", None, False, False
 
     def exit_reason(self):
-        return self.why
+        return self.reason
 
     def terminate(self):
         self.terminated = True
@@ -74,12 +74,12 @@ def test_workers_that_are_killed_are_replaced_and_each_job_ends_once(store, tmp_
     start = partial(LocalWorker, store, partial(make_files, tmp_path, 0.1), options)
     pool = Pool(store, lambda number: start(number=number), Autoscaler(2, 2), notes.append)
     for kill in range(kills):
-        look_until(pool, lambda: store.stats().jobs.get(RUNNING))
+        poll_until(pool, lambda: store.stats().jobs.get(RUNNING))
         with suppress(ProcessLookupError):
             os.kill(pool.workers[kill % 2].pid, signal.SIGKILL)
-        done = count_completed_jobs(store)
-        look_until(pool, lambda done=done: count_completed_jobs(store) > min(done, count - 1))
-    look_until(pool, lambda: count_completed_jobs(store) == count)
+        completed = count_completed_jobs(store)
+        poll_until(pool, lambda completed=completed: count_completed_jobs(store) > min(completed, count - 1))
+    poll_until(pool, lambda: count_completed_jobs(store) == count)
     pool.close()
     assert sorted(job.id for job in store.changes(0, limit=1000)) == sorted(f"v{number}" for number in range(count))
     assert {path.name for path in tmp_path.glob("*.mp4")} == {f"v{number}.mp4" for number in range(count)}
@@ -94,13 +94,13 @@ def test_workers_that_die_at_once_end_the_pool(store):
     pool.close()
 
 
-def test_a_pool_outlives_an_outage_of_the_database(store, monkeypatch):
-    """A worker that died meanwhile loses its job once the database is back."""
+def test_a_pool_survives_an_outage_of_the_database(store, monkeypatch):
+    """The job of a worker that died meanwhile is requeued when the database is back."""
     monkeypatch.setattr(module, "POLL_INTERVAL", 0.01)
-    workers, looks = [], []
+    workers, calls = [], []
 
     def start(number):
-        workers.append(Idle(len(workers)))
+        workers.append(FakeWorker(len(workers)))
         store.register(workers[-1].name, "ready", {})
         return workers[-1]
 
@@ -108,53 +108,55 @@ def test_a_pool_outlives_an_outage_of_the_database(store, monkeypatch):
     pool = Pool(store, start, Autoscaler(1, 1), lambda note: None)
     pool.poll()
     assert store.lease("w0", ["nano"])
-    workers[0].why = "killed"
+    workers[0].reason = "killed"
     lost, stats = store.requeue_lost, store.stats
 
-    def away(*arguments):
-        looks.append(arguments)
+    def unavailable(*arguments):
+        calls.append(arguments)
         raise Unavailable("the database is out of reach")
 
-    store.requeue_lost = store.stats = away
-    pool.run(lambda: len(looks) > 2)
+    store.requeue_lost = store.stats = unavailable
+    pool.run(lambda: len(calls) > 2)
     store.requeue_lost, store.stats = lost, stats
     pool.run(lambda: len(workers) == 2)
     assert [store.get("v0").status, store.get("v0").error["message"]] == [QUEUED, "killed"]
     assert workers[0].killed
 
 
-def test_as_many_workers_as_there_is_work_for(store, monkeypatch):
+def test_the_number_of_workers_follows_the_queue(store, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(module, "monotonic", lambda: now[0])
     workers = []
-    pool = Pool(store, lambda number: workers.append(Idle(number)) or workers[-1], Autoscaler(1, 3), lambda note: None)
+    pool = Pool(
+        store, lambda number: workers.append(FakeWorker(number)) or workers[-1], Autoscaler(1, 3), lambda note: None
+    )
 
-    def look(seconds=0.0):
+    def poll_after(seconds=0.0):
         now[0] += seconds
         pool.poll()
         return [worker.terminated for worker in workers]
 
     fill(store, 5)
-    assert look() == [False]
-    assert look(module.SCALE_UP_DELAY) == [False] * 3
+    assert poll_after() == [False]
+    assert poll_after(module.SCALE_UP_DELAY) == [False] * 3
     for number in range(5):
         store.cancel(f"v{number}")
-    assert look() == [False] * 3
-    assert look(module.SCALE_DOWN_DELAY - 1) == [False] * 3
-    assert look(1) == [False, True, True]
-    workers[2].why = ""
-    assert len(look() and pool.workers) == 2
+    assert poll_after() == [False] * 3
+    assert poll_after(module.SCALE_DOWN_DELAY - 1) == [False] * 3
+    assert poll_after(1) == [False, True, True]
+    workers[2].reason = ""
+    assert len(poll_after() and pool.workers) == 2
     fill(store, 5, first=5)
-    look()
-    look(module.SCALE_UP_DELAY)
+    poll_after()
+    poll_after(module.SCALE_UP_DELAY)
     assert len(pool.workers) == 3
-    assert len(workers) == 4  # the number of one that still ends is not free
+    assert len(workers) == 4  # a worker that is still ending keeps its number
 
 
 def test_workers_that_wait_for_their_folder_are_reported_once(store, monkeypatch):
     now, notes = [0.0], []
     monkeypatch.setattr(module, "monotonic", lambda: now[0])
-    pool = Pool(store, Idle, Autoscaler(2, 2), notes.append)
+    pool = Pool(store, FakeWorker, Autoscaler(2, 2), notes.append)
     for seconds in (0, module.WAITING_NOTE_DELAY + 1, module.WAITING_NOTE_DELAY + 1):
         now[0] += seconds
         pool.poll()
@@ -175,14 +177,14 @@ from wanjax.jobs.store import JobStore
 
 if __name__ == "__main__":
     store = JobStore(sys.argv[1])
-    make = partial(make_files, sys.argv[2], 2.0)
-    pool = Pool(store, lambda number: LocalWorker(store, make, {}), Autoscaler(1, 1), print)
+    make_maker = partial(make_files, sys.argv[2], 2.0)
+    pool = Pool(store, lambda number: LocalWorker(store, make_maker, {}), Autoscaler(1, 1), print)
     pool.run(lambda: False)
 """
 
 
 def test_workers_end_with_a_supervisor_that_is_killed(store, tmp_path):
-    """Within a step, and their jobs wait again as if they had not been begun."""
+    """They end within a step, and their jobs are queued without a counted attempt."""
     fill(store, 2)
     (tmp_path / "supervisor.py").write_text(SUPERVISOR)
     command = [sys.executable, tmp_path / "supervisor.py", store.url, tmp_path]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch by workers that are actors of a real Ray cluster on this machine, of which anything may be killed."""
+"""A batch with workers in a real Ray cluster on this machine, when any of its processes is killed."""
 
 import json
 import operator
@@ -60,21 +60,21 @@ def succeeded(process):
     return result, message
 
 
-def answered(worker):
-    """Return the requests of a worker, once it has started."""
+def initializer_result(worker):
+    """Wait until a worker has started, and return the result of its initializer."""
     end = time.monotonic() + 120
     while (result := worker.initializer_result()) is None and time.monotonic() < end:
         time.sleep(0.1)
     return result
 
 
-def write(folder, *rows):
+def write_requests(folder, *rows):
     (folder / "requests.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # Ray's own
-def test_nothing_is_lost_whatever_is_killed(tmp_path):
+@pytest.mark.filterwarnings("ignore")  # warnings of Ray
+def test_no_video_is_lost_whatever_is_killed(tmp_path):
     pytest.importorskip("ray")
     from benchmarks.cluster import chaos
 
@@ -86,7 +86,7 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_nothing_is_lost_where_a_part_of_a_slice_is_killed(tmp_path):
+def test_no_video_is_lost_if_a_host_of_a_slice_is_killed(tmp_path):
     """Each host of a worker is killed, and one of its nodes: Ray takes most of a minute for each on a busy machine."""
     pytest.importorskip("ray")
     from benchmarks.cluster import chaos
@@ -100,79 +100,79 @@ def test_nothing_is_lost_where_a_part_of_a_slice_is_killed(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("where", [0, 1], ids=["the first", "another"])
-def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_others_are_made(tmp_path, where):
-    """Each try costs the slice, which is begun anew, and no other video a try."""
+@pytest.mark.parametrize("failing_host", [0, 1], ids=["the first", "another"])
+def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_others_are_made(tmp_path, failing_host):
+    """Each attempt restarts the slice, and costs no attempt of another video."""
     pytest.importorskip("ray")
     prompts = ["a", "fail", "b", "fail", "c"]
 
     def load():  # in each host's process
-        pipe, write = wanjax.load("nano", mesh="dp=2"), maker.write_frames
+        pipe, write_requests = wanjax.load("nano", mesh="dp=2"), maker.write_frames
 
-        def failing(path, frames, order):
-            if order.settings.prompt == "fail" and jax.process_index() == where:
+        def failing(path, frames, request):
+            if request.settings.prompt == "fail" and jax.process_index() == failing_host:
                 raise RuntimeError("the device is gone")
-            write(path, frames, order)
+            write_requests(path, frames, request)
 
         maker.write_frames = failing
         return pipe
 
     small = {"size": (32, 32), "frames": 5, "steps": 2}
-    requested = [
+    requests = [
         VideoRequest.parse(small | {"prompt": prompt, "seed": row}, row=row) for row, prompt in enumerate(prompts, 1)
     ]
     with connect_ray(None, 2) as ray:
         arguments = {"load": partial(maker.with_program_cache, load, {}), "folder": tmp_path}
         join_namespace(local := JobStore(str(tmp_path / "jobs.sqlite")), tmp_path, BATCH_FILE)
-        store, notes, plan = RemoteStore.start(ray, local), [], []
+        store, notes, tasks = RemoteStore.start(ray, local), [], []
         options = {"max_batch": 32, "retries": 1, "attempts": 2}
-        place, follower = partial(start_group, ray, [{"CPU": 1}] * 2, False), partial(VideoMaker, **arguments)
+        start_actors, follower = partial(start_group, ray, [{"CPU": 1}] * 2, False), partial(VideoMaker, **arguments)
         worker = partial(
-            RayWorker, ray, store, partial(many._make_maker, arguments, leads=True), options, place, follower
+            RayWorker, ray, store, partial(many._make_maker, arguments, leads=True), options, start_actors, follower
         )
-        ask = operator.methodcaller("tasks_for", requested)
-        pool = Pool(store, lambda number: worker(None if plan else ask), Autoscaler(1, 1), notes.append)
-        while not plan:
+        initialize = operator.methodcaller("tasks_for", requests)
+        pool = Pool(store, lambda number: worker(None if tasks else initialize), Autoscaler(1, 1), notes.append)
+        while not tasks:
             pool.poll()
-            plan += pool.workers[0].initializer_result() or []
-        batch, ended = Batch(store, plan, Manifest(tmp_path), "nano"), []
+            tasks += pool.workers[0].initializer_result() or []
+        batch, ended_jobs = Batch(store, tasks, Manifest(tmp_path), "nano"), []
         while batch.ended_count < batch.total:
             pool.poll()
-            ended += batch.poll()
+            ended_jobs += batch.poll()
             time.sleep(0.1)
         pool.kill()
     result, failed = (
         [entry for entry in read_manifest(tmp_path) if ("error" in entry) is wrong] for wrong in (False, True)
     )
-    assert len(ended) == 5
+    assert len(ended_jobs) == 5
     assert sorted(entry["prompt"] for entry in result) == ["a", "b", "c"]
     assert sorted(entry["file_name"] for entry in result) == sorted(path.name for path in tmp_path.glob("*.mp4"))
     message = {(entry["row"], entry["error"], entry["tries"]) for entry in failed}
     assert message == {(row, "RuntimeError: the device is gone", 2) for row in (2, 4)}
-    assert where == 0 or sum("a worker died" in note for note in notes) >= 3
+    assert failing_host == 0 or sum("a worker died" in note for note in notes) >= 3
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_a_worker_whose_folder_is_another_makes_nothing_and_says_so(tmp_path, hosts):
-    """As if the hosts of a cluster share no such folder: this is reported, and no videos are spread over hosts."""
+def test_a_worker_with_another_folder_makes_nothing_and_reports_it(tmp_path, hosts):
+    """The hosts of a cluster may not share the folder; then no video is written to the folder of another host."""
     pytest.importorskip("ray")
-    there, elsewhere = tmp_path / "there", tmp_path / "elsewhere"
-    for folder in (there, elsewhere):
+    shared, elsewhere = tmp_path / "shared", tmp_path / "elsewhere"
+    for folder in (shared, elsewhere):
         folder.mkdir()
-    join_namespace(local := JobStore(str(tmp_path / "jobs.sqlite")), there, BATCH_FILE)
+    join_namespace(local := JobStore(str(tmp_path / "jobs.sqlite")), shared, BATCH_FILE)
     local.add(NewJob("a", {}, "nano", "a.mp4"))
     with connect_ray(None, 2) as ray:
         store, arguments = RemoteStore.start(ray, local), {"load": partial(wanjax.load, "nano"), "folder": elsewhere}
-        place = partial(start_single, ray, {"num_cpus": 1})
+        start_actors = partial(start_single, ray, {"num_cpus": 1})
         if hosts > 1:
-            place = partial(start_group, ray, [{"CPU": 1}] * hosts, False)
+            start_actors = partial(start_group, ray, [{"CPU": 1}] * hosts, False)
         start, follower = partial(many._make_maker, arguments, leads=hosts > 1), partial(VideoMaker, **arguments)
-        worker = RayWorker(ray, store, start, {}, place, follower, operator.attrgetter("models"))
+        worker = RayWorker(ray, store, start, {}, start_actors, follower, operator.attrgetter("models"))
         with pytest.raises(WanjaxError, match=line_with_words(f"{elsewhere} another folder")):
-            answered(worker)
-        assert worker.exit_reason() is None  # the caller ends it: another one would be as wrong
+            initializer_result(worker)
+        assert worker.exit_reason() is None  # the caller ends it, because a new worker would fail as well
         worker.kill()
         assert store.get("a").attempts == 0
 
@@ -180,17 +180,17 @@ def test_a_worker_whose_folder_is_another_makes_nothing_and_says_so(tmp_path, ho
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_videos_of_a_slice_equal_those_of_one_process(tmp_path, monkeypatch):
-    """Of two hosts of two devices each, in a cluster that the command starts on this machine."""
+    """The slice has two hosts with two devices each, in a cluster that the command starts."""
     pytest.importorskip("ray")
-    write(tmp_path, *({"prompt": f"a red circle {i}", "seed": i} for i in range(3)))
+    write_requests(tmp_path, *({"prompt": f"a red circle {i}", "seed": i} for i in range(3)))
     with monkeypatch.context() as patch:
         patch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2")
         succeeded(batch(tmp_path, "--hosts", "2", "--ray", "local", "--mesh", "dp=2,sp=2"))
     assert {entry["worker"].count(":") for entry in read_manifest(tmp_path / "videos")} == {1}
     monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4")
-    succeeded(batch(tmp_path, "--out", "alone", "--mesh", "dp=2,sp=2"))
+    succeeded(batch(tmp_path, "--out", "single", "--mesh", "dp=2,sp=2"))
     slices, single_process = (
-        {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.mp4")} for name in ("videos", "alone")
+        {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.mp4")} for name in ("videos", "single")
     )
     assert len(single_process) == 3
     assert slices == single_process
@@ -199,7 +199,7 @@ def test_videos_of_a_slice_equal_those_of_one_process(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_hosts_of_a_worker_are_those_of_one_tpu_slice_in_its_order():
-    """Nodes of two slices, which are labelled as Ray labels those of TPUs, and a head for each."""
+    """The nodes of two slices have the labels and the head resources that Ray gives to TPUs."""
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -215,12 +215,14 @@ def test_the_hosts_of_a_worker_are_those_of_one_tpu_slice_in_its_order():
         bundles = placement_bundles(ray, {"": {"resources": {"TPU": 4}}}, 2)
         assert bundles == [{"TPU": 4, "TPU-v6e-8-head": 1}, {"TPU": 4}]
         workers = [start_group(ray, bundles, True, WorkerActor) for _ in range(2)]
-        where = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
+        node_labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
         result = []
         for actors, group in workers:
-            ray.get([actor.address.remote() for actor in actors])  # once they are placed
+            ray.get([actor.address.remote() for actor in actors])  # wait until they are placed
             nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
-            result.append([(where[nodes[host]][SLICE_LABEL], where[nodes[host]][WORKER_ID_LABEL]) for host in range(2)])
+            result.append(
+                [(node_labels[nodes[host]][SLICE_LABEL], node_labels[nodes[host]][WORKER_ID_LABEL]) for host in range(2)]
+            )
         assert sorted(result) == [[("a", "0"), ("a", "1")], [("b", "0"), ("b", "1")]]
         with pytest.raises(WanjaxError, match=line_with_words("--hosts 3 2 v6e-8")):
             placement_bundles(ray, {"": {"resources": {"TPU": 4}}}, 3)
@@ -232,20 +234,20 @@ def test_the_hosts_of_a_worker_are_those_of_one_tpu_slice_in_its_order():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_videos_of_a_cluster_equal_those_of_one_process(cluster, tmp_path):
-    write(tmp_path, *({"prompt": f"a red circle {i}", "seed": i} for i in range(4)))
+    write_requests(tmp_path, *({"prompt": f"a red circle {i}", "seed": i} for i in range(4)))
     result, message = succeeded(batch(tmp_path, "--workers", "2", "--ray", cluster.address, "--json"))
-    listed = [json.loads(line) for line in result.splitlines()]
-    assert sorted(entry["record"]["seed"] for entry in listed) == [0, 1, 2, 3], message
-    succeeded(batch(tmp_path, "--out", "alone"))
-    listed = [read_manifest(tmp_path / name) for name in ("videos", "alone")]
-    two, single_process = ({entry["file_name"]: entry["worker"] for entry in entries} for entries in listed)
+    entries = [json.loads(line) for line in result.splitlines()]
+    assert sorted(entry["record"]["seed"] for entry in entries) == [0, 1, 2, 3], message
+    succeeded(batch(tmp_path, "--out", "single"))
+    manifests = [read_manifest(tmp_path / name) for name in ("videos", "single")]
+    two, single_process = ({entry["file_name"]: entry["worker"] for entry in entries} for entries in manifests)
     assert two.keys() == single_process.keys()
     assert not {*two.values()} & {*single_process.values()}
     succeeded(batch(tmp_path, "--out", "processes", "--workers", "2"))
     local = {entry["file_name"]: entry["worker"] for entry in read_manifest(tmp_path / "processes")}
     assert local.keys() == single_process.keys()
     for name in single_process:
-        assert len({(tmp_path / folder / name).read_bytes() for folder in ("videos", "alone", "processes")}) == 1
+        assert len({(tmp_path / folder / name).read_bytes() for folder in ("videos", "single", "processes")}) == 1
     again, message = succeeded(batch(tmp_path, "--workers", "2", "--ray", cluster.address))
     assert again == ""
     assert has_line_with(message, "4 videos exist already")
@@ -254,7 +256,7 @@ def test_videos_of_a_cluster_equal_those_of_one_process(cluster, tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_request_that_the_model_refuses_is_reported_with_its_row(cluster, tmp_path):
-    write(tmp_path, {"prompt": "a"}, {"prompt": "b", "frames": 4})
+    write_requests(tmp_path, {"prompt": "a"}, {"prompt": "b", "frames": 4})
     process = batch(tmp_path, "--workers", "2", "--ray", cluster.address)
     messages = process.communicate()[1]
     assert process.returncode == 2
@@ -266,7 +268,7 @@ def test_a_request_that_the_model_refuses_is_reported_with_its_row(cluster, tmp_
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal of POSIX")
 def test_ctrl_c_ends_a_batch_and_the_same_command_resumes(cluster, tmp_path):
-    write(tmp_path, *({"prompt": f"a red circle {i}", "seed": i, "steps": 40} for i in range(12)))
+    write_requests(tmp_path, *({"prompt": f"a red circle {i}", "seed": i, "steps": 40} for i in range(12)))
     options = ("--workers", "2", "--ray", cluster.address)
     process, end = batch(tmp_path, *options), time.monotonic() + 300
     while not list(tmp_path.glob("videos/[!.]*.mp4")) and process.poll() is None and time.monotonic() < end:

@@ -18,11 +18,11 @@ ROWS = [
 ]
 
 
-def as_text(rows):
+def as_lines(rows):
     return "".join(json.dumps(row) + "\n\n" for row in rows)
 
 
-def indented(rows):
+def as_indented_json(rows):
     return json.dumps(rows, indent=2) + "\n"
 
 
@@ -35,8 +35,8 @@ def as_csv(rows):
 @pytest.mark.parametrize(
     ("name", "write"),
     [
-        *[("r.jsonl", as_text), ("r.txt", as_text), ("r.json", as_text), ("r.csv", as_csv), ("r.parquet", None)],
-        *[(name, write) for name in ("r.json", "r.txt") for write in (json.dumps, indented)],
+        *[("r.jsonl", as_lines), ("r.txt", as_lines), ("r.json", as_lines), ("r.csv", as_csv), ("r.parquet", None)],
+        *[(name, write) for name in ("r.json", "r.txt") for write in (json.dumps, as_indented_json)],
     ],
 )
 def test_every_file_format_gives_the_same_requests(tmp_path, name, write):
@@ -53,10 +53,10 @@ def test_every_file_format_gives_the_same_requests(tmp_path, name, write):
         "prompt": "a red circle", "seed": 3, "steps": 4, "guidance_scale": 2.5, "height": 32, "width": 64,
     }  # fmt: skip
     assert second.fields == {"prompt": "a blue, square", "image": str(tmp_path / "cat.png"), "dynamic_guidance": True}
-    assert [first.row, second.row] == ([1, 3] if write is as_text else [1, 2])
+    assert [first.row, second.row] == ([1, 3] if write is as_lines else [1, 2])
 
 
-def test_a_line_that_is_no_object_is_a_prompt(tmp_path):
+def test_a_line_that_is_not_an_object_is_a_prompt(tmp_path):
     (tmp_path / "p.txt").write_text('a {"cat"}\n\n  "a dog"  \n')
     assert [request.fields for request in read_requests(str(tmp_path / "p.txt"))] == [
         {"prompt": 'a {"cat"}'},
@@ -66,7 +66,7 @@ def test_a_line_that_is_no_object_is_a_prompt(tmp_path):
     assert read_requests(str(tmp_path / "p.jsonl")) == [VideoRequest({"prompt": "a dog"}, row=1)]
 
 
-def test_brackets_begin_a_prompt_unless_they_are_json(tmp_path):
+def test_a_prompt_may_begin_with_brackets_that_are_not_json(tmp_path):
     prompts = ["[close-up] a cat", "{red|blue} circles", "[1, 2, 3] in chalk"]
     (tmp_path / "p.txt").write_text("\n".join(prompts))
     assert [request.settings["prompt"] for request in read_requests(str(tmp_path / "p.txt"))] == prompts
@@ -83,7 +83,7 @@ def test_files_are_relative_to_the_table_unless_they_are_urls(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "output"),
+    ("line", "words"),
     [
         ('{"prompt": "a", "references": ["a.png", null]}', "line 2 references null file"),
         ('{"prompt": "a", "lora": "cat:0.5"}', "line 2 'lora'"),
@@ -94,14 +94,14 @@ def test_files_are_relative_to_the_table_unless_they_are_urls(tmp_path):
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_mistakes_are_reported_with_their_row(tmp_path, line, output):
+def test_mistakes_are_reported_with_their_row(tmp_path, line, words):
     (tmp_path / "r.jsonl").write_text(f'{{"prompt": "a"}}\n{line}\n')
-    with pytest.raises(WanjaxError, match=line_with_words(output)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         read_requests(str(tmp_path / "r.jsonl"))
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "output"),
+    ("name", "data", "words"),
     [
         ("r.csv", b"prompt,seed\na,b,3\n", "row 1 below header quote"),
         ("r.csv", b'prompt,seed\n"a,3\n', "r.csv cannot"),
@@ -125,15 +125,15 @@ def test_mistakes_are_reported_with_their_row(tmp_path, line, output):
         ("requests", None, "requests folder file"),
     ],
 )
-def test_incomplete_files_are_refused(tmp_path, name, data, output):
+def test_incomplete_files_are_refused(tmp_path, name, data, words):
     if name.endswith("parquet"):
         pytest.importorskip("pyarrow")
     (tmp_path / name).mkdir() if data is None else (tmp_path / name).write_bytes(data)
-    with pytest.raises(WanjaxError, match=line_with_words(output)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         read_requests(str(tmp_path / name))
 
 
-def test_a_mistyped_column_is_named_once(tmp_path):
+def test_a_mistyped_column_is_reported_once(tmp_path):
     (tmp_path / "r.csv").write_text("prompt,sead\na,3\n")
     with pytest.raises(WanjaxError) as caught:
         read_requests(str(tmp_path / "r.csv"))
@@ -183,14 +183,14 @@ def test_prompts_with_commas_are_not_a_header(tmp_path, line):
 
 
 @pytest.mark.parametrize("column", ["caption", "Text"])
-def test_a_column_of_captions_is_to_be_named_prompt(tmp_path, column):
+def test_the_message_for_a_column_of_captions_suggests_prompt(tmp_path, column):
     (tmp_path / "a.csv").write_text(f"{column};seed\na;1\n")
     with pytest.raises(WanjaxError) as caught:
         read_requests(str(tmp_path / "a.csv"))
     assert str(caught.value) == f"'{column}' is not a column here: use prompt"
 
 
-def test_columns_with_another_separator_are_answered_with_those_that_are_read(tmp_path):
+def test_the_message_for_another_separator_lists_the_valid_ones(tmp_path):
     (tmp_path / "a.csv").write_text("prompt|seed\na|1\n")
     with pytest.raises(WanjaxError) as caught:
         read_requests(str(tmp_path / "a.csv"))
@@ -205,7 +205,7 @@ def test_columns_with_another_separator_are_answered_with_those_that_are_read(tm
         ({"prompt": ["a cat"], "Prompt": ["a dog"]}, "column 'prompt' twice"),
     ],
 )
-def test_the_columns_of_a_parquet_file_are_checked_as_those_of_a_csv_file(tmp_path, columns, words):
+def test_the_columns_of_a_parquet_file_are_checked_like_those_of_a_csv_file(tmp_path, columns, words):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table(columns), tmp_path / "r.parquet")
     with pytest.raises(WanjaxError, match=line_with_words(words)):
@@ -223,7 +223,7 @@ def test_a_parquet_file_with_damaged_pages_is_not_readable(tmp_path):
         read_requests(str(file))
 
 
-def test_headings_may_be_those_of_a_spreadsheet(tmp_path):
+def test_headings_may_have_capitals_and_spaces(tmp_path):
     (tmp_path / "r.csv").write_text("Prompt; Negative prompt;SEED\na cat;blurred;3\n")
     [request] = read_requests(str(tmp_path / "r.csv"))
     assert request.settings == {"prompt": "a cat", "negative_prompt": "blurred", "seed": 3}
@@ -233,7 +233,7 @@ def test_headings_may_be_those_of_a_spreadsheet(tmp_path):
     ("value", "words"),
     [("true", "steps true whole"), ("1e400", "steps Infinity whole"), ("NaN", "steps NaN"), ("[true]", "steps [true]")],
 )
-def test_values_are_echoed_as_json(tmp_path, value, words):
+def test_messages_show_values_as_json(tmp_path, value, words):
     (tmp_path / "r.jsonl").write_text(f'{{"prompt": "a", "steps": {value}}}\n')
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         read_requests(str(tmp_path / "r.jsonl"))
@@ -247,8 +247,8 @@ def test_a_request_overrides_the_options():
     assert VideoRequest({"prompt": "a"}, row=1).with_defaults(options).fields == {"prompt": "a", **options.fields}
 
 
-def test_shared_settings_of_no_effect_on_a_row_are_left_out():
-    """A strength is for rows with a video, and settings of seams for rows of several windows."""
+def test_shared_settings_without_effect_on_a_row_are_left_out():
+    """A strength applies to rows with a video, and settings of seams to rows with several windows."""
     shared = VideoRequest({"strength": 0.5, "overlap": 3, "match": "colour", "steps": 2})
     texts = {"prompt": "a"}
     seams = {"overlap": 3, "match": "colour", "steps": 2}
@@ -268,39 +268,39 @@ def test_seeds_apply_only_to_requests_without_a_seed():
     assert result == [(1, 7), (1, 8), (2, 0)]
 
 
-SEVERAL = ['{"prompt": "a"}', '{"prompt": "b", "steps": 0}', '{"prompt": "c" "seed": 3}', "{}"]
-ROWS_OF_SEVERAL = {  # the lines of a file, and what each line of the message names
+WRONG_LINES = ['{"prompt": "a"}', '{"prompt": "b", "steps": 0}', '{"prompt": "c" "seed": 3}', "{}"]
+WRONG_FILES = {  # the lines of a file, and the words of each line of the message
     "several": (
-        [*SEVERAL, '{"seed": 1' + "0" * 5000 + "}"],
+        [*WRONG_LINES, '{"seed": 1' + "0" * 5000 + "}"],
         ["4 lines", "line 2 steps 0", "line 3 JSON", "line 4 prompt", "line 5 number"],
     ),
     "many": (
         [f'{{"prompt": "a", "steps": {-number}}}' for number in range(5000)],
         ["5000 lines", *(f"line {number} steps {1 - number}" for number in range(1, 11)), "4990 more"],
     ),
-    "the same": (
+    "equal mistakes": (
         ["{}" if row in {2, 5, *range(9, 41)} else '{"prompt": "a"}' for row in range(1, 50)],
         ["lines 2, 5, 9 40 prompt"],
     ),
-    "many the same": (["{}", '{"prompt": "a"}'] * 5000, ["lines 1, 3, 19, 4990 more"]),
+    "many equal mistakes": (["{}", '{"prompt": "a"}'] * 5000, ["lines 1, 3, 19, 4990 more"]),
 }
 
 
-@pytest.mark.parametrize("name", ROWS_OF_SEVERAL)
+@pytest.mark.parametrize("name", WRONG_FILES)
 def test_all_wrong_rows_are_reported_at_once(tmp_path, name):
-    lines, words = ROWS_OF_SEVERAL[name]
+    lines, words = WRONG_FILES[name]
     (tmp_path / "r.jsonl").write_text("\n".join(lines))
     with pytest.raises(WanjaxError) as caught:
         read_requests(str(tmp_path / "r.jsonl"))
-    for line, named in zip(str(caught.value).splitlines(), words, strict=True):
-        assert has_line_with(line, named), line
+    for line, words_of_line in zip(str(caught.value).splitlines(), words, strict=True):
+        assert has_line_with(line, words_of_line), line
     assert len(str(caught.value)) < 3000
     assert str(caught.value).count("prompt is") <= 1  # a mistake of many rows is reported once
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"], ids=["comma", "semicolon", "tab"])
 @pytest.mark.parametrize("prompt", ["prompt", '"prompt"', '"prompt "'])
-def test_a_table_may_be_separated_by(delimiter, prompt, tmp_path):
+def test_a_table_may_be_separated_by_commas_semicolons_or_tabs(delimiter, prompt, tmp_path):
     rows = [[prompt, "seed", "steps"], ['"a cat, asleep; purring"', "1", "4"], ["b", "2", ""]]
     (tmp_path / "r.csv").write_text("\n".join(delimiter.join(row) for row in rows))
     first, second = read_requests(str(tmp_path / "r.csv"))
@@ -308,15 +308,15 @@ def test_a_table_may_be_separated_by(delimiter, prompt, tmp_path):
     assert second.fields == {"prompt": "b", "seed": 2}
 
 
-def test_parquet_without_its_library_names_the_extra(tmp_path, monkeypatch):
+def test_the_message_for_a_missing_parquet_library_names_the_extra(tmp_path, monkeypatch):
     (tmp_path / "r.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(WanjaxError, match=line_with_words("r.parquet pip install '.[parquet]'")):
         read_requests(str(tmp_path / "r.parquet"))
 
 
-def test_a_column_of_integers_with_an_empty_cell(tmp_path):
-    """As pandas writes it: 4 as 4.0, and the empty cell as NaN."""
+def test_a_column_of_integers_may_have_empty_cells(tmp_path):
+    """Pandas writes 4 as 4.0, and an empty cell as NaN."""
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 

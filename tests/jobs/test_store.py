@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store of jobs: the same tests on SQLite and on PostgreSQL."""
+"""The job store, with the same tests on SQLite and on PostgreSQL."""
 
 import multiprocessing
 import pickle
@@ -49,58 +49,58 @@ from wanjax.jobs.store import (
 ERROR = {"code": "server_error", "message": "it failed"}
 
 
-def new(name: int | str, batch: str = "", model: str = "nano") -> NewJob:
+def new_job(name: int | str, batch: str = "", model: str = "nano") -> NewJob:
     return NewJob(f"v{name}", {"settings": {"prompt": f"p{name}"}}, model, f"v{name}/video.mp4", batch)
 
 
-def ready(store: JobStore, *names: str, ttl: float = 30.0, models: tuple[str, ...] = ("nano",)) -> None:
+def register(store: JobStore, *names: str, ttl: float = 30.0, models: tuple[str, ...] = ("nano",)) -> None:
     for name in names:
         store.register(name, "ready", {"models": list(models)}, ttl)
 
 
-def leased(store: JobStore, worker: str, **how: Any) -> list[str]:
-    return [job.id for job in store.lease(worker, ["nano"], **how)]
+def lease_ids(store: JobStore, worker: str, **options: Any) -> list[str]:
+    return [job.id for job in store.lease(worker, ["nano"], **options)]
 
 
 def test_jobs_are_made_in_order_and_each_once(store: JobStore) -> None:
-    ready(store, "a", "b")
+    register(store, "a", "b")
     for number in range(3):
-        store.add(new(number))
-    assert store.add(new(0)).position == store.get("v0").position  # the answer was lost
+        store.add(new_job(number))
+    assert store.add(new_job(0)).position == store.get("v0").position  # a retry after a lost response
     assert [store.get(f"v{number}").jobs_ahead for number in range(3)] == [0, 1, 2]
-    assert leased(store, "a") == ["v0"]
-    assert leased(store, "a") == ["v0"]  # the answer was lost
+    assert lease_ids(store, "a") == ["v0"]
+    assert lease_ids(store, "a") == ["v0"]  # a retry after a lost response
     assert store.get("v0").attempts == 1
     assert [store.get(f"v{number}").jobs_ahead for number in range(3)] == [None, 1, 2]
-    assert leased(store, "b") == ["v1"]
+    assert lease_ids(store, "b") == ["v1"]
     assert store.finish("a", "v0", {"stage_seconds": {"decode": 2.0, "denoise": 3.0}})
     assert not store.finish("a", "v0", {})
     assert store.get("v0").completed_at >= store.get("v0").created_at > time.time() - 60
-    assert leased(store, "a") == ["v2"]
+    assert lease_ids(store, "a") == ["v2"]
     assert store.stats().counters == {COMPLETED: 1, "seconds_decode": 2.0, "seconds_denoise": 3.0}
     assert store.stats().jobs == {COMPLETED: 1, RUNNING: 2}
 
 
-def test_a_job_whose_files_arrive_is_placed_when_they_are_there(store: JobStore) -> None:
-    store.add(new(0), is_arriving=True)
-    store.add(new(1))
+def test_a_job_is_queued_when_its_files_have_arrived(store: JobStore) -> None:
+    store.add(new_job(0), is_arriving=True)
+    store.add(new_job(1))
     with pytest.raises(NotFound):
         store.get("v0")
     with pytest.raises(NotFound):
         store.cancel("v0")
     assert [job.id for job in store.page(9)[0]] == ["v1"]
-    assert store.add(new(0)).status == QUEUED
+    assert store.add(new_job(0)).status == QUEUED
     assert [job.id for job in store.page(9, newest_first=False)[0]] == ["v1", "v0"]
-    store.add(new(2), is_arriving=True)
+    store.add(new_job(2), is_arriving=True)
     assert store.remove("v2").status == ARRIVING  # the request was refused
 
 
 def test_a_queue_limit_holds_with_concurrent_additions(store: JobStore, url: str) -> None:
-    stores = [JobStore(url) for _ in range(4)]  # one transaction at a time each
+    stores = [JobStore(url) for _ in range(4)]  # each has one transaction at a time
 
     def add(number: int) -> int:
         try:
-            stores[number % 4].add(new(number), limit=5)
+            stores[number % 4].add(new_job(number), limit=5)
         except QueueFull:
             return 0
         return 1
@@ -113,14 +113,14 @@ def test_a_queue_limit_holds_with_concurrent_additions(store: JobStore, url: str
 
 
 def test_jobs_of_dead_workers_are_requeued_first(store: JobStore) -> None:
-    ready(store, "a", "b")
-    store.add_all([new(number) for number in range(3)])
-    assert leased(store, "a") == ["v0"]
+    register(store, "a", "b")
+    store.add_all([new_job(number) for number in range(3)])
+    assert lease_ids(store, "a") == ["v0"]
     store.requeue_lost("a", "it was killed")
     job = store.get("v0")
     assert (job.status, job.attempts, job.error) == (QUEUED, 1, {"code": STOPPED, "message": "it was killed"})
-    assert leased(store, "a") == []  # it has to register again
-    assert leased(store, "b") == ["v0"]
+    assert lease_ids(store, "a") == []  # the worker must register again
+    assert lease_ids(store, "b") == ["v0"]
     assert store.heartbeat("a", "v0", {}) is Signal.LOST
     assert not store.finish("a", "v0", {})
     assert not store.fail("a", "v0", ERROR)
@@ -128,26 +128,26 @@ def test_jobs_of_dead_workers_are_requeued_first(store: JobStore) -> None:
     assert store.get("v0").worker == "b"
 
 
-def test_a_lease_that_ended_is_not_revived(store: JobStore) -> None:
-    ready(store, "a", ttl=0.2)
-    store.add(new(0))
-    assert leased(store, "a", ttl=0.2) == ["v0"]
+def test_a_lease_that_expired_is_not_renewed(store: JobStore) -> None:
+    register(store, "a", ttl=0.2)
+    store.add(new_job(0))
+    assert lease_ids(store, "a", ttl=0.2) == ["v0"]
     assert store.heartbeat("a", "v0", {"progress": 1}, 0.2) is Signal.CONTINUE
     time.sleep(0.3)
     assert store.workers() == []
     store.requeue_expired()
     assert store.get("v0").status == QUEUED
     assert store.heartbeat("a", "v0", {"progress": 2}) is Signal.LOST
-    assert leased(store, "a") == []
-    store.requeue_expired()  # again, which changes nothing
+    assert lease_ids(store, "a") == []
+    store.requeue_expired()  # a second call changes nothing
     assert store.get("v0").attempts == 1
 
 
-def test_cancelled_and_removed_jobs(store: JobStore) -> None:
-    ready(store, "a", "b")
+def test_cancelled_and_removed_jobs_end(store: JobStore) -> None:
+    register(store, "a", "b")
     for number in range(4):
-        store.add(new(number))
-    assert leased(store, "a") + leased(store, "b") == ["v0", "v1"]
+        store.add(new_job(number))
+    assert lease_ids(store, "a") + lease_ids(store, "b") == ["v0", "v1"]
     assert store.cancel("v0").status == RUNNING
     assert store.cancel("v2").error["code"] == CANCELLED
     assert store.heartbeat("a", "v0", {"progress": 7}) is Signal.CANCEL
@@ -159,19 +159,19 @@ def test_cancelled_and_removed_jobs(store: JobStore) -> None:
     for method in (store.get, store.cancel, store.remove):
         with pytest.raises(NotFound):
             method("v1")
-    assert [job.id for job in store.deletable_jobs()] == ["v3"]  # a worker has the other
+    assert [job.id for job in store.deletable_jobs()] == ["v3"]  # a worker still has the other job
     store.finish("b", "v1", {})
     assert sorted(job.id for job in store.deletable_jobs()) == ["v1", "v3"]
     store.purge("v3")
     assert [job.id for job in store.deletable_jobs()] == ["v1"]
-    assert store.add(new(3)).status == REMOVED  # it does not come back
+    assert store.add(new_job(3)).status == REMOVED  # a removed job does not return
     assert store.stats().counters == {CANCELLED: 3, COMPLETED: 1}
 
 
 def test_cancelled_jobs_of_dead_workers_end(store: JobStore) -> None:
-    ready(store, "a", "b")
-    store.add_all([new(0), new(1)])
-    assert leased(store, "a") + leased(store, "b") == ["v0", "v1"]
+    register(store, "a", "b")
+    store.add_all([new_job(0), new_job(1)])
+    assert lease_ids(store, "a") + lease_ids(store, "b") == ["v0", "v1"]
     store.cancel("v0")
     store.remove("v1")
     store.requeue_lost("a")
@@ -181,7 +181,7 @@ def test_cancelled_jobs_of_dead_workers_end(store: JobStore) -> None:
 
 
 def test_removed_rows_are_deleted_after_a_day(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.add_all([new(0), new(1), new(2)])
+    store.add_all([new_job(0), new_job(1), new_job(2)])
     store.remove("v0")
     store.remove("v1")
     store.purge("v0")
@@ -189,60 +189,60 @@ def test_removed_rows_are_deleted_after_a_day(store: JobStore, monkeypatch: pyte
     assert [job.id for job in store.changes(0)] == ["v2", "v0", "v1"]
     monkeypatch.setattr(stores, "REMOVED_RETENTION", -1.0)
     store.requeue_expired()
-    assert [job.id for job in store.changes(0)] == ["v2", "v1"]  # whose files are still there
+    assert [job.id for job in store.changes(0)] == ["v2", "v1"]  # the files of v1 still exist
 
 
-def test_old_failures_and_arrivals_that_stopped_are_left_over(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_failures_and_interrupted_arrivals_are_deletable(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "RETAINED_FAILURES", 2)
     for number in range(4):
-        store.add(new(number))
+        store.add(new_job(number))
         store.cancel(f"v{number}")
-    store.add(new("x"), is_arriving=True)
+    store.add(new_job("x"), is_arriving=True)
     assert [job.id for job in store.deletable_jobs()] == ["v0", "v1"]
     monkeypatch.setattr(stores, "ARRIVAL_TIMEOUT", -1.0)
     assert sorted(job.id for job in store.deletable_jobs()) == ["v0", "v1", "vx"]
 
 
 def test_jobs_of_one_batch_are_leased_together(store: JobStore) -> None:
-    ready(store, "a", "b")
-    store.add_all([new(number, batch="even" if number % 2 == 0 else "odd") for number in range(8)])
-    store.add_all([new(0, batch="even"), new(8, batch="even")])
-    assert leased(store, "a", limit=3) == ["v0", "v2", "v4"]
+    register(store, "a", "b")
+    store.add_all([new_job(number, batch="even" if number % 2 == 0 else "odd") for number in range(8)])
+    store.add_all([new_job(0, batch="even"), new_job(8, batch="even")])
+    assert lease_ids(store, "a", limit=3) == ["v0", "v2", "v4"]
     assert store.begin("a", "v0") is Signal.CONTINUE
-    assert store.begin("a", "v0") is Signal.CONTINUE  # the answer was lost
-    assert leased(store, "b", limit=9) == ["v1", "v3", "v5", "v7"]
+    assert store.begin("a", "v0") is Signal.CONTINUE  # a retry after a lost response
+    assert lease_ids(store, "b", limit=9) == ["v1", "v3", "v5", "v7"]
     store.requeue_lost("a")
     assert [store.get(f"v{number}").attempts for number in (0, 2, 4)] == [1, 0, 0]
-    ready(store, "a")
-    assert leased(store, "a", limit=3) == ["v0", "v2", "v4"]
+    register(store, "a")
+    assert lease_ids(store, "a", limit=3) == ["v0", "v2", "v4"]
     store.cancel("v2")
-    assert store.begin("a", "v2") is Signal.LOST  # which ended at once
+    assert store.begin("a", "v2") is Signal.LOST  # it was cancelled at once
     store.requeue("b")
     assert (store.get("v1").attempts, store.get("v1").worker) == (0, "")
     store.begin("a", "v0")
     assert store.fail("a", "v0", ERROR, retries=2)
     assert (store.get("v0").status, store.get("v0").error) == (QUEUED, ERROR)
-    ready(store, "b")
-    assert leased(store, "b", limit=9) == ["v1", "v3", "v5", "v7"]
+    register(store, "b")
+    assert lease_ids(store, "b", limit=9) == ["v1", "v3", "v5", "v7"]
     store.begin("a", "v4")
     store.requeue("a")
     assert store.get("v4").attempts == 0
-    ready(store, "a")
-    assert leased(store, "a", limit=9) == ["v4", "v6", "v8", "v0"]  # what failed is tried last
+    register(store, "a")
+    assert lease_ids(store, "a", limit=9) == ["v4", "v6", "v8", "v0"]  # failed jobs are retried last
     store.begin("a", "v0")
     assert store.fail("a", "v0", ERROR, retries=2)
     assert (store.get("v0").status, store.get("v0").attempts) == (FAILED, 3)
 
 
-def test_jobs_that_are_over_may_be_added_anew(store: JobStore) -> None:
-    ready(store, "a")
-    store.add_all([new(number) for number in range(5)])
+def test_finished_jobs_may_be_added_again(store: JobStore) -> None:
+    register(store, "a")
+    store.add_all([new_job(number) for number in range(5)])
     for id in ("v0", "v1"):
-        assert leased(store, "a") == [id]
+        assert lease_ids(store, "a") == [id]
         store.finish("a", id, {}) if id == "v0" else store.fail("a", id, ERROR)
     store.remove("v2")
-    assert leased(store, "a") == ["v3"]
-    store.add_all([new(number, batch="x") for number in range(6)])
+    assert lease_ids(store, "a") == ["v3"]
+    store.add_all([new_job(number, batch="x") for number in range(6)])
     jobs = {job.id: job for job in store.page(9)[0]}
     assert [jobs[f"v{number}"].batch for number in range(6)] == ["x", "x", "x", "", "", "x"]
     assert [job.id for job in sorted(jobs.values(), key=lambda job: job.position) if job.status == QUEUED] == [
@@ -254,33 +254,33 @@ def test_jobs_that_are_over_may_be_added_anew(store: JobStore) -> None:
 
 
 def test_jobs_wait_for_a_worker_of_their_model(store: JobStore) -> None:
-    ready(store, "a")
-    store.add(new(0, model="other"))
-    store.add(new(1))
+    register(store, "a")
+    store.add(new_job(0, model="other"))
+    store.add(new_job(1))
     assert store.models_without_worker() == ["other"]
-    assert leased(store, "a") == ["v1"]
-    ready(store, "b", models=("other", "nano"))
+    assert lease_ids(store, "a") == ["v1"]
+    register(store, "b", models=("other", "nano"))
     assert store.models_without_worker() == []
     assert [job.id for job in store.lease("b", ["nano", "other"])] == ["v0"]
     assert [(each.name, each.state) for each in store.workers()] == [("a", "ready"), ("b", "ready")]
 
 
-def test_pages_and_changes(store: JobStore) -> None:
-    ready(store, "a")
+def test_jobs_are_read_in_pages_and_by_changes(store: JobStore) -> None:
+    register(store, "a")
     start = store.version()
     for number in range(5):
-        store.add(new(number))
-    seen = store.changes(start)
-    assert [job.id for job in seen] == [f"v{number}" for number in range(5)]
-    leased(store, "a")
+        store.add(new_job(number))
+    changes = store.changes(start)
+    assert [job.id for job in changes] == [f"v{number}" for number in range(5)]
+    lease_ids(store, "a")
     store.remove("v3")
-    assert [(job.id, job.status) for job in store.changes(seen[-1].version)] == [("v0", RUNNING), ("v3", REMOVED)]
+    assert [(job.id, job.status) for job in store.changes(changes[-1].version)] == [("v0", RUNNING), ("v3", REMOVED)]
     assert [job.id for job in store.changes(0, job_id="v4")] == ["v4"]
     before = store.version()
     store.heartbeat("a", "v0", {"progress": 1})
     [job] = store.changes(before)
     assert job.progress == {"progress": 1}
-    store.heartbeat("a", "v0", {"progress": 1})  # nothing new
+    store.heartbeat("a", "v0", {"progress": 1})  # no change
     assert store.version() == job.version
     page, more = store.page(2)
     assert ([job.id for job in page], more) == (["v4", "v2"], True)
@@ -293,7 +293,7 @@ def test_pages_and_changes(store: JobStore) -> None:
 
 
 def test_a_search_reads_all_jobs_and_pages_its_matches(store: JobStore) -> None:
-    store.add_all([new(number) for number in range(1200)])
+    store.add_all([new_job(number) for number in range(1200)])
 
     def matches(request: Mapping[str, Any]) -> bool:
         return request["settings"]["prompt"].endswith("7")
@@ -305,51 +305,51 @@ def test_a_search_reads_all_jobs_and_pages_its_matches(store: JobStore) -> None:
     assert store.page(5, matches=lambda request: False) == ([], False)
 
 
-def test_pages_of_a_long_queue_take_no_time(store: JobStore) -> None:
-    store.add_all([new(number) for number in range(5000)])
+def test_pages_of_a_long_queue_are_read_quickly(store: JobStore) -> None:
+    store.add_all([new_job(number) for number in range(5000)])
     start = time.perf_counter()
     page, more = store.page(20, newest_first=False)
-    assert time.perf_counter() - start < 1  # a count for each took four
+    assert time.perf_counter() - start < 1  # separate counts took four seconds
     assert [job.jobs_ahead for job in page] == list(range(20))
     assert more
-    assert store.get("v4999").jobs_ahead is None  # of the first 1,000 alone
+    assert store.get("v4999").jobs_ahead is None  # only the first 1,000 jobs have a number
 
 
 def test_a_draining_worker_requeues_its_jobs(store: JobStore) -> None:
-    ready(store, "a")
-    store.add(new(0))
-    leased(store, "a")
+    register(store, "a")
+    store.add(new_job(0))
+    lease_ids(store, "a")
     store.drain("a")
     assert store.heartbeat("a", "v0", {"stage": "denoise"}) is Signal.DRAIN
     store.requeue("a")
     job = store.get("v0")
     assert (job.status, job.attempts, job.progress) == (QUEUED, 0, {})
-    assert leased(store, "a") == []
+    assert lease_ids(store, "a") == []
     assert store.workers() == []
 
 
-def test_a_draining_worker_gets_no_further_job(store: JobStore) -> None:
-    ready(store, "a")
+def test_a_draining_worker_gets_no_more_jobs(store: JobStore) -> None:
+    register(store, "a")
     store.drain("a")
-    ready(store, "a")  # its next look
-    store.add(new(0))
-    assert leased(store, "a") == []
+    register(store, "a")  # its next heartbeat
+    store.add(new_job(0))
+    assert lease_ids(store, "a") == []
     assert [each.draining for each in store.workers()] == [True]
 
 
 def test_two_namespaces_of_one_database_are_separate(store: JobStore, url: str, tmp_path: Path) -> None:
-    """As a server and a batch, or two batches: neither affects the other's jobs, workers and counts."""
+    """A server and a batch, or two batches, do not affect each other's jobs, workers and counters."""
     second = JobStore(url)
     for each, name in ((store, "one"), (second, "two")):
         (tmp_path / name).mkdir()
         join_namespace(each, tmp_path / name, BATCH_FILE)
-        each.add_all([new(0, batch=name), new(1, batch=name)])
-        ready(each, f"{name} a", f"{name} b")
+        each.add_all([new_job(0, batch=name), new_job(1, batch=name)])
+        register(each, f"{name} a", f"{name} b")
     again = JobStore(url)
     join_namespace(again, tmp_path / "one", BATCH_FILE)
     assert again.namespace == store.namespace != second.namespace
-    assert leased(store, "one a") + leased(store, "one b") == ["v0", "v1"]
-    assert leased(store, "one b") == ["v1"]
+    assert lease_ids(store, "one a") + lease_ids(store, "one b") == ["v0", "v1"]
+    assert lease_ids(store, "one b") == ["v1"]
     assert (store.num_waiting(), second.num_waiting()) == (0, 2)
     assert [second.get(f"v{number}").jobs_ahead for number in range(2)] == [0, 1]
     assert (store.stats().jobs, second.stats().jobs) == ({RUNNING: 2}, {QUEUED: 2})
@@ -367,7 +367,7 @@ def test_two_namespaces_of_one_database_are_separate(store: JobStore, url: str, 
     assert (store.get("v1").cancel, store.get("v0").status) == (False, COMPLETED)
     second.remove("v1")
     second.purge("v1")
-    second.add(new(2, model="other"), limit=1)
+    second.add(new_job(2, model="other"), limit=1)
     with pytest.raises(NotFound):
         store.get("v2")
     assert [[job.id for job in each.page(9)[0]] for each in (store, second)] == [["v1", "v0"], ["v2", "v0"]]
@@ -381,10 +381,10 @@ def test_two_namespaces_of_one_database_are_separate(store: JobStore, url: str, 
     second.close()
 
 
-def test_a_store_with_another_retry_limit_has_the_same_connections(store: JobStore) -> None:
-    patient = store.with_retry_seconds(9.0)
-    assert (patient.retry_seconds, store.retry_seconds) == (9.0, stores.RETRY_SECONDS)
-    assert patient._database is store._database
+def test_a_store_with_another_retry_limit_shares_the_connections(store: JobStore) -> None:
+    retrying = store.with_retry_seconds(9.0)
+    assert (retrying.retry_seconds, store.retry_seconds) == (9.0, stores.RETRY_SECONDS)
+    assert retrying._database is store._database
 
 
 def test_concurrent_processes_give_a_folder_one_namespace(store: JobStore, url: str, tmp_path: Path) -> None:
@@ -396,10 +396,10 @@ def test_concurrent_processes_give_a_folder_one_namespace(store: JobStore, url: 
         each.close()
 
 
-# Many at once
+# Concurrency
 
 
-def drain(url: str, name: str, results: Any) -> None:
+def finish_all_jobs(url: str, name: str, results: Any) -> None:
     store = JobStore(url, retry_seconds=60)
     store.register(name, "ready", {})
     result = []
@@ -412,10 +412,10 @@ def drain(url: str, name: str, results: Any) -> None:
 
 
 def test_processes_share_the_jobs(store: JobStore, url: str) -> None:
-    store.add_all([new(number) for number in range(100)])
+    store.add_all([new_job(number) for number in range(100)])
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    workers = [context.Process(target=drain, args=(url, f"w{number}", results)) for number in range(2)]
+    workers = [context.Process(target=finish_all_jobs, args=(url, f"w{number}", results)) for number in range(2)]
     for worker in workers:
         worker.start()
     result = [id for _ in workers for id in results.get(timeout=120)]
@@ -426,44 +426,44 @@ def test_processes_share_the_jobs(store: JobStore, url: str) -> None:
     assert len(set(versions)) == 100
 
 
-def test_a_follower_misses_no_change(store: JobStore, url: str) -> None:
-    ended, seen = threading.Event(), {}
+def test_a_reader_of_changes_misses_none(store: JobStore, url: str) -> None:
+    stopped, changes = threading.Event(), {}
 
-    def follow_leader() -> None:
+    def read_changes() -> None:
         since = 0
-        while not ended.is_set() or store.changes(since):
+        while not stopped.is_set() or store.changes(since):
             for job in store.changes(since):
-                seen[job.id], since = job.status, job.version
+                changes[job.id], since = job.status, job.version
 
     def write(number: int) -> None:
         worker_store = JobStore(url, retry_seconds=60)
-        ready(worker_store, name := f"w{number}")
+        register(worker_store, name := f"w{number}")
         for count in range(15):
-            worker_store.add(new(f"{number}-{count}"))
-            for id in leased(worker_store, name):
+            worker_store.add(new_job(f"{number}-{count}"))
+            for id in lease_ids(worker_store, name):
                 worker_store.finish(name, id, {})
         worker_store.close()
 
-    follower = threading.Thread(target=follow_leader)
-    follower.start()
+    reader = threading.Thread(target=read_changes)
+    reader.start()
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(write, range(4)))
-    ended.set()
-    follower.join(60)
-    assert seen == {job.id: job.status for job in store.changes(0, limit=1000)}
-    assert len(seen) == 60
+    stopped.set()
+    reader.join(60)
+    assert changes == {job.id: job.status for job in store.changes(0, limit=1000)}
+    assert len(changes) == 60
 
 
-def test_no_two_transactions_wait_for_each_other(postgres: Server) -> None:
+def test_concurrent_workers_cause_no_deadlock(postgres: Server) -> None:
     with postgres.database() as url:
         first = JobStore(url, retry_seconds=60)
-        first.add_all([new(number, batch="x") for number in range(120)])
+        first.add_all([new_job(number, batch="x") for number in range(120)])
 
         def work(number: int) -> None:
             worker_store, name = JobStore(url, retry_seconds=60), f"w{number}"
             for turn in range(12):
-                ready(worker_store, name)
-                jobs = leased(worker_store, name, limit=3)
+                register(worker_store, name)
+                jobs = lease_ids(worker_store, name, limit=3)
                 for id in jobs:
                     worker_store.begin(name, id)
                     worker_store.heartbeat(name, id, {"progress": turn})
@@ -485,12 +485,12 @@ def test_no_two_transactions_wait_for_each_other(postgres: Server) -> None:
     assert row == (0,)
 
 
-def test_a_process_has_two_connections(postgres: Server) -> None:
+def test_a_process_opens_two_connections(postgres: Server) -> None:
     with postgres.database() as url:
         store = JobStore(url)
 
         def use(number: int) -> None:
-            store.add(new(number))
+            store.add(new_job(number))
             store.get(f"v{number}")
 
         with ThreadPoolExecutor(8) as pool:
@@ -504,67 +504,67 @@ def test_a_process_has_two_connections(postgres: Server) -> None:
 # Faults
 
 
-def test_a_temporarily_unreachable_database(postgres: Server) -> None:
+def test_calls_are_retried_while_the_database_is_unreachable(postgres: Server) -> None:
     with postgres.database() as url:
-        patient, hasty = JobStore(url, retry_seconds=60), JobStore(url, retry_seconds=0.3)
-        patient.add(new(0))
+        retrying, impatient = JobStore(url, retry_seconds=60), JobStore(url, retry_seconds=0.3)
+        retrying.add(new_job(0))
         postgres.stop("immediate")
         try:
             with pytest.raises(Unavailable):
-                hasty.get("v0")
+                impatient.get("v0")
             with ThreadPoolExecutor(1) as pool:
-                waiting = pool.submit(patient.add, new(1))
+                waiting = pool.submit(retrying.add, new_job(1))
                 postgres.start()
                 assert waiting.result(60).id == "v1"
         except BaseException:
             postgres.start()
             raise
-        assert [job.id for job in hasty.page(9)[0]] == ["v1", "v0"]  # nothing that was acknowledged is lost
-        patient.close()
-        hasty.close()
+        assert [job.id for job in impatient.page(9)[0]] == ["v1", "v0"]  # no acknowledged job is lost
+        retrying.close()
+        impatient.close()
 
 
-def test_a_follower_misses_no_change_after_a_crash(postgres: Server) -> None:
-    """A change that was read and then lost in a crash leaves its version to no other."""
+def test_a_reader_of_changes_misses_none_after_a_crash(postgres: Server) -> None:
+    """A version that was read and then lost in a crash is not used again."""
     with postgres.database() as url, closing(JobStore(url, retry_seconds=60)) as store:
-        postgres.suspend_writer()  # so that the crash loses what is not durable
-        ready(store, "a")
-        store.add_all([new(number) for number in range(2)])
-        leased(store, "a", limit=1)
+        postgres.suspend_writer()  # the crash then loses writes that are not durable
+        register(store, "a")
+        store.add_all([new_job(number) for number in range(2)])
+        lease_ids(store, "a", limit=1)
         store.finish("a", "v0", {})
         since = store.changes(0)[-1].version
         postgres.stop("immediate")
         postgres.start()
-        assert store.get("v0").status == QUEUED  # the crash has lost what came after the jobs were added
-        ready(store, "a")
-        [first] = leased(store, "a", limit=1)
+        assert store.get("v0").status == QUEUED  # the crash has lost the writes after the jobs were added
+        register(store, "a")
+        [first] = lease_ids(store, "a", limit=1)
         store.finish("a", first, {})
         assert [(job.id, job.status) for job in store.changes(since)] == [("v0", COMPLETED)]
 
 
 def test_acknowledged_writes_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, seen = JobStore(str(tmp_path / "jobs.sqlite")), []
-    ready(store, "a")
+    store, changes = JobStore(str(tmp_path / "jobs.sqlite")), []
+    register(store, "a")
     connect = sqlite3.connect
 
-    def watched(*arguments: Any, **how: Any) -> sqlite3.Connection:
-        connection = connect(*arguments, **how)
-        connection.set_trace_callback(lambda text: seen.append(text) if "synchronous" in text else None)
+    def connect_with_trace(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        connection = connect(*arguments, **options)
+        connection.set_trace_callback(lambda text: changes.append(text) if "synchronous" in text else None)
         return connection
 
-    monkeypatch.setattr(sqlite3, "connect", watched)
+    monkeypatch.setattr(sqlite3, "connect", connect_with_trace)
     store._database._writer._drop()
-    for do, durable in [
-        (lambda: store.add(new(0)), "FULL"),
+    for operation, durable in [
+        (lambda: store.add(new_job(0)), "FULL"),
         (lambda: store.lease("a", ["nano"]), "NORMAL"),
         (lambda: store.heartbeat("a", "v0", {"progress": 1}), "NORMAL"),
         (lambda: store.cancel("v0"), "FULL"),
         (lambda: store.finish("a", "v0", {}), "NORMAL"),
         (lambda: store.remove("v0"), "FULL"),
     ]:
-        seen.clear()
-        do()
-        assert [text.rpartition(" ")[2] for text in seen] == [durable]
+        changes.clear()
+        operation()
+        assert [text.rpartition(" ")[2] for text in changes] == [durable]
     store.close()
 
 
@@ -584,13 +584,13 @@ def test_concurrent_processes_create_a_database_once(url: str) -> None:
 
 
 def test_a_store_can_be_pickled(store: JobStore) -> None:
-    store.add(new(0))
+    store.add(new_job(0))
     copy = pickle.loads(pickle.dumps(store))
     assert copy.get("v0") == store.get("v0")
     copy.close()
 
 
-WRONG_DATABASES = [  # with a password, its form in a URL, a server of PostgreSQL and a folder
+WRONG_DATABASES = [  # URLs with placeholders, and the words of the message
     ("mysql://user:p%40ss%2Fword@host/jobs", ["mysql", "postgresql://"]),
     (f"postgresql://{STRICT}:wrong-{{secret}}@{{server}}/postgres", [STRICT, "--database"]),
     (f"postgresql://{STRICT}@{{server}}/postgres", ["password"]),
@@ -608,7 +608,7 @@ WRONG_DATABASES = [  # with a password, its form in a URL, a server of PostgreSQ
 
 
 @pytest.mark.parametrize(("url", "words"), WRONG_DATABASES, ids=[url for url, _ in WRONG_DATABASES])
-def test_wrong_databases_are_refused(
+def test_invalid_databases_are_refused(
     postgres: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, words: list[str]
 ) -> None:
     (tmp_path / "notes.txt").write_text("these are notes, and no table of SQLite at all" * 99)
@@ -640,12 +640,12 @@ def test_a_password_is_not_shown(postgres: Server) -> None:
     assert public_url("/some/where.sqlite") == "/some/where.sqlite"
 
 
-# Against a model in memory
+# Comparison with a model in memory
 
 
 @dataclass
 class Row:
-    """A job of the model."""
+    """A job in the model."""
 
     place: int
     batch: str
@@ -657,10 +657,10 @@ class Row:
 
 @dataclass
 class Model:
-    """What the store is to do, in the simplest words."""
+    """The behaviour of the store, in simple code."""
 
     rows: dict[str, Row] = field(default_factory=dict)
-    workers: dict[str, bool] = field(default_factory=dict)  # whether each drains
+    workers: dict[str, bool] = field(default_factory=dict)  # by name, whether the worker drains
     place: int = 0
 
     def queue(self) -> list[str]:
@@ -674,31 +674,31 @@ class Model:
         row = self.rows.get(id)
         return None if row is None or row.status == REMOVED else row
 
-    def held(self, worker: str, id: str) -> Row | None:
+    def leased_row(self, worker: str, id: str) -> Row | None:
         row = self.rows.get(id)
         return row if row is not None and row.worker == worker and row.status not in (COMPLETED, FAILED) else None
 
-    def lease(self, worker: str, most: int) -> list[str]:
+    def lease(self, worker: str, limit: int) -> list[str]:
         if self.workers.get(worker) is not False:
             return []
-        mine = [id for id, row in self.rows.items() if row.worker == worker and row.status in (QUEUED, RUNNING)]
-        if mine:
-            return sorted(mine, key=lambda id: self.rows[id].place)
+        leased = [id for id, row in self.rows.items() if row.worker == worker and row.status in (QUEUED, RUNNING)]
+        if leased:
+            return sorted(leased, key=lambda id: self.rows[id].place)
         free = [id for id in self.queue() if not self.rows[id].worker]
         if not free:
             return []
         batch = self.rows[free[0]].batch
-        if most == 1 or not batch:
+        if limit == 1 or not batch:
             row = self.rows[free[0]]
             row.worker, row.status, row.attempts = worker, RUNNING, row.attempts + 1
             return free[:1]
-        taken = [id for id in free if self.rows[id].batch == batch][:most]
-        for id in taken:
+        batch_ids = [id for id in free if self.rows[id].batch == batch][:limit]
+        for id in batch_ids:
             self.rows[id].worker = worker
-        return taken
+        return batch_ids
 
     def begin(self, worker: str, id: str) -> Signal:
-        if (row := self.held(worker, id)) is None:
+        if (row := self.leased_row(worker, id)) is None:
             return Signal.LOST
         if row.cancel:
             return Signal.CANCEL
@@ -707,19 +707,19 @@ class Model:
         return Signal.CONTINUE
 
     def heartbeat(self, worker: str, id: str) -> Signal:
-        if worker not in self.workers or (row := self.held(worker, id)) is None:
+        if worker not in self.workers or (row := self.leased_row(worker, id)) is None:
             return Signal.LOST
         return Signal.CANCEL if row.cancel else Signal.DRAIN if self.workers[worker] else Signal.CONTINUE
 
     def finish(self, worker: str, id: str) -> bool:
-        if (row := self.held(worker, id)) is None:
+        if (row := self.leased_row(worker, id)) is None:
             return False
         row.worker = ""
         row.status = COMPLETED if row.status != REMOVED else REMOVED
         return True
 
     def fail(self, worker: str, id: str, retries: int) -> bool:
-        if (row := self.held(worker, id)) is None:
+        if (row := self.leased_row(worker, id)) is None:
             return False
         row.worker = ""
         if row.status != REMOVED:
@@ -738,7 +738,7 @@ class Model:
         if (row := self.visible(id)) is not None:
             row.status, row.cancel = REMOVED, True
 
-    def leave(self, worker: str, begun: int) -> None:
+    def requeue(self, worker: str, attempts: int) -> None:
         self.workers.pop(worker, None)
         for row in self.rows.values():
             if row.worker == worker:
@@ -746,7 +746,7 @@ class Model:
                 if row.status == RUNNING and row.cancel:
                     row.status = FAILED
                 elif row.status == RUNNING:
-                    row.status, row.attempts = QUEUED, row.attempts + begun
+                    row.status, row.attempts = QUEUED, row.attempts + attempts
 
 
 IDS, WORKERS = [f"v{number}" for number in range(5)], ["a", "b"]
@@ -767,23 +767,23 @@ OPERATIONS = st.one_of(
 )
 
 
-def carry_out(store: JobStore, model: Model, name: str, *arguments: Any) -> tuple[Any, Any]:
-    """Do one operation in the store and in the model, and return both results."""
+def apply(store: JobStore, model: Model, name: str, *arguments: Any) -> tuple[Any, Any]:
+    """Apply an operation to the store and to the model, and return both results."""
 
-    def silently(do: Callable[[str], Any], id: str) -> None:
+    def unless_missing(operation: Callable[[str], Any], id: str) -> None:
         try:
-            do(id)
+            operation(id)
         except NotFound:
             assert model.visible(id) is None
 
     match name, arguments:
         case "add", (id, batch):
-            return store.add(new(id[1:], batch)).id, model.add(id, batch) or id
+            return store.add(new_job(id[1:], batch)).id, model.add(id, batch) or id
         case "register", (worker,):
             model.workers.setdefault(worker, False)
-            ready(store, worker)
-        case "lease", (worker, most):
-            return leased(store, worker, limit=most), model.lease(worker, most)
+            register(store, worker)
+        case "lease", (worker, limit):
+            return lease_ids(store, worker, limit=limit), model.lease(worker, limit)
         case "begin", (worker, id):
             return store.begin(worker, id), model.begin(worker, id)
         case "heartbeat", (worker, id):
@@ -793,13 +793,13 @@ def carry_out(store: JobStore, model: Model, name: str, *arguments: Any) -> tupl
         case "fail", (worker, id, retries):
             return store.fail(worker, id, ERROR, retries=retries), model.fail(worker, id, retries)
         case "cancel", (id,):
-            return silently(store.cancel, id), model.cancel(id)
+            return unless_missing(store.cancel, id), model.cancel(id)
         case "remove", (id,):
-            return silently(store.remove, id), model.remove(id)
+            return unless_missing(store.remove, id), model.remove(id)
         case "requeue", (worker,):
-            return store.requeue(worker), model.leave(worker, -1)
+            return store.requeue(worker), model.requeue(worker, -1)
         case "requeue_lost", (worker,):
-            return store.requeue_lost(worker), model.leave(worker, 0)
+            return store.requeue_lost(worker), model.requeue(worker, 0)
         case "drain", (worker,):
             store.drain(worker)
             model.workers.update({worker: True} if worker in model.workers else {})
@@ -811,7 +811,7 @@ def check_against_the_model(store: JobStore, steps: list[tuple[Any, ...]]) -> No
     model = Model()
     for step in [("register", "a"), ("add", "v0", "x"), ("lease", "a", 2), *steps]:
         before = store.version()
-        result, expected = carry_out(store, model, *step)
+        result, expected = apply(store, model, *step)
         assert result == expected, step
         rows = {job.id: job for job in store.changes(0)}
         assert {id: (x.status, x.worker, x.attempts, x.cancel) for id, x in rows.items()} == {
@@ -836,8 +836,8 @@ def test_any_sequence_of_operations_matches_the_model(store: JobStore) -> None:
 
 
 @pytest.mark.parametrize(("free", "message"), [(0, "disk full"), (2**30, "disk I/O error")])
-def test_an_io_error_of_a_full_disk_is_reported_as_a_full_disk(tmp_path, monkeypatch, free, message):
-    """SQLite reports it if its journal files do not fit on the disk."""
+def test_an_io_error_on_a_full_disk_is_reported_as_a_full_disk(tmp_path, monkeypatch, free, message):
+    """SQLite raises an I/O error if its journal files do not fit on the disk."""
     with closing(JobStore(str(tmp_path / "jobs.sqlite"), retry_seconds=0)) as store:
         error = sqlite3.OperationalError("disk I/O error")
         error.sqlite_errorname = "SQLITE_IOERR_SHMSIZE"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`wanjax serve --workers` and several servers of one database, of which anything may be killed."""
+"""`wanjax serve --workers` and several servers with one database, when any of their processes is killed."""
 
 import os
 import re
@@ -33,20 +33,20 @@ from wanjax.pipelines.request import VideoRequest
 FAST = SMALL | {"steps": 2}
 
 
-def family(process):
+def child_processes(process):
     return psutil.Process(process.pid).children(recursive=True)
 
 
-def gone(process):
-    """End a command by a signal; nothing that it started is left."""
-    started = family(process)
+def end_and_check(process):
+    """End a command by a signal, and check that all its child processes end."""
+    started = child_processes(process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 0
     assert not psutil.wait_procs(started, 20)[1]
 
 
 def test_a_worker_that_is_killed_loses_no_video(tmp_path):
-    """Another takes its place, and makes the video; a second server without a worker shows it too."""
+    """A new worker makes the video, and a second server without workers shows it too."""
     with serving(tmp_path, "--workers", "1", "--no-rehearse") as (client, process):
         join_namespace(store := JobStore(str(tmp_path / "jobs.sqlite")), tmp_path, SERVE_FILE)
         with serving(tmp_path, "--workers", "0", "--database", str(tmp_path / "jobs.sqlite")) as (
@@ -66,9 +66,9 @@ def test_a_worker_that_is_killed_loses_no_video(tmp_path):
             )
             with second_client.stream("GET", f"/v1/videos/{id}/events") as stream:
                 assert any('"completed"' in line for line in stream.iter_lines())
-            gone(second)
+            end_and_check(second)
         assert client.get("/health").json()["status"] == "ready"
-        gone(process)
+        end_and_check(process)
         store.close()
 
 
@@ -76,14 +76,14 @@ def test_a_server_without_workers_reports_waiting_jobs(tmp_path):
     with serving(tmp_path, "--workers", "0", "--database", str(tmp_path / "jobs.sqlite")) as (client, _):
         assert client.get("/health").json()["status"] == "loading"
         [model] = client.get("/v1/models").json()["data"]
-        assert "devices" not in model["started_with"]  # this process's make no video
+        assert "devices" not in model["started_with"]  # the devices of this process make no video
         assert client.post("/v1/videos", json=FAST).json()["queue_position"] == 0
         assert client.get("/health").json()["waits_for_workers_of"] == ["nano"]
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 def test_a_batch_and_a_server_share_one_database(start, pipe, tmp_path, request, kind):
-    """Neither shows or makes what is the other's."""
+    """Neither shows or makes the jobs of the other."""
     with ExitStack() as stack:
         url = str(tmp_path / "jobs.sqlite")
         if kind == "postgresql":
@@ -96,11 +96,11 @@ def test_a_batch_and_a_server_share_one_database(start, pipe, tmp_path, request,
         join_namespace(store, out, BATCH_FILE)
         tasks = maker.tasks_for([VideoRequest.parse(FAST | {"seed": seed}) for seed in range(2)])
         batch = Batch(store, tasks, Manifest(out), "nano")
-        requested = server.post_video()["id"]
+        id = server.post_video()["id"]
         server.worker.start()
-        assert server.wait_until_finished(requested)["status"] == "completed"
+        assert server.wait_until_finished(id)["status"] == "completed"
         assert store.stats().jobs == {"queued": 2}
-        assert [video["id"] for video in server.client.get("/v1/videos").json()["data"]] == [requested]
+        assert [video["id"] for video in server.client.get("/v1/videos").json()["data"]] == [id]
         assert server.client.get(f"/v1/videos/{tasks[0].output}").status_code == 404
         assert server.client.get("/health").json()["queue"] == 0
         assert "waits_for_workers_of" not in server.client.get("/health").json()
@@ -130,7 +130,7 @@ def test_no_job_is_lost_if_servers_workers_and_the_database_are_killed(tmp_path,
         second, _ = stack.enter_context(serving(tmp_path, *options, **environment))
         ids = [client.post("/v1/videos", json=FAST).json()["id"] for client in (first, second) for _ in range(15)]
 
-        def harm():
+        def kill_processes():
             for _ in range(2):
                 time.sleep(4)
                 postgres.stop("immediate")
@@ -138,14 +138,14 @@ def test_no_job_is_lost_if_servers_workers_and_the_database_are_killed(tmp_path,
                 postgres.start()
             process.kill()
 
-        harming = Thread(target=harm)
-        harming.start()
+        killer = Thread(target=kill_processes)
+        killer.start()
         for id in ids:
             while (result := second.get(f"/v1/videos/{id}")).status_code == 503 or not result.json()["completed_at"]:
                 assert result.status_code in (200, 503)
                 time.sleep(0.1)
             assert result.json()["status"] == "completed", result.text
-        harming.join()
+        killer.join()
         videos = second.get("/v1/videos?limit=100").json()["data"]
         assert sorted(video["id"] for video in videos) == sorted(ids)
 
@@ -155,7 +155,10 @@ def test_a_busy_service_ends_at_a_signal_and_resumes(tmp_path):
     options = tmp_path, "--workers", "1", "--no-rehearse"
     with serving(*options) as (client, process):
         listening = [
-            each.laddr for member in family(process) for each in member.net_connections() if each.status == "LISTEN"
+            connection.laddr
+            for child in child_processes(process)
+            for connection in child.net_connections()
+            if connection.status == "LISTEN"
         ]
         assert not listening
         second = [sys.executable, "-m", "wanjax", "serve", "--port", "0", "--dir", str(tmp_path), "--workers", "1"]
@@ -165,7 +168,7 @@ def test_a_busy_service_ends_at_a_signal_and_resumes(tmp_path):
         ids = [client.post("/v1/videos", json=SMALL | {"steps": 200, "seed": n}).json()["id"] for n in range(2)]
         with client.stream("GET", f"/v1/videos/{ids[0]}/events") as stream:
             assert any('"stage": "denoise"' in line for line in stream.iter_lines())
-        gone(process)
+        end_and_check(process)
     with serving(*options) as (client, process):
         assert [wait_until_finished(client, id)["status"] for id in ids] == ["completed"] * 2
 
@@ -182,14 +185,14 @@ def test_workers_scale_with_the_queue(tmp_path):
             time.sleep(0.5)
         assert 2 in seen
         assert {wait_until_finished(client, id)["status"] for id in ids} == {"completed"}
-        served = client.get("/metrics").text
-        assert int(re.search(r'videos_total{status="completed"} (\d+)', served)[1]) == 12
+        metrics = client.get("/metrics").text
+        assert int(re.search(r'videos_total{status="completed"} (\d+)', metrics)[1]) == 12
         store.close()
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # Ray's own
-def test_workers_in_a_ray_cluster_and_the_store_that_they_call_may_be_killed(tmp_path):
+@pytest.mark.filterwarnings("ignore")  # warnings of Ray
+def test_no_job_is_lost_if_workers_or_the_store_in_a_ray_cluster_are_killed(tmp_path):
     pytest.importorskip("ray")
     from benchmarks.cluster import actors, local_cluster
 
@@ -201,7 +204,7 @@ def test_workers_in_a_ray_cluster_and_the_store_that_they_call_may_be_killed(tmp
                 time.sleep(3)
                 actors(os.getpid(), name)[0].kill()
             assert {wait_until_finished(client, id)["status"] for id in ids} == {"completed"}
-            gone(process)
+            end_and_check(process)
 
 
 @pytest.mark.slow
@@ -251,6 +254,6 @@ def test_an_unreachable_database_is_reported_without_its_password(tmp_path, monk
 
 
 @pytest.mark.parametrize(("old", "new"), [("--replicas=2", "--workers"), ("--table=here", "--database")])
-def test_an_old_option_is_answered_by_its_new_name(tmp_path, monkeypatch, old, new):
+def test_the_message_for_an_old_option_names_the_new_one(tmp_path, monkeypatch, old, new):
     monkeypatch.chdir(tmp_path)
     assert has_line_with(refused_command("serve", old), f"{old.partition('=')[0]} {new}")
