@@ -28,8 +28,8 @@ NAME = "video_wan2_2_14B_t2v"
 FRAMES = np.zeros((5, 16, 16, 3), np.uint8)
 
 
-def forms() -> dict[str, str]:
-    """Return both forms of a template, as ComfyUI writes them into files. Its prompt has signs that ffmpeg escapes."""
+def template_forms() -> dict[str, str]:
+    """Return both forms of a template, as ComfyUI writes them. Its prompt has characters that ffmpeg escapes."""
     editor = template_text(NAME).replace("Beautiful young", "Beautiful; = # \\\\ \\n [x]\\nkey=young")
     return {"prompt": json.dumps(api_form(graph_of(json.loads(editor)))), "workflow": editor}
 
@@ -54,30 +54,30 @@ def container(path: Path, tags: dict[str, str]) -> Path:
 
 
 def mp4(folder: Path) -> Path:
-    return container(folder / "a.mp4", forms())
+    return container(folder / "a.mp4", template_forms())
 
 
 def webm(folder: Path) -> Path:
-    return container(folder / "a.webm", forms())
+    return container(folder / "a.webm", template_forms())
 
 
 def combined(folder: Path) -> Path:
-    """Write a video whose comment has both forms, one of them as a text in JSON."""
-    texts = forms()
+    """Write a video whose comment has both forms, one of them as a string in JSON."""
+    texts = template_forms()
     comment = json.dumps({"prompt": texts["prompt"], "workflow": json.loads(texts["workflow"])})
     return container(folder / "b.mp4", {"comment": comment})
 
 
 def png(folder: Path) -> Path:
     chunks = PngImagePlugin.PngInfo()
-    for name, text in forms().items():
+    for name, text in template_forms().items():
         chunks.add_text(name, text)
     Image.new("RGB", (16, 16)).save(folder / "a.png", pnginfo=chunks)
     return folder / "a.png"
 
 
 def webp(folder: Path) -> Path:
-    texts, exif = forms(), Image.Exif()
+    texts, exif = template_forms(), Image.Exif()
     exif[0x0110], exif[0x010F] = f"prompt:{texts['prompt']}", f"workflow:{texts['workflow']}"
     pictures = [Image.new("RGB", (16, 16), (k, 0, 0)) for k in range(3)]
     pictures[0].save(folder / "a.webp", save_all=True, append_images=pictures[1:], exif=exif)
@@ -85,24 +85,24 @@ def webp(folder: Path) -> Path:
 
 
 def editor_json(folder: Path) -> Path:
-    (folder / "editor.json").write_text(forms()["workflow"], encoding="utf-8")
+    (folder / "editor.json").write_text(template_forms()["workflow"], encoding="utf-8")
     return folder / "editor.json"
 
 
 def api_json(folder: Path) -> Path:
-    (folder / "api.json").write_text(forms()["prompt"], encoding="utf-8")
+    (folder / "api.json").write_text(template_forms()["prompt"], encoding="utf-8")
     return folder / "api.json"
 
 
-@pytest.mark.parametrize("written", [mp4, webm, combined, png, webp, editor_json, api_json])
-def test_the_same_graph_is_one_request_in_any_file(tmp_path, written):
-    graph = reading.find_workflow(written(tmp_path))
+@pytest.mark.parametrize("write", [mp4, webm, combined, png, webp, editor_json, api_json])
+def test_a_graph_gives_the_same_request_from_any_file(tmp_path, write):
+    graph = reading.find_workflow(write(tmp_path))
     assert graph is not None
-    expected = request_of(json.loads(forms()["workflow"]))
+    expected = request_of(json.loads(template_forms()["workflow"]))
     assert "key=young" in expected.settings["prompt"]
     workflow = read_workflow(graph)
     assert {**vars(workflow), "addresses": {}} == {**vars(expected), "addresses": {}}
-    assert workflow.addresses == ({} if written is api_json else expected.addresses)
+    assert workflow.addresses == ({} if write is api_json else expected.addresses)
 
 
 def test_a_video_of_wanjax_has_no_workflow(tmp_path):
@@ -131,30 +131,30 @@ def test_a_huge_file_is_refused_and_not_read(tmp_path):
     with huge.open("wb") as file:
         file.write(b'{"nodes": [')
         file.truncate(50 * 2**20)
-    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(WanjaxError, match="more than the 16"):
         reading.find_workflow(huge)
-    assert time.process_time() - started < 0.5
+    assert time.process_time() - start < 0.5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
 
 
-def test_a_huge_text_in_a_picture_is_bounded(tmp_path):
+def test_a_huge_text_in_a_picture_is_ignored(tmp_path):
     chunks = PngImagePlugin.PngInfo()
     chunks.add_text("workflow", " " * (50 * 2**20), zip=True)
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png", pnginfo=chunks)
     assert reading.find_workflow(tmp_path / "a.png") is None  # Pillow refuses the text
 
 
-def test_many_nodes_take_little_time(tmp_path):
-    nodes = json.loads(forms()["prompt"])
+def test_a_workflow_of_many_nodes_is_read_quickly(tmp_path):
+    nodes = json.loads(template_forms()["prompt"])
     for k in range(15_000):
         nodes[f"x{k}"] = {"class_type": "Unknown", "inputs": {"a": [f"x{k + 1}", 0]}}
     (tmp_path / "a.json").write_text(json.dumps(nodes))
-    started = time.process_time()
+    start = time.process_time()
     graph = reading.find_workflow(tmp_path / "a.json")
     assert graph is not None
     assert read_workflow(graph).settings["steps"] == 20
-    assert time.process_time() - started < 2
+    assert time.process_time() - start < 2
 
 
 def test_deep_json_is_refused(tmp_path):
@@ -169,7 +169,7 @@ LOADER = Node("1", "UNETLoader")
 ADDRESS = "https://huggingface.co/owner/video/resolve/main/split files/a.safetensors?download=true"
 
 
-def named(name: str, kind: str = "diffusion_models") -> File:
+def file_named(name: str, kind: str = "diffusion_models") -> File:
     return File(name, kind, LOADER)
 
 
@@ -199,14 +199,14 @@ def models(tmp_path) -> Path:
 )
 def test_a_file_is_searched_in_the_folders_of_its_kind(models, name, kind, expected):
     for root in (models, models.parent):
-        path = find_file(named(name, kind), Folders(root))
+        path = find_file(file_named(name, kind), Folders(root))
         assert path == (expected and models / expected)
 
 
 def test_pictures_are_searched_in_the_folder_of_inputs(models):
     for folders in (Folders(inputs=models.parent / "input"), Folders(models.parent)):
-        assert find_file(named("e.png [input]", "input"), folders) == models.parent / "input/e.png"
-    assert find_file(named("e.png", "input"), Folders(models)) is None
+        assert find_file(file_named("e.png [input]", "input"), folders) == models.parent / "input/e.png"
+    assert find_file(file_named("e.png", "input"), Folders(models)) is None
 
 
 @pytest.mark.parametrize(
@@ -223,38 +223,39 @@ def test_pictures_are_searched_in_the_folder_of_inputs(models):
         "x/.. [input]",
     ],
 )
-def test_a_name_that_leads_out_is_refused(models, name):
+def test_a_name_outside_the_folders_is_refused(models, name):
     with pytest.raises(WanjaxError, match="may not lead out"):
-        find_file(named(name), Folders(models))
+        find_file(file_named(name), Folders(models))
 
 
 def test_a_link_out_of_the_folder_is_refused(models):
     (models / "loras/l.safetensors").symlink_to(models.parents[1] / "secret.safetensors")
     with pytest.raises(WanjaxError, match="is a link out of"):
-        find_file(named("l.safetensors", "loras"), Folders(models))
+        find_file(file_named("l.safetensors", "loras"), Folders(models))
     (models / "loras/inside.safetensors").symlink_to(models / "loras/x/c.safetensors")
-    assert find_file(named("inside.safetensors", "loras"), Folders(models)) is not None
+    assert find_file(file_named("inside.safetensors", "loras"), Folders(models)) is not None
     os.symlink(models.parents[1], models / "loras/out")
-    assert find_file(named("secret.safetensors", "loras"), Folders(models)) is None  # links to folders are not followed
+    # links to folders are not followed
+    assert find_file(file_named("secret.safetensors", "loras"), Folders(models)) is None
     with pytest.raises(WanjaxError, match="is a link out of"):
-        find_file(named("out/secret.safetensors", "loras"), Folders(models))
+        find_file(file_named("out/secret.safetensors", "loras"), Folders(models))
 
 
-def test_two_files_of_one_name_are_not_guessed(models):
+def test_two_files_with_the_same_name_are_refused(models):
     (models / "loras/y").mkdir()
     (models / "loras/y/c.safetensors").touch()
     with pytest.raises(WanjaxError, match=r"at x/c\.safetensors and at y/c\.safetensors"):
-        find_file(named("c.safetensors", "loras"), Folders(models))
-    assert find_file(named("y/c.safetensors", "loras"), Folders(models)) == models / "loras/y/c.safetensors"
+        find_file(file_named("c.safetensors", "loras"), Folders(models))
+    assert find_file(file_named("y/c.safetensors", "loras"), Folders(models)) == models / "loras/y/c.safetensors"
 
 
 def test_a_missing_file_is_downloaded_from_its_url(models, monkeypatch):
     addresses = {"f.safetensors": ADDRESS.replace("a.saf", "f.saf")}
     monkeypatch.setattr(files, "is_cached", lambda name: False)
-    located = locate(named("f.safetensors"), Folders(models), addresses)
+    located = locate(file_named("f.safetensors"), Folders(models), addresses)
     assert (located.name, located.to_download) == ("owner/video/split files/f.safetensors", True)
     monkeypatch.setattr(files, "is_cached", lambda name: True)
-    assert not locate(named("f.safetensors"), Folders(), addresses).to_download
+    assert not locate(file_named("f.safetensors"), Folders(), addresses).to_download
 
 
 @pytest.mark.parametrize(
@@ -272,7 +273,7 @@ def test_a_missing_file_is_downloaded_from_its_url(models, monkeypatch):
 def test_other_addresses_are_reported_and_not_opened(url, words):
     addresses = {} if url is None else {"f.safetensors": url}
     with pytest.raises(WanjaxError, match=words):
-        locate(named("f.safetensors"), Folders(), addresses)
+        locate(file_named("f.safetensors"), Folders(), addresses)
 
 
 def test_experts_must_be_a_pair():
@@ -289,7 +290,7 @@ def test_experts_must_be_a_pair():
             check_pair(first, second, companion_files)
 
 
-def test_the_size_of_a_clip_is_that_of_its_file(tmp_path):
+def test_the_size_of_a_clip_is_read_from_its_file(tmp_path):
     Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
     write_video(tmp_path / "a.mp4", FRAMES, 8, {"prompt": ""})
     assert reading.measure(tmp_path / "a.png") == (30, 20, 1, 1.0)
@@ -313,7 +314,7 @@ def test_a_picture_that_claims_to_be_huge_has_no_workflow(tmp_path):
     assert reading.find_workflow(tmp_path / "a.png") is None
 
 
-def test_a_size_that_is_that_of_a_clip_needs_the_clip(tmp_path):
+def test_a_size_taken_from_a_clip_needs_the_clip(tmp_path):
     nodes = api_form(graph_of(template("video_wan_vace_14B_v2v")))
     nodes["S"] = {"class_type": "GetImageSize", "inputs": {"image": ["144", 0]}}
     nodes["49"]["inputs"] |= {"width": ["S", 0], "height": ["S", 1], "length": ["S", 2]}

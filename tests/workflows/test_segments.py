@@ -19,7 +19,7 @@ def node(kind: str, **inputs: Any) -> dict[str, Any]:
 
 
 def animate(segments: int = 1, clips: dict[str, Any] = CLIPS, **changes: Any) -> dict[str, Any]:
-    """Return a workflow of the API's form with segments, as ComfyUI's template of Wan Animate has them.
+    """Return a workflow of the API's form with segments, like ComfyUI's template of Wan Animate.
 
     Args:
         segments: The number of segments.
@@ -80,19 +80,19 @@ def animate(segments: int = 1, clips: dict[str, Any] = CLIPS, **changes: Any) ->
     return workflow
 
 
-def request(*arguments: Any, **changes: Any) -> Workflow:
+def read_request(*arguments: Any, **changes: Any) -> Workflow:
     return read_workflow(graph_of(animate(*arguments, **changes)))
 
 
-def sentence(*arguments: Any, **changes: Any) -> str:
+def error_message(*arguments: Any, **changes: Any) -> str:
     with pytest.raises(WanjaxError) as error:
-        request(*arguments, **changes)
+        read_request(*arguments, **changes)
     return str(error.value)
 
 
 @pytest.mark.parametrize("segments", [1, 2, 3])
-def test_segments_are_windows_of_one_video(segments):
-    workflow = request(segments, CLIPS | REPLACEMENT)
+def test_segments_become_windows_of_one_video(segments):
+    workflow = read_request(segments, CLIPS | REPLACEMENT)
     settings = workflow.settings
     assert workflow.model == "wan2.2-animate-14b"
     assert [file.name for file in workflow.files] == ["Wan2_2-Animate-14B_fp8_e4m3fn_scaled_KJ.safetensors"]
@@ -124,7 +124,7 @@ def test_clips_computed_from_a_video_are_missing_inputs():
         "character_mask": ["m", 0],
     }
     drawn = node("DrawMaskOnImage", image=["film", 0], mask=["m", 0])
-    workflow = request(1, clips, **poses, m=mask, drawn=drawn, film=node("VHS_LoadVideo", video="film.mp4"))
+    workflow = read_request(1, clips, **poses, m=mask, drawn=drawn, film=node("VHS_LoadVideo", video="film.mp4"))
     sentences = {name: value.sentence for name, value in workflow.inputs.items() if isinstance(value, Missing)}
     assert sentences.keys() == {"video", "face", "background", "mask"}
     assert "node p (DWPreprocessor) composes a video when it runs" in sentences["video"]
@@ -134,13 +134,13 @@ def test_clips_computed_from_a_video_are_missing_inputs():
 
 
 def test_an_unlinked_clip_is_a_missing_input():
-    workflow = request(1, {"pose_video": "pose"})
+    workflow = read_request(1, {"pose_video": "pose"})
     problem = "node follow 0 (WanAnimateToVideo) has no face_video, which wanjax needs"
     assert workflow.inputs["face"].sentence == f"{problem}: give a clip of the face by --face FILE"
 
 
-def test_a_mask_of_one_picture_is_a_mask():
-    workflow = request(
+def test_a_single_picture_can_be_the_mask():
+    workflow = read_request(
         1,
         CLIPS | {"background_video": "street", "character_mask": ["picture mask", 0]},
         **{"picture_mask": node("LoadImageMask", image="mask.png", channel="red")},
@@ -163,16 +163,16 @@ def test_a_mask_of_one_picture_is_a_mask():
     ],
 )
 def test_unsupported_segments_are_refused(changes, words):
-    assert words in sentence(2, save_0=node("PreviewImage", images=["decode 0", 0]), **changes)
+    assert words in error_message(2, save_0=node("PreviewImage", images=["decode 0", 0]), **changes)
 
 
-def test_a_shorter_video_is_read_in_place_of_segments_that_cannot_be():
-    workflow = request(2, follow_1={"video_frame_offset": 60})
+def test_unsupported_later_segments_give_a_shorter_video():
+    workflow = read_request(2, follow_1={"video_frame_offset": 60})
     assert workflow.settings["windows"] == 1
     assert any("starts at frame 55 of the clip" in note for note in workflow.notes)
 
 
 def test_skipped_frames_are_noted():
-    assert "leaves out the first 3 frames" in sentence(new_0={"batch_index": 3}, film_0={"images": ["new 0", 0]})
-    workflow = request(new_0={"length": 9}, film_0={"images": ["new 0", 0]})
+    assert "leaves out the first 3 frames" in error_message(new_0={"batch_index": 3}, film_0={"images": ["new 0", 0]})
+    workflow = read_request(new_0={"length": 9}, film_0={"images": ["new 0", 0]})
     assert any(note.startswith("only 9 frames of") for note in workflow.notes)

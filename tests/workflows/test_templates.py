@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of ComfyUI's templates, and a message for each template that is no request."""
+"""The requests of ComfyUI's templates, and an error message for each unsupported template."""
 
 import json
 import time
@@ -14,7 +14,7 @@ from wanjax.workflows.request import Missing, read_workflow
 CAUSVID = "Wan21_CausVid_14B_T2V_lora_rank32.safetensors"
 VACE = "wan2.1_vace_14B_fp16.safetensors"
 # template: model, files, LoRAs, solver, steps, guidance, shift, width, height, frames, frames per second
-ROWS = {
+EXPECTED = {
     "text_to_video_wan": (
         "wan2.1-t2v-1.3b",
         ["wan2.1_t2v_1.3B_fp16.safetensors"],
@@ -153,7 +153,7 @@ MARGINS = {"video_wan_vace_outpainting": "120,120,120,200"}
 COMPOSED = {  # inputs that nodes compose when they run: a network finds the mask in the clip
     "video_wan_vace_inpainting": {"video": "ImageCompositeMasked", "mask": "GrowMask"},
 }
-SENTENCES = {  # template: words of its sentence
+ERROR_WORDS = {  # template: words of its error message
     "3d_hunyuan3d-v2.1": "makes 3D models",
     "3d_triposplat_image_to_gaussian_splat": "of TripoSplat",
     "api_bytedance_text_to_video": "ByteDanceTextToVideoNode) calls a paid service",
@@ -203,10 +203,10 @@ SENTENCES = {  # template: words of its sentence
 MORE_READABLE = {"video_wan2_2_14B_fun_inpaint", "video_wan2_2_5B_fun_inpaint"}
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_the_request_of_a_template(name):
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_template_gives_the_expected_request(name):
     workflow, settings = request_of(template(name)), request_of(template(name)).settings
-    model, files, loras, solver, steps, guidance, shift, width, height, frames, fps = ROWS[name]
+    model, files, loras, solver, steps, guidance, shift, width, height, frames, fps = EXPECTED[name]
     assert workflow.model == model
     assert [file.name for file in workflow.files] == files
     assert [(use.file.name, use.strength, use.expert) for use in workflow.loras] == loras
@@ -226,11 +226,11 @@ def test_the_request_of_a_template(name):
     assert settings.get("outpaint") == MARGINS.get(name)
     composed = {key: value.sentence for key, value in inputs.items() if isinstance(value, Missing)}
     assert composed.keys() == COMPOSED.get(name, {}).keys()
-    assert all(COMPOSED[name][key] in sentence for key, sentence in composed.items())
+    assert all(COMPOSED[name][key] in message for key, message in composed.items())
 
 
 @pytest.mark.parametrize("name", SWITCHED)
-def test_the_switch_of_a_template(name):
+def test_the_switch_of_a_template_changes_the_request(name):
     workflow = request_of(with_switch(name))
     loras, steps, guidance = SWITCHED[name]
     assert [(use.file.name, use.strength, use.expert) for use in workflow.loras] == loras
@@ -251,41 +251,41 @@ def test_a_loop_over_a_driving_clip_makes_segments():
 
 
 @pytest.mark.parametrize("name", ["video_hunyuan_video_1.5_720p_t2v", "video_hunyuan_video_1.5_720p_i2v"])
-def test_the_second_half_of_hunyuanvideo_is_a_note(name):
+def test_the_second_half_of_hunyuanvideo_gives_a_note(name):
     workflow = template(name)
     for node in nodes_of(workflow):
         node["mode"] = 0
     read = request_of(workflow)
-    assert read.model == ROWS[name][0]  # the first half is still read
+    assert read.model == EXPECTED[name][0]  # the first half is still read
     assert any("is read, and not node" in note for note in read.notes)
 
 
 @pytest.mark.parametrize("switched", [False, True])
-def test_the_experts_change_at_a_step_of_the_schedule(switched):
+def test_the_second_expert_starts_at_a_step_of_the_schedule(switched):
     name = "video_wan2_2_14B_t2v"
     settings = request_of(with_switch(name) if switched else template(name)).settings
     assert (settings["boundary_step"], settings["sigmas"]) == (2 if switched else 10, "comfy")
 
 
-@pytest.mark.parametrize("name", [*ROWS, "video_ltx2_5_i2v"])
-def test_both_forms_are_one_request(name):
+@pytest.mark.parametrize("name", [*EXPECTED, "video_ltx2_5_i2v"])
+def test_both_forms_give_the_same_request(name):
     graph = graph_of(template(name))
     again = graph_of(json.loads(json.dumps(api_form(graph))))
-    if name in ROWS:
+    if name in EXPECTED:
         first, second = read_workflow(graph), read_workflow(again)
         assert first.addresses
         assert {**vars(first), "addresses": {}} == vars(second)
     else:
-        sentences = []
+        messages = []
         for each_graph in (graph, again):
             with pytest.raises(WanjaxError) as error:
                 read_workflow(each_graph)
-            sentences.append(str(error.value))
-        assert sentences[0] == sentences[1]
+            messages.append(str(error.value))
+        assert messages[0] == messages[1]
 
 
-def test_skipped_blocks_are_a_guidance_rule():
-    """Their node is before that of the shift, so the percents are those of the model's own shift, 8."""
+def test_skipped_blocks_become_a_guidance_rule():
+    """Their node is before the node of the shift, so its percents follow the model's default shift, 8."""
     workflow = template("wan2.1_fun_inp")
     [node] = [node for node in nodes_of(workflow) if node["type"] == "SkipLayerGuidanceDiT"]
     request = request_of(workflow)
@@ -306,23 +306,23 @@ def test_skipped_blocks_are_a_guidance_rule():
     assert request_of(workflow).settings["guidance_rule"] == "none:skip=9+10,skip_scale=3,skip_start=1,skip_end=0"
 
 
-@pytest.mark.parametrize("name", SENTENCES)
-def test_the_sentence_of_a_template(name):
+@pytest.mark.parametrize("name", ERROR_WORDS)
+def test_an_unsupported_template_gives_the_expected_error(name):
     with pytest.raises(WanjaxError) as error:
         request_of(template(name))
-    assert SENTENCES[name] in str(error.value)
+    assert ERROR_WORDS[name] in str(error.value)
 
 
-def test_each_unsupported_template_has_a_message():
+def test_each_unsupported_template_has_an_error_message():
     names = template_names()
     assert len(names) > 600
     for name in names:
-        started, sentence = time.process_time(), None
+        start, message = time.process_time(), None
         workflow = template(name)
         try:
             request_of(workflow)
         except WanjaxError as error:
-            sentence = str(error)
-        assert (sentence is None) == (name in ROWS or name in MORE_READABLE), name
-        assert sentence is None or ("\n" not in sentence and 20 < len(sentence) < 500), name
-        assert time.process_time() - started < 0.5, name
+            message = str(error)
+        assert (message is None) == (name in EXPECTED or name in MORE_READABLE), name
+        assert message is None or ("\n" not in message and 20 < len(message) < 500), name
+        assert time.process_time() - start < 0.5, name
