@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs of networks from files that anybody may have written: read, or refused with the entry that is wrong."""
+"""Configs of networks from untrusted files are read, or refused with the name of the wrong entry."""
 
 import json
 from contextlib import suppress
@@ -33,7 +33,7 @@ MODELS = {
     "cogvideox": tiny.tiny_cogvideox_checkpoint,
     "hunyuanvideo": partial(tiny.tiny_hunyuan_checkpoint, pictured=True),
 }
-WRONG = ["x", "", -1, 0, None, True, 1e30, 2**40, float("nan"), [], {}, [1], [1] * 40, ["x"], [[]], [True] * 40]
+WRONG_VALUES = ["x", "", -1, 0, None, True, 1e30, 2**40, float("nan"), [], {}, [1], [1] * 40, ["x"], [[]], [True] * 40]
 
 
 @pytest.fixture(scope="module", params=quick(["wan"], MODELS))
@@ -42,20 +42,20 @@ def source(request, tmp_path_factory):
 
 
 def test_any_value_of_any_entry_is_read_or_refused(source):
-    """No other error than that of the library is raised."""
-    named = {kind for each in kinds() for kind in each.classes}
+    """No other error than WanjaxError is raised."""
+    known_classes = {kind for each in kinds() for kind in each.classes}
     for name, component in source.components.items():
         kind = component.kind
-        if kind not in named:
+        if kind not in known_classes:
             continue
         config = source[name].config()
         for key in config:
-            for value in WRONG:
-                _read(kind, config | {key: value})
-            _read(kind, {name: entry for name, entry in config.items() if name != key})
+            for value in WRONG_VALUES:
+                _read_network(kind, config | {key: value})
+            _read_network(kind, {name: entry for name, entry in config.items() if name != key})
 
 
-def _read(kind, config):
+def _read_network(kind, config):
     with suppress(WanjaxError):
         network = read_network(kind, config, kinds(), "the file")
         if sum(x for x in config.values() if type(x) is int) < 2**20:  # else it takes long
@@ -78,7 +78,7 @@ def _read(kind, config):
         ("text_encoder", "d_ff", "wide"),
     ],
 )
-def test_an_entry_that_is_wrong_is_named(tmp_path, monkeypatch, component, key, value):
+def test_the_message_names_the_wrong_entry(tmp_path, monkeypatch, component, key, value):
     monkeypatch.chdir(tmp_path)
     model = tiny.tiny_checkpoint(tmp_path / "model")
     file = Path(model) / component / "config.json"
@@ -90,15 +90,15 @@ def test_an_entry_that_is_wrong_is_named(tmp_path, monkeypatch, component, key, 
             wanjax.load(model).vae, wanjax.load(model).text_encoder
 
 
-SIZES = {1536: 8960, 3072: 14336, 5120: 13824}  # width and width of the MLP
+MLP_WIDTHS = {1536: 8960, 3072: 14336, 5120: 13824}  # by width
 
 
 def authors_specs(width):
-    """Return the shapes of a transformer of VACE, by the authors' names, as far as they tell its config."""
+    """Return the shapes of VACE's transformer, by the authors' names, from which its config is read."""
     shapes = {
         "patch_embedding.weight": (width, 16, 1, 2, 2),
         "vace_patch_embedding.weight": (width, 96, 1, 2, 2),
-        "blocks.0.ffn.0.weight": (SIZES[width], width),
+        "blocks.0.ffn.0.weight": (MLP_WIDTHS[width], width),
         "blocks.1.modulation": (1, 6, width),
         "vace_blocks.0.modulation": (1, 6, width),
         "time_embedding.0.weight": (width, 256),
@@ -108,19 +108,19 @@ def authors_specs(width):
     return {name: Spec(shape, np.dtype(np.float32)) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("width", SIZES)
-@pytest.mark.parametrize("options", [None, "right", 2, 16, 48, 96, 0, -12, True, "12", [12], 12.0, 7])
-def test_unpublished_numbers_of_heads_are_reported(width, options):
-    """Shapes of tensors do not determine them, and wrong ones would make noise."""
+@pytest.mark.parametrize("width", MLP_WIDTHS)
+@pytest.mark.parametrize("heads", [None, "correct", 2, 16, 48, 96, 0, -12, True, "12", [12], 12.0, 7])
+def test_unpublished_numbers_of_heads_are_reported(width, heads):
+    """Shapes of tensors do not determine the number of heads, and a wrong number would make noise."""
     expected = width // 128
-    config = {} if options is None else {"num_heads": expected if options == "right" else options, "vace_layers": None}
-    if options in (None, "right"):
-        read = transformer_config(original.transformer_json(authors_specs(width), config))
-        assert (read.heads, read.head_dim) == (expected, 128)
+    config = {} if heads is None else {"num_heads": expected if heads == "correct" else heads, "vace_layers": None}
+    if heads in (None, "correct"):
+        result = transformer_config(original.transformer_json(authors_specs(width), config))
+        assert (result.heads, result.head_dim) == (expected, 128)
         return
     with pytest.raises(WanjaxError) as raised:
         transformer_config(original.transformer_json(authors_specs(width), config))
-    assert has_line_with(str(raised.value), f"config.json {options if isinstance(options, int) else ''} {width}")
+    assert has_line_with(str(raised.value), f"config.json {heads if isinstance(heads, int) else ''} {width}")
 
 
 AUTOENCODER = {
@@ -129,13 +129,13 @@ AUTOENCODER = {
 }  # fmt: skip
 
 
-def layers_of_control():
+def read_control_layers():
     json = original.transformer_json(authors_specs(1536), {"vace_layers": [0]}) | {"vace_layers": list(range(40))}
     return read_config("the transformer's config.json", json, transformer_config)
 
 
-CONFIGS = [  # what reads a config that is wrong, and what the sentence names
-    (layers_of_control, "vace_layers evenly spaced"),
+WRONG_CONFIGS = [  # what reads a wrong config, and words of its message
+    (read_control_layers, "vace_layers evenly spaced"),
     (partial(vae_config, AUTOENCODER), "block_out_channels []"),
     *(
         (partial(language_model, Tensors({}), {"text_config": text}), "text_config object")
@@ -148,8 +148,8 @@ CONFIGS = [  # what reads a config that is wrong, and what the sentence names
 ]
 
 
-@pytest.mark.parametrize(("read", "words"), CONFIGS)
-def test_values_that_no_network_has_are_reported(read, words):
+@pytest.mark.parametrize(("read", "words"), WRONG_CONFIGS)
+def test_impossible_values_are_reported(read, words):
     with pytest.raises(WanjaxError) as raised:
         read()
     assert has_line_with(str(raised.value), words)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of rules: exact inverses, total assignments, and weights with the module's dtypes and shardings."""
+"""Weight rules: exact inverses, complete assignments, and weights with the module's dtypes and shardings."""
 
 from types import SimpleNamespace
 
@@ -38,13 +38,13 @@ from wanjax.layers.stack import stack
 sizes = st.integers(1, 5)
 
 
-def counting(shape):
+def numbered(shape):
     return np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
 
 
 @st.composite
-def transformed(draw):
-    """Draw a source shape, and a function that makes a transform for it, outside of the strategy."""
+def transforms(draw):
+    """Draw a function that makes a transform, and a source shape for it."""
     patch = tuple(draw(st.lists(sizes, min_size=1, max_size=3)))
     heads, half = draw(sizes), draw(sizes)
     rest = tuple(draw(st.lists(sizes, max_size=2)))
@@ -66,11 +66,11 @@ def transformed(draw):
     )
 
 
-@given(transformed())
-def test_transform_has_an_exact_inverse_and_knows_its_shapes(case):
+@given(transforms())
+def test_a_transform_has_an_exact_inverse_and_correct_shapes(case):
     make, shape = case
     transform = make()
-    x = counting(shape)
+    x = numbered(shape)
     y = transform.forward(x)
     np.testing.assert_array_equal(transform.inverse(y), x)
     assert transform.shape(shape) == y.shape
@@ -87,12 +87,12 @@ def test_transform_has_an_exact_inverse_and_knows_its_shapes(case):
         (squeeze(1), (4, 2)),
     ],
 )
-def test_transform_does_not_apply_to_an_alien_shape(transform, shape):
+def test_a_transform_does_not_apply_to_other_shapes(transform, shape):
     assert transform.shape(shape) is None
 
 
 def test_transposes_and_convolutions_agree_with_their_definitions():
-    w = counting((4, 3, 2, 5, 6))
+    w = numbered((4, 3, 2, 5, 6))
     assert CONV.forward(w)[1, 4, 5, 2, 3] == w[3, 2, 1, 4, 5]
     assert TRANSPOSE.forward(w[:, :, 0, 0, 0])[2, 3] == w[3, 2, 0, 0, 0]
 
@@ -146,30 +146,30 @@ SHAPES = {
 }
 
 
-class Memory(Tensors):
+class RecordingTensors(Tensors):
     """A checkpoint in memory that records the keys read."""
 
     def __init__(self, tensors):
         super().__init__(tensors)
-        self.been_read = []
+        self.keys_read = []
 
     def read(self, key):
-        self.been_read.append(key)
+        self.keys_read.append(key)
         return super().read(key)
 
 
 def checkpoint(dtype=np.float32, **changed):
     rng = np.random.default_rng(0)
     tensors = {key: rng.normal(size=shape).astype(dtype) for key, shape in SHAPES.items()}
-    return Memory({key: value for key, value in (tensors | changed).items() if value is not None})
+    return RecordingTensors({key: value for key, value in (tensors | changed).items() if value is not None})
 
 
-def abstract(param_dtype=jnp.float32):
+def abstract_model(param_dtype=jnp.float32):
     return nnx.eval_shape(lambda: Model(param_dtype=param_dtype, rngs=nnx.Rngs(0)))
 
 
 def test_load_fills_stacks_and_lists_and_leaves_the_abstract_module_unchanged():
-    source, shapes = checkpoint(), abstract()
+    source, shapes = checkpoint(), abstract_model()
     model = modules.load(shapes, RULES, source)
     q = source.tensors["blocks.1.attn.to_q.weight"]
     np.testing.assert_array_equal(model.blocks.q.kernel[1], q[[0, 2, 1, 3, 4, 6, 5, 7]].T)
@@ -179,14 +179,14 @@ def test_load_fills_stacks_and_lists_and_leaves_the_abstract_module_unchanged():
     np.testing.assert_array_equal(model.table[...], source.tensors["scale_shift_table"][0])
     assert axes_of(model.blocks.q.kernel) == ("layers", "embed", "heads")
     assert isinstance(shapes.blocks.q.kernel.get_value(), jax.ShapeDtypeStruct)
-    assert sorted(source.been_read) == sorted(SHAPES)  # each tensor is read once
+    assert sorted(source.keys_read) == sorted(SHAPES)  # each tensor is read once
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 @pytest.mark.parametrize("param_dtype", [jnp.bfloat16, jnp.float32])
 def test_load_casts_to_the_dtype_of_each_parameter(dtype, param_dtype):
     source = checkpoint(dtype)
-    model = modules.load(abstract(param_dtype), RULES, source)
+    model = modules.load(abstract_model(param_dtype), RULES, source)
     assert model.levels[0].kernel.dtype == param_dtype
     assert model.table.dtype == jnp.float32  # this one is float32 whatever the dtype of the others
     expected = source.tensors["levels.0.conv.bias"].astype(param_dtype)
@@ -196,7 +196,7 @@ def test_load_casts_to_the_dtype_of_each_parameter(dtype, param_dtype):
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_export_inverts_load_bit_for_bit(dtype, tmp_path):
     source = checkpoint(dtype, scale_shift_table=np.ones((1, 6, 4), np.float32))
-    model = modules.load(abstract(dtype), RULES, source)
+    model = modules.load(abstract_model(dtype), RULES, source)
     modules.export(model, RULES, tmp_path / "model.safetensors", metadata={"format": "pt"})
     written = SafetensorsFile(tmp_path / "model.safetensors")
     assert written.metadata == {"format": "pt"}
@@ -209,7 +209,7 @@ def test_export_inverts_load_bit_for_bit(dtype, tmp_path):
 def test_progress_counts_the_bytes_of_the_checkpoint():
     seen = []
     source = checkpoint(np.float16)
-    modules.load(abstract(), RULES, source, progress=lambda done, total: seen.append((done, total)))
+    modules.load(abstract_model(), RULES, source, progress=lambda done, total: seen.append((done, total)))
     total = sum(tensor.nbytes for tensor in source.tensors.values())
     assert len(seen) == len(SHAPES)
     assert seen == sorted(seen)
@@ -230,19 +230,19 @@ def test_rearranging_in_pieces_equals_a_plain_copy(shape, dtypes, axes):
     assert out.tobytes() == np.ascontiguousarray(x.astype(dtypes[1])).tobytes()
 
 
-def faults(source, rules=RULES, **options):
+def error_message(source, rules=RULES, **options):
     with pytest.raises(WanjaxError) as caught:
-        modules.load(abstract(), rules, source, **options)
+        modules.load(abstract_model(), rules, source, **options)
     return str(caught.value)
 
 
-def test_plan_needs_only_shapes():
+def test_assigning_needs_only_shapes():
     sources = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in SHAPES.items()}
-    assignments = weight_rules.assign(RULES, sources, modules.parameters(abstract()))
+    assignments = weight_rules.assign(RULES, sources, modules.parameters(abstract_model()))
     assert sorted(key for each in assignments for key in each.sources) == sorted(SHAPES)
 
 
-def test_every_fault_is_listed_at_once_and_nothing_is_read():
+def test_all_errors_are_listed_at_once_and_nothing_is_read():
     source = checkpoint(
         **{
             "blocks.0.attn.to_q.weight": None,
@@ -254,31 +254,31 @@ def test_every_fault_is_listed_at_once_and_nothing_is_read():
             "lone": np.zeros(1, np.float32),
         }
     )
-    message = faults(source)
+    message = error_message(source)
     assert "missing: blocks.{0-1}.attn.to_q.weight, scale_shift_table;" in message
     assert has_line_with(message, "unused blocks.{3,5-7}.extra lone")
     assert has_line_with(message, "levels.1.conv.bias [4] [3]")
     assert has_line_with(message, "patch_embedding.weight int8 float32")
     assert "\n" not in message
-    assert not source.been_read
+    assert not source.keys_read
 
 
-ENDLESS = [f"{name}.{'9' * 5000}.x" for name in "ab"] + [f"a.{'9' * 5000}.y"]  # only keys, for all their numbers
-TWICE = [*RULES[:-1], WeightRule("levels.0.conv.bias", "table")]
+ENDLESS = [f"{name}.{'9' * 5000}.x" for name in "ab"] + [f"a.{'9' * 5000}.y"]  # large numbers are only parts of keys
+FILLED_TWICE = [*RULES[:-1], WeightRule("levels.0.conv.bias", "table")]
 NOT_FILLED = "parameters filled one rule table"
-FAULTS = [  # tensors besides those of the checkpoint, the rules, and what the message names
+ERRORS = [  # tensors added to the checkpoint, the rules, and words of the message
     ({"blocks.2.attn.to_q.weight": np.zeros((6, 8), np.float32)}, RULES, "blocks.2.attn.to_q.weight [6, 8] [8, 6]"),
     ({"blocks.0.norm_added_q.weight": np.zeros(8, np.float32)}, RULES, "unused blocks.0.norm_added_q.weight"),
     (dict.fromkeys(ENDLESS, np.zeros(1, np.float32)), RULES, " ".join(["unused", *ENDLESS])),
-    ({}, TWICE, "twice levels.0.conv.bias"),
+    ({}, FILLED_TWICE, "twice levels.0.conv.bias"),
     ({}, RULES[:-1], NOT_FILLED),
     ({}, [*RULES, WeightRule("other", "table")], NOT_FILLED),
 ]
 
 
-@pytest.mark.parametrize(("tensors", "rules", "words"), FAULTS)
-def test_a_fault_is_named(tensors, rules, words):
-    assert has_line_with(faults(checkpoint(**tensors), rules), words)
+@pytest.mark.parametrize(("tensors", "rules", "words"), ERRORS)
+def test_the_message_names_the_tensor_or_the_parameters(tensors, rules, words):
+    assert has_line_with(error_message(checkpoint(**tensors), rules), words)
 
 
 def test_two_stacked_placeholders_are_refused():
@@ -286,53 +286,53 @@ def test_two_stacked_placeholders_are_refused():
         weight_rules.assign([WeightRule("a.{i}.b.{j}", "a")], {}, {"a": jax.ShapeDtypeStruct((2, 2), jnp.float32)})
 
 
-def test_unused_keys_are_ignored_by_pattern():
+def test_unused_keys_can_be_ignored_by_pattern():
     source = checkpoint(**{"blocks.0.norm_added_q.weight": np.zeros(8, np.float32)})
-    modules.load(abstract(), RULES, source, ignore=["*.norm_added_q.*"])
+    modules.load(abstract_model(), RULES, source, ignore=["*.norm_added_q.*"])
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_a_tied_tensor_is_read_by_either_name(both):
+def test_a_tied_tensor_is_read_by_both_names(both):
     tied = checkpoint().tensors["patch_embedding.weight"]
     source = checkpoint(**{"tied.weight": tied, "patch_embedding.weight": tied if both else None})
-    model = modules.load(abstract(), RULES, source)
+    model = modules.load(abstract_model(), RULES, source)
     expected = patches((1, 2, 2)).forward(tied)
     np.testing.assert_array_equal(model.patch.kernel[...], expected)
 
 
-def test_weights_on_one_cpu_share_the_host_s_buffer():
-    """JAX takes over the buffer into which a parameter is read, so that it takes no further memory."""
+def test_weights_on_one_cpu_use_the_buffer_into_which_they_are_read():
+    """JAX uses the buffer into which a parameter is read, so it needs no more memory."""
     buffers = []
 
-    def remembered(shape, dtype):
+    def recording_empty(shape, dtype):
         buffers.append(aligned_empty(shape, dtype))
         return buffers[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(to_devices, "aligned_empty", remembered)
-        model = modules.load(abstract(), RULES, checkpoint())
-    places = [buffer.ctypes.data for buffer in buffers]
-    assert model.blocks.q.kernel.get_value().unsafe_buffer_pointer() in places
-    assert model.patch.kernel.get_value().unsafe_buffer_pointer() in places
+        patch.setattr(to_devices, "aligned_empty", recording_empty)
+        model = modules.load(abstract_model(), RULES, checkpoint())
+    addresses = [buffer.ctypes.data for buffer in buffers]
+    assert model.blocks.q.kernel.get_value().unsafe_buffer_pointer() in addresses
+    assert model.patch.kernel.get_value().unsafe_buffer_pointer() in addresses
 
 
-def test_only_a_large_stack_for_accelerators_does_not_fit_the_host():
+def test_only_a_large_stack_for_accelerators_is_loaded_by_block():
     def fits(platform, size):
         sharding = SimpleNamespace(device_set=[SimpleNamespace(platform=platform)])
         return to_devices._fits_in_host_memory(
             SimpleNamespace(sharding=sharding, size=size, dtype=np.dtype(ml_dtypes.bfloat16))
         )
 
-    most = to_devices.SMALL_STACK // 2
-    assert fits("tpu", most)
-    assert not fits("tpu", most + 1)
-    assert fits("cpu", most + 1)
+    max_size = to_devices.SMALL_STACK // 2
+    assert fits("tpu", max_size)
+    assert not fits("tpu", max_size + 1)
+    assert fits("cpu", max_size + 1)
 
 
-def test_weights_arrive_on_their_shards():
-    """Each parameter on eight devices has the requested sharding, and the values of one device, on both ways there."""
-    both = "[load_onto_a_mesh(way) for way in ('assembled', 'block_by_block')]"
-    on_eight_devices(f"from tests.converters.test_rules import load_onto_a_mesh; {both}")
+def test_weights_are_loaded_onto_their_shards():
+    """Each parameter has the requested sharding and the values of one device, with both ways to load it."""
+    load_both_ways = "[load_onto_a_mesh(way) for way in ('assembled', 'block_by_block')]"
+    on_eight_devices(f"from tests.converters.test_rules import load_onto_a_mesh; {load_both_ways}")
 
 
 def load_onto_a_mesh(way):
@@ -344,34 +344,34 @@ def load_onto_a_mesh(way):
         "table": (None, "tp"),
         "patch.kernel": ("dp",),
     }
-    graphdef, state = nnx.split(abstract())
+    graphdef, state = nnx.split(abstract_model())
 
-    def placed(path, leaf):
+    def with_sharding(path, leaf):
         spec = PartitionSpec(*specs.get(".".join(map(str, path)), ()))
         target = leaf.get_value()
         return leaf.replace(jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=NamedSharding(mesh, spec)))
 
-    flat = [(path, placed(path, leaf)) for path, leaf in nnx.to_flat_state(state)]
-    meshed = nnx.merge(graphdef, nnx.from_flat_state(flat))
-    targets = modules.parameters(meshed)
-    host_shapes, held, source = [], [], checkpoint()
+    flat = [(path, with_sharding(path, leaf)) for path, leaf in nnx.to_flat_state(state)]
+    sharded = nnx.merge(graphdef, nnx.from_flat_state(flat))
+    targets = modules.parameters(sharded)
+    host_shapes, device_bytes, source = [], [], checkpoint()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             to_devices, "aligned_empty", lambda shape, dtype: host_shapes.append(shape) or aligned_empty(shape, dtype)
         )
         patch.setattr(to_devices, "_fits_in_host_memory", lambda target: way == "assembled")
-        model = modules.load(meshed, RULES, source, progress=lambda *_: held.append(most_bytes_on_a_device()))
+        model = modules.load(sharded, RULES, source, progress=lambda *_: device_bytes.append(most_bytes_on_a_device()))
         with compilations() as compiled:
-            modules.load(meshed, RULES, source)
+            modules.load(sharded, RULES, source)
     assert compiled == []  # equal stacks share their programs
-    assert sorted(source.been_read) == sorted([*SHAPES, *SHAPES])  # each tensor is read once
-    there = modules.parameters(model)
+    assert sorted(source.keys_read) == sorted([*SHAPES, *SHAPES])  # each tensor is read once
+    weights_by_path = modules.parameters(model)
     largest = max(x.size * x.dtype.itemsize for x in targets.values())
-    assert max(held) <= sum(map(nbytes_on_each, targets.values())) + largest
-    here = modules.parameters(modules.load(abstract(), RULES, checkpoint()))
+    assert max(device_bytes) <= sum(map(nbytes_on_each, targets.values())) + largest
+    on_one_device = modules.parameters(modules.load(abstract_model(), RULES, checkpoint()))
     shards = {"assembled": (3, 6, 2), "block_by_block": (6, 2)}  # of a stack, and of a block
     assert set(shards.values()) & set(host_shapes) == {shards[way]}
     assert not {(3, 6, 8), (6, 8)} & set(host_shapes)  # no whole stack or block on the host
-    for path, weights in there.items():
+    for path, weights in weights_by_path.items():
         assert weights.sharding == NamedSharding(mesh, PartitionSpec(*specs.get(path, ()))), (path, weights.sharding)
-        np.testing.assert_array_equal(weights, here[path])
+        np.testing.assert_array_equal(weights, on_one_device[path])
