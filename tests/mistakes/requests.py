@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of mistakes in a request for a video of nano. `test_interfaces.py` sends every row through every
-interface."""
+"""Mistakes in a request for a video of nano. `test_interfaces.py` sends each row through each interface."""
 
 from collections.abc import Mapping
 from functools import reduce
@@ -14,36 +13,36 @@ class Mistake(NamedTuple):
     """A mistake in one request.
 
     Args:
-        fields: The fields of `VideoRequest` that make RIGHT wrong; None leaves one out.
-        words: What the sentence has to name: the value, and what to do. An interface may write fields with dashes.
-        elsewhere: The interfaces by which nobody can make this mistake, with the reason.
+        fields: The fields of `VideoRequest` that make VALID wrong; None omits one.
+        words: The words of the message: the value, and what to do. An interface may write fields with dashes.
+        excluded: The interfaces where this mistake is impossible or allowed, with the reason.
     """
 
     fields: Mapping[str, Any]
     words: str
-    elsewhere: Mapping[str, str] = {}
+    excluded: Mapping[str, str] = {}
 
 
 ONLY_TEXT = {"command": "each value on a command line is text"}
-NO_PROMPT_IN_TOML = {"toml": "a prompt is typed"}
+NO_PROMPT_IN_TOML = {"toml": "the command line has the prompt"}
 ONLY_TEXT_WITHOUT_TOML = ONLY_TEXT | NO_PROMPT_IN_TOML
 EMPTY_PROMPT_ALLOWED = {"python": "a program may give an empty prompt"}
-NO_FLAG = dict.fromkeys(("command", "toml"), "a flag is given or not")
-ONE_NAME = dict.fromkeys(("command", "toml", "python"), "the image has one name")
-ANY_TEXT = {"python": "a record keeps any text of a program"}
-NO_SECONDS = dict.fromkeys(("command", "toml", "python"), "seconds are a field of rows and of HTTP alone")
-OTHER_NAME = dict.fromkeys(("command", "toml"), "the scripts before wanjax have the option by this name")
-OF_A_PROGRAM = dict.fromkeys(("command", "toml"), "it is a keyword of another library")
-NO_FRAMES = {"http": "an answer holds no frames"}
-OF_OTHER_RUNS = {"toml": "a file's strength is for those of its runs that begin from a video"}
-LATER = {"toml": "a table's height or width replaces that of a size for all commands"}
-WHOLE = {"http": "a side alone is refused before"}
-SET = {"python": "`pipe.scheduler` is set"}
-OF_A_CALL = {"python": "a call takes it"}
-AT_LOADING = dict.fromkeys(("command", "toml", "rows", "python"), "it is chosen when the model is loaded")
-NEVER_NAMED = {"http": "a file is sent, and never named"}
-NEVER_SENT = dict.fromkeys(("command", "toml", "rows", "python"), "a file is named, and never sent")
-BY_HTTP = dict.fromkeys(("command", "toml", "rows", "python"), "the server's own bound")
+FLAG_WITHOUT_VALUE = dict.fromkeys(("command", "toml"), "a flag has no value")
+ONE_IMAGE_NAME = dict.fromkeys(("command", "toml", "python"), "the image has one name")
+RECORDS_ALLOW_ANY_TEXT = {"python": "a record may have any text"}
+ONLY_ROWS_HAVE_SECONDS = dict.fromkeys(("command", "toml", "python"), "only rows and HTTP have the field seconds")
+NAME_OF_OLD_SCRIPTS = dict.fromkeys(("command", "toml"), "the scripts before wanjax had an option of this name")
+ONLY_PROGRAMS = dict.fromkeys(("command", "toml"), "it is a keyword of another library")
+NO_FRAMES_BY_HTTP = {"http": "a response has no frames"}
+STRENGTH_OF_OTHER_RUNS = {"toml": "a file's strength applies only to runs that start from a video"}
+SIZE_REPLACED_IN_TOML = {"toml": "the height or width of a table replaces that of a size"}
+ONE_SIDE_REFUSED_BEFORE = {"http": "a request with one side is refused before"}
+SCHEDULER_IS_AN_ATTRIBUTE = {"python": "a program sets `pipe.scheduler`"}
+KEYWORD_OF_A_CALL = {"python": "a call has this keyword"}
+CHOSEN_AT_LOADING = dict.fromkeys(("command", "toml", "rows", "python"), "it is chosen when the model is loaded")
+NO_FILE_NAMES_BY_HTTP = {"http": "a request contains the file, not its name"}
+FILES_ONLY_BY_HTTP = dict.fromkeys(("command", "toml", "rows", "python"), "the user names the file")
+LIMIT_OF_THE_SERVER = dict.fromkeys(("command", "toml", "rows", "python"), "only the server has this limit")
 
 WHOLE_NUMBERS = ("frames", "fps", "windows", "overlap")
 NOT_FINITE = (float("nan"), float("inf"))
@@ -56,37 +55,41 @@ MISTAKES = (
     Mistake({"prompt": " "}, "prompt empty allow_empty_prompt", EMPTY_PROMPT_ALLOWED),
     Mistake({"prompt": ""}, "prompt empty allow_empty_prompt", EMPTY_PROMPT_ALLOWED),
     Mistake(
-        {"prompt": " ", "allow_empty_prompt": False}, "prompt empty allow_empty_prompt", EMPTY_PROMPT_ALLOWED | NO_FLAG
+        {"prompt": " ", "allow_empty_prompt": False},
+        "prompt empty allow_empty_prompt",
+        EMPTY_PROMPT_ALLOWED | FLAG_WITHOUT_VALUE,
     ),
     Mistake({"prompt": 3}, "prompt 3 text", ONLY_TEXT_WITHOUT_TOML),
     Mistake({"prompt": "caf\udce9"}, r"prompt 'caf\udce9' text UTF-8", NO_PROMPT_IN_TOML),
     Mistake({"negative_prompt": "caf\udce9"}, r"negative_prompt 'caf\udce9' text UTF-8", {"toml": "it is in UTF-8"}),
     Mistake({"negative_prompt": ["a"]}, "negative_prompt ['a'] text", ONLY_TEXT),
     Mistake(
-        {"negative_prompt": "a\0b"}, "negative_prompt", {"command": "no argument of a process holds \\0"} | ANY_TEXT
+        {"negative_prompt": "a\0b"},
+        "negative_prompt",
+        {"command": "no argument of a process holds \\0"} | RECORDS_ALLOW_ANY_TEXT,
     ),
-    Mistake({"prompt": "x" * 5000}, "prompt 5000 characters 4000", BY_HTTP),
-    Mistake({"then": "x" * 4001}, "then 4001 characters 4000", BY_HTTP),
-    Mistake({"scheduler": "x" * 201}, "scheduler 201 characters 200", BY_HTTP),
+    Mistake({"prompt": "x" * 5000}, "prompt 5000 characters 4000", LIMIT_OF_THE_SERVER),
+    Mistake({"then": "x" * 4001}, "then 4001 characters 4000", LIMIT_OF_THE_SERVER),
+    Mistake({"scheduler": "x" * 201}, "scheduler 201 characters 200", LIMIT_OF_THE_SERVER),
     # names
     Mistake({"stepz": 4}, "stepz steps"),
     Mistake({"step": 4}, "step steps"),
     Mistake({"xyzzy": 4}, "xyzzy"),
-    Mistake({"xyzzy": 4}, "xyzzy prompt", OF_A_PROGRAM),
-    Mistake({"num_inference_steps": 4}, "num_inference_steps steps", OTHER_NAME),
-    Mistake({"num_frames": 5}, "num_frames frames", OTHER_NAME),
+    Mistake({"xyzzy": 4}, "xyzzy prompt", ONLY_PROGRAMS),
+    Mistake({"num_inference_steps": 4}, "num_inference_steps steps", NAME_OF_OLD_SCRIPTS),
+    Mistake({"num_frames": 5}, "num_frames frames", NAME_OF_OLD_SCRIPTS),
     Mistake({"generator": 3}, "generator"),
-    Mistake({"generator": 3}, "generator seed=42", OF_A_PROGRAM),
-    Mistake({"output_type": "pil"}, "output_type frames uint8 video.to_pil()", OF_A_PROGRAM | NO_FRAMES),
-    Mistake({"sampler_name": "euler"}, "sampler_name scheduler", OF_A_PROGRAM),
-    Mistake({"callback": "x"}, "callback", OF_A_CALL),
+    Mistake({"generator": 3}, "generator seed=42", ONLY_PROGRAMS),
+    Mistake({"output_type": "pil"}, "output_type frames uint8 video.to_pil()", ONLY_PROGRAMS | NO_FRAMES_BY_HTTP),
+    Mistake({"sampler_name": "euler"}, "sampler_name scheduler", ONLY_PROGRAMS),
+    Mistake({"callback": "x"}, "callback", KEYWORD_OF_A_CALL),
     Mistake({"tiling": 32}, "tiling"),
-    Mistake({"tiling": 32}, "tiling negative_prompt", OF_A_PROGRAM | OF_A_CALL),
+    Mistake({"tiling": 32}, "tiling negative_prompt", ONLY_PROGRAMS | KEYWORD_OF_A_CALL),
     # numbers
     Mistake({"steps": 0}, "steps 0 whole number 1"),
     Mistake({"steps": -3}, "steps -3 whole number 1"),
     Mistake({"steps": 10**12}, "steps 1000000000000 whole number"),
-    Mistake({"steps": 201}, "steps 201 200", BY_HTTP),
+    Mistake({"steps": 201}, "steps 201 200", LIMIT_OF_THE_SERVER),
     Mistake({"steps": "many"}, "steps 'many' number"),
     Mistake({"steps": True}, "steps True whole number", ONLY_TEXT),
     Mistake({"steps": 4.5}, "steps 4.5"),
@@ -95,7 +98,7 @@ MISTAKES = (
     Mistake({"frames": 80}, "80 frames 4n + 1 77 81"),
     Mistake({"frames": True}, "frames True whole number", ONLY_TEXT),
     Mistake({"fps": 0}, "fps 0 whole number 1"),
-    Mistake({"fps": 10**30}, "fps 240", BY_HTTP),
+    Mistake({"fps": 10**30}, "fps 240", LIMIT_OF_THE_SERVER),
     Mistake({"guidance_scale": -1}, "guidance_scale -1 finite number 0"),
     *(Mistake({"guidance_scale": x}, f"guidance_scale {x} finite number 0 100") for x in (101, 1e30)),
     Mistake({"flow_shift": 1e30}, "flow_shift 1e+30 finite number 100"),
@@ -107,9 +110,9 @@ MISTAKES = (
     Mistake({"guidance_scale_2": 3.5}, "guidance_scale_2 guidance_scale"),
     Mistake({"boundary": 0.9}, "boundary"),
     Mistake({"boundary_step": 2}, "boundary_step"),
-    Mistake({"strength": 0}, "strength 0 1", OF_OTHER_RUNS),
-    Mistake({"strength": 1.1}, "strength 1.1 0 1", OF_OTHER_RUNS),
-    Mistake({"strength": 0.5}, "strength 0.5 video", OF_OTHER_RUNS),
+    Mistake({"strength": 0}, "strength 0 1", STRENGTH_OF_OTHER_RUNS),
+    Mistake({"strength": 1.1}, "strength 1.1 0 1", STRENGTH_OF_OTHER_RUNS),
+    Mistake({"strength": 0.5}, "strength 0.5 video", STRENGTH_OF_OTHER_RUNS),
     Mistake({"flow_shift": 0}, "flow_shift 0 finite number"),
     Mistake({"flow_shift": float("inf")}, "flow_shift inf finite number"),
     Mistake({"windows": 0}, "windows 0 whole number 1"),
@@ -121,7 +124,7 @@ MISTAKES = (
     *(Mistake({name: "many"}, f"{name} 'many' number") for name in (*WHOLE_NUMBERS, "flow_shift", "strength")),
     *(Mistake({name: x}, f"{name} {x} number") for name in (*WHOLE_NUMBERS, "steps") for x in NOT_FINITE),
     *(Mistake({"seed": x}, f"seed {x} whole number random") for x in NOT_FINITE),
-    *(Mistake({"strength": x}, f"strength {x} number", OF_OTHER_RUNS) for x in (*NOT_FINITE, -1)),
+    *(Mistake({"strength": x}, f"strength {x} number", STRENGTH_OF_OTHER_RUNS) for x in (*NOT_FINITE, -1)),
     Mistake({"flow_shift": float("nan")}, "flow_shift nan number"),
     Mistake({"flow_shift": -1}, "flow_shift -1 finite number"),
     *(Mistake({name: -1}, f"{name} -1") for name in (*WHOLE_NUMBERS, "steps")),
@@ -136,17 +139,20 @@ MISTAKES = (
     Mistake({"size": 64}, "size 64"),
     Mistake({"size": [64.0, 64]}, "size [64.0, 64]"),
     Mistake({"size": [64, 32]}, "size [64, 32]", {"python": "a height and a width"}),
-    Mistake({"size": "32x32", "height": 32}, "size height width", LATER),
-    Mistake({"size": "32x32", "width": 32}, "size height width", LATER),
-    Mistake({"size": None, "height": 1}, "height 1 16", WHOLE),
-    Mistake({"size": None, "height": -16}, "height -16 16", WHOLE),
-    Mistake({"size": None, "width": 0}, "width 0 16", WHOLE),
-    Mistake({"size": None, "width": -1}, "width -1 16", WHOLE),
-    *(Mistake({"size": None, "width": x}, f"width {x!r} whole number", WHOLE) for x in ("many", *NOT_FINITE)),
-    Mistake({"size": None, "height": 64}, "height alone width", BY_HTTP),
-    Mistake({"size": "1024x1024"}, "1024x1024 pixels server", BY_HTTP),
-    Mistake({"seconds": 4}, "seconds frames", NO_SECONDS),
-    Mistake({"seconds": -4, "frames": None}, "seconds -4 0", NO_SECONDS),
+    Mistake({"size": "32x32", "height": 32}, "size height width", SIZE_REPLACED_IN_TOML),
+    Mistake({"size": "32x32", "width": 32}, "size height width", SIZE_REPLACED_IN_TOML),
+    Mistake({"size": None, "height": 1}, "height 1 16", ONE_SIDE_REFUSED_BEFORE),
+    Mistake({"size": None, "height": -16}, "height -16 16", ONE_SIDE_REFUSED_BEFORE),
+    Mistake({"size": None, "width": 0}, "width 0 16", ONE_SIDE_REFUSED_BEFORE),
+    Mistake({"size": None, "width": -1}, "width -1 16", ONE_SIDE_REFUSED_BEFORE),
+    *(
+        Mistake({"size": None, "width": x}, f"width {x!r} whole number", ONE_SIDE_REFUSED_BEFORE)
+        for x in ("many", *NOT_FINITE)
+    ),
+    Mistake({"size": None, "height": 64}, "height alone width", LIMIT_OF_THE_SERVER),
+    Mistake({"size": "1024x1024"}, "1024x1024 pixels server", LIMIT_OF_THE_SERVER),
+    Mistake({"seconds": 4}, "seconds frames", ONLY_ROWS_HAVE_SECONDS),
+    Mistake({"seconds": -4, "frames": None}, "seconds -4 0", ONLY_ROWS_HAVE_SECONDS),
     # choices
     Mistake({"cache": "none of these"}, "'none of these' magcache teacache"),
     Mistake({"cache": "magcache:x"}, "magcache x"),
@@ -165,42 +171,42 @@ MISTAKES = (
     Mistake({"sigmas": "other"}, "sigmas 'other' official diffusers comfy"),
     Mistake({"follow": "other"}, "follow 'other' official diffusers"),
     Mistake({"resize": "other"}, "resize 'other' crop pad stretch"),
-    Mistake({"scheduler": "ddim"}, "ddim v unipc", SET),
-    Mistake({"scheduler": "none-of-these"}, "none-of-these unipc", SET),
-    Mistake({"scheduler": "rcm", "sigmas": "diffusers"}, "diffusers sigmas official", SET),
-    Mistake({"scheduler": "rcm", "sigmas": "comfy"}, "comfy sigmas official", SET),
-    Mistake({"scheduler": "consistency:timesteps=500,750"}, "timesteps (500.0, 750.0)", SET),
-    Mistake({"scheduler": 3}, "scheduler 3", ONLY_TEXT | SET),
+    Mistake({"scheduler": "ddim"}, "ddim v unipc", SCHEDULER_IS_AN_ATTRIBUTE),
+    Mistake({"scheduler": "none-of-these"}, "none-of-these unipc", SCHEDULER_IS_AN_ATTRIBUTE),
+    Mistake({"scheduler": "rcm", "sigmas": "diffusers"}, "diffusers sigmas official", SCHEDULER_IS_AN_ATTRIBUTE),
+    Mistake({"scheduler": "rcm", "sigmas": "comfy"}, "comfy sigmas official", SCHEDULER_IS_AN_ATTRIBUTE),
+    Mistake({"scheduler": "consistency:timesteps=500,750"}, "timesteps (500.0, 750.0)", SCHEDULER_IS_AN_ATTRIBUTE),
+    Mistake({"scheduler": 3}, "scheduler 3", ONLY_TEXT | SCHEDULER_IS_AN_ATTRIBUTE),
     Mistake({"dtype": "float8"}, "dtype"),
     Mistake({"dtype": "float8"}, "dtype float8 bfloat16 float32", {"http": "it is the server's"}),
-    Mistake({"dtype": "bfloat16"}, "dtype", BY_HTTP),
+    Mistake({"dtype": "bfloat16"}, "dtype", LIMIT_OF_THE_SERVER),
     Mistake({"precision": "int4"}, "precision"),
     Mistake({"precision": "int4"}, "precision int4 int8-weights", {"http": "it is the server's"}),
-    Mistake({"precision": "int8"}, "precision", BY_HTTP),
+    Mistake({"precision": "int8"}, "precision", LIMIT_OF_THE_SERVER),
     Mistake({"model": "nanoo"}, "nanoo nano"),
-    Mistake({"model": "sora-2"}, "sora-2 nano", BY_HTTP),
+    Mistake({"model": "sora-2"}, "sora-2 nano", LIMIT_OF_THE_SERVER),
     Mistake({"model": 3}, "model 3", ONLY_TEXT),
-    Mistake({"lora": "other:1"}, "other LoRA --lora", AT_LOADING),
-    Mistake({"lora": 3}, "lora 3 LoRA --lora", AT_LOADING),
-    Mistake({"lora": {"other": "x"}}, "lora LoRA --lora", AT_LOADING),
+    Mistake({"lora": "other:1"}, "other LoRA --lora", CHOSEN_AT_LOADING),
+    Mistake({"lora": 3}, "lora 3 LoRA --lora", CHOSEN_AT_LOADING),
+    Mistake({"lora": {"other": "x"}}, "lora LoRA --lora", CHOSEN_AT_LOADING),
     # pictures and clips
-    Mistake({"image": "absent.png"}, "absent.png", NEVER_NAMED),
-    Mistake({"image": ADDRESS}, f"{ADDRESS} curl", NEVER_NAMED),
-    Mistake({"image": 7}, "image 7", ONLY_TEXT | NEVER_NAMED),
+    Mistake({"image": "absent.png"}, "absent.png", NO_FILE_NAMES_BY_HTTP),
+    Mistake({"image": ADDRESS}, f"{ADDRESS} curl", NO_FILE_NAMES_BY_HTTP),
+    Mistake({"image": 7}, "image 7", ONLY_TEXT | NO_FILE_NAMES_BY_HTTP),
     Mistake({"references": "absent.png"}, "nano reference images"),
     Mistake({"mask": "absent.png"}, "nano mask"),
     Mistake({"last_image": "absent.png"}, "nano last"),
-    Mistake({"image": ADDRESS}, "image data: URL", NEVER_SENT),
-    Mistake({"image": "/etc/passwd"}, "image data: URL", NEVER_SENT),
-    Mistake({"image": {"file_id": "1"}}, "image data: URL", NEVER_SENT),
-    Mistake({"image": "data:image/png;base64,!!"}, "image base64", NEVER_SENT),
-    Mistake({"image": "data:image/png;base64,AAAA"}, "image picture", NEVER_SENT),
-    Mistake({"image": ["data:;base64,AAAA"] * 2}, "2 files image 1", NEVER_SENT),
-    Mistake({"image": [["data:;base64,AAAA"]]}, "image file", NEVER_SENT),
-    Mistake({"image": reduce(lambda inner, _: [inner], range(600), [])}, "image file", NEVER_SENT),
-    Mistake({"image": "a.png", "input_reference": "b.png"}, "image", NEVER_NAMED | ONE_NAME),
+    Mistake({"image": ADDRESS}, "image data: URL", FILES_ONLY_BY_HTTP),
+    Mistake({"image": "/etc/passwd"}, "image data: URL", FILES_ONLY_BY_HTTP),
+    Mistake({"image": {"file_id": "1"}}, "image data: URL", FILES_ONLY_BY_HTTP),
+    Mistake({"image": "data:image/png;base64,!!"}, "image base64", FILES_ONLY_BY_HTTP),
+    Mistake({"image": "data:image/png;base64,AAAA"}, "image picture", FILES_ONLY_BY_HTTP),
+    Mistake({"image": ["data:;base64,AAAA"] * 2}, "2 files image 1", FILES_ONLY_BY_HTTP),
+    Mistake({"image": [["data:;base64,AAAA"]]}, "image file", FILES_ONLY_BY_HTTP),
+    Mistake({"image": reduce(lambda inner, _: [inner], range(600), [])}, "image file", FILES_ONLY_BY_HTTP),
+    Mistake({"image": "a.png", "input_reference": "b.png"}, "image", NO_FILE_NAMES_BY_HTTP | ONE_IMAGE_NAME),
 )
-OF_A_CHECKPOINT = (  # asked of a small checkpoint of each family, in a folder
+CHECKPOINT_MISTAKES = (  # sent to a small checkpoint of each family
     Mistake({"frames": 14}, "14 frames 4n + 1 13 17"),
     Mistake({"frames": 6}, "6 frames 4n + 1 5 9"),
     Mistake({"size": "49x32"}, "width 49 16 48 64"),

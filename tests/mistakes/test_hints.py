@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hint names what is really near: a wrong one misleads more than none."""
+"""A hint suggests only similar names: a wrong hint is worse than none."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from wanjax.errors import SettingError, near_names
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.request import field_names
 
-NEAR = {
+SIMILAR_NAMES = {
     "stepz": "steps",
     "step": "steps",
     "stpes": "steps",
@@ -25,7 +25,7 @@ NEAR = {
     "reference": "references",
     "negativ_prompt": "negative_prompt",
 }
-FAR = ("mesh", "n", "colour", "foo", "x", "se", "length", "")
+DISSIMILAR_NAMES = ("mesh", "n", "colour", "foo", "x", "se", "length", "")
 
 
 @pytest.fixture(scope="module")
@@ -33,36 +33,36 @@ def pipe() -> Pipeline:
     return wanjax.load("nano")
 
 
-@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize("name", SIMILAR_NAMES)
 def test_a_similar_name_is_suggested(name):
-    assert near_names(name, sorted(field_names()), 1) == [NEAR[name]]
+    assert near_names(name, sorted(field_names()), 1) == [SIMILAR_NAMES[name]]
 
 
-@pytest.mark.parametrize("name", FAR)
+@pytest.mark.parametrize("name", DISSIMILAR_NAMES)
 def test_a_dissimilar_name_is_not_suggested(name):
     assert near_names(name, sorted(field_names())) == []
 
 
-def sentence(call, **keywords) -> str:
+def error_message(call, **keywords) -> str:
     with unchecked(), pytest.raises(SettingError) as caught:
         call("a red circle", **keywords)
     return str(caught.value)
 
 
-def test_a_call_names_its_own_keywords_too(pipe):
-    assert has_line_with(sentence(pipe, reference=[]), "'reference' pipe(prompt, references=...)")
-    assert has_line_with(sentence(pipe, callbak=print), "'callbak' pipe(prompt, callback=...)")
-    assert has_line_with(sentence(pipe, stepz=2), "'stepz' use steps")
+def test_a_call_suggests_its_keywords(pipe):
+    assert has_line_with(error_message(pipe, reference=[]), "'reference' pipe(prompt, references=...)")
+    assert has_line_with(error_message(pipe, callbak=print), "'callbak' pipe(prompt, callback=...)")
+    assert has_line_with(error_message(pipe, stepz=2), "'stepz' use steps")
     for method in (pipe, pipe.encode):
-        assert "follow" not in sentence(method, foo=1)
-    assert has_line_with(sentence(pipe, length=5), "'length' frames")
-    assert has_line_with(sentence(pipe, num_steps=5), "'num_steps' steps")
-    assert sentence(pipe, seconds=1) == "'seconds' is not a keyword here: use frames; fps frames make a second"
+        assert "follow" not in error_message(method, foo=1)
+    assert has_line_with(error_message(pipe, length=5), "'length' frames")
+    assert has_line_with(error_message(pipe, num_steps=5), "'num_steps' steps")
+    assert error_message(pipe, seconds=1) == "'seconds' is not a keyword here: use frames; fps frames make a second"
 
 
-def test_methods_with_few_keywords_name_them(pipe):
+def test_a_method_suggests_its_keywords(pipe):
     settings = pipe.settings()
-    assert has_line_with(sentence(pipe.encode_prompts, negative="a dog"), "'negative' negative_prompt")
+    assert has_line_with(error_message(pipe.encode_prompts, negative="a dog"), "'negative' negative_prompt")
     with unchecked(), pytest.raises(SettingError, match="use steps"):
         pipe.prepare(stepz=1)
     for method, keyword, words in (
@@ -76,18 +76,18 @@ def test_methods_with_few_keywords_name_them(pipe):
 
 
 @pytest.mark.parametrize("name", ["generate", "load_pipeline", "pipeline", "train", "WanPipeline", "from_pretrained"])
-def test_a_guessed_name_is_answered_with_what_to_use(name):
+def test_a_guessed_name_gives_a_hint(name):
     with pytest.raises(AttributeError, match=rf"`{name}` .*wanjax"):
         getattr(wanjax, name)
 
 
 @pytest.mark.parametrize("name", ["generate", "cuda", "to", "from_pretrained"])
-def test_a_guessed_method_is_answered_with_what_to_use(pipe, name):
+def test_a_guessed_method_gives_a_hint(pipe, name):
     with pytest.raises(AttributeError, match=rf"`{name}` .*wanjax"):
         getattr(pipe, name)
 
 
-def test_an_attribute_of_another_library_or_a_setting_names_the_right_one(pipe):
+def test_an_attribute_of_another_library_or_a_setting_gives_a_hint(pipe):
     with pytest.raises(AttributeError, match=r"pipe\.transformer"):
         _ = pipe.unet
     with pytest.raises(AttributeError, match=r"pipe\.transformer"):
@@ -100,7 +100,7 @@ def test_an_attribute_of_another_library_or_a_setting_names_the_right_one(pipe):
         pipe.progres = False
 
 
-def test_the_command_names_a_setting_as_it_takes_it():
+def test_a_command_names_a_setting_by_its_option():
     strength = SettingError("a strength of 0.5 needs an input video: give a video too, or no strength", "strength")
     assert message_with_option(strength) == "a strength of 0.5 needs an input video: give --video too, or no --strength"
     prompt = SettingError("prompt must be valid text", "prompt")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locks on folders: one holder at a time, and no file afterwards."""
+"""Locks on folders: one process at a time, and no file afterwards."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paths in stores: invalid names, videos that appear when complete, and messages of failing stores."""
+"""Paths in stores: invalid names, complete videos, and messages of failing stores."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ from wanjax.stores.temporary import temp_dir
 
 RECORD = {"prompt": "a red circle", "seed": 1}
 DENIED = PermissionError("Access Denied")
-NEW = "memory://videos/a.mp4"
+VIDEO_URL = "memory://videos/a.mp4"
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +51,8 @@ def test_a_video_in_a_store_equals_the_local_file(tmp_path, name):
     write_trial_video(f"memory://videos/new/{name}", len(frames), (32, 32), 8, RECORD)
     assert objects() == {}
     result = write_video(f"memory://videos/new/{name}", frames, 8, RECORD)
-    here = write_video(tmp_path / name, frames, 8, RECORD)
-    assert objects() == {f"videos/new/{name}": Path(str(here)).read_bytes()}
+    local_file = write_video(tmp_path / name, frames, 8, RECORD)
+    assert objects() == {f"videos/new/{name}": Path(str(local_file)).read_bytes()}
     assert str(result) == f"memory://videos/new/{name}"
     assert read_metadata(str(result)) == RECORD
     assert find_metadata(str(result))["seed"] == 1
@@ -65,7 +65,7 @@ def test_a_local_file_may_be_a_url(tmp_path):
     assert read_metadata(f"file://{tmp_path}/a.gif") == RECORD
 
 
-NAMES = {
+INVALID_NAMES = {
     "memory://someone:a-secret@videos/a.mp4": "memory://BUCKET/NAME",
     "memory://videos/../a.mp4": "memory://BUCKET/NAME",
     "memory://videos//a.mp4": "memory://BUCKET/NAME",
@@ -79,7 +79,7 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize(("name", "words"), NAMES.items(), ids=NAMES)
+@pytest.mark.parametrize(("name", "words"), INVALID_NAMES.items(), ids=INVALID_NAMES)
 def test_an_invalid_name_in_a_store_is_reported(monkeypatch, name, words):
     if name.startswith("gs:"):  # as if its library were not installed
         monkeypatch.setattr("wanjax.stores.paths.find_spec", lambda name: None)
@@ -88,9 +88,9 @@ def test_an_invalid_name_in_a_store_is_reported(monkeypatch, name, words):
     assert "a-secret" not in output
 
 
-FAILING = {  # the call of a store that fails, with what, ours that meets it, and what its sentence names
-    "takes nothing": (
-        *("pipe_file", DENIED, lambda: write_trial_video(NEW, 5, (32, 32), 8, RECORD)),
+FAILING_CALLS = {  # the failing call of a store, its error, a call of wanjax, and words of the message
+    "no writing": (
+        *("pipe_file", DENIED, lambda: write_trial_video(VIDEO_URL, 5, (32, 32), 8, RECORD)),
         "memory://videos Access Denied",
     ),
     "a long message": (
@@ -100,9 +100,9 @@ FAILING = {  # the call of a store that fails, with what, ours that meets it, an
 }
 
 
-@pytest.mark.parametrize("name", FAILING)
-def test_a_failing_store_is_named(tmp_path, name):
-    operation, error, call, words = FAILING[name]
+@pytest.mark.parametrize("name", FAILING_CALLS)
+def test_the_message_names_the_failing_store(tmp_path, name):
+    operation, error, call, words = FAILING_CALLS[name]
     with failing(operation, error):
         output = refused(call)
     assert has_line_with(output, words)
@@ -110,8 +110,11 @@ def test_a_failing_store_is_named(tmp_path, name):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_full_local_disk_is_not_blamed_on_the_store(tmp_path):
-    with failing("get_file", OSError(errno.ENOSPC, "No space left on device")), pytest.raises(OSError, match="space"):
+def test_a_full_local_disk_is_not_reported_as_an_error_of_the_store(tmp_path):
+    with (
+        failing("get_file", OSError(errno.ENOSPC, "No space left on device")),
+        pytest.raises(OSError, match="space"),
+    ):
         RemotePath("memory", "videos").download_all(["a"], tmp_path / "new")
 
 
@@ -125,7 +128,7 @@ def test_a_video_that_cannot_be_published_stays_local(tmp_path):
     assert read_metadata(temporary_file) == RECORD
 
 
-def test_a_failing_video_leaves_the_earlier_one(tmp_path):
+def test_a_failed_video_leaves_the_earlier_one(tmp_path):
     write_video("memory://videos/a.gif", clip(), 8, RECORD)
     before = objects()
 
@@ -139,7 +142,7 @@ def test_a_failing_video_leaves_the_earlier_one(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-KILLED = """
+KILLED_PROCESS = """
 import os, signal, sys
 from pathlib import Path
 from wanjax.stores.temporary import temp_dir
@@ -151,24 +154,26 @@ with temp_dir() as one, temp_dir(Path(sys.argv[1])) as other:
 
 
 def test_the_next_process_removes_temporary_folders_of_a_killed_one(tmp_path, monkeypatch):
-    """Neither those of one that runs, nor a video that could not be published."""
-    (within := tmp_path / "models").mkdir()
-    process = subprocess.run([sys.executable, "-c", KILLED, str(within)], env=os.environ | {"TMPDIR": str(tmp_path)})
+    """Folders of a running process and a video that could not be published stay."""
+    (models := tmp_path / "models").mkdir()
+    process = subprocess.run(
+        [sys.executable, "-c", KILLED_PROCESS, str(models)], env=os.environ | {"TMPDIR": str(tmp_path)}
+    )
     assert process.returncode == -signal.SIGKILL
-    left = [*tmp_path.glob(".*/part"), *within.glob(".*/part")]
-    assert len(left) == 2
+    part_files = [*tmp_path.glob(".*/part"), *models.glob(".*/part")]
+    assert len(part_files) == 2
     with failing("put_file", DENIED):
         refused(write_video, "memory://videos/a.gif", clip(), 8, RECORD)
     [remaining] = tmp_path.glob("wanjax-*/a.gif")
     RemotePath("memory", "videos/b").write(b"0")
     with temp_dir() as folder:
-        RemotePath("memory", "videos").download_all(["b"], within)
+        RemotePath("memory", "videos").download_all(["b"], models)
         assert folder.is_dir()
     assert sorted(os.listdir(tmp_path)) == ["models", remaining.parent.name]
-    assert os.listdir(within) == ["b"]
+    assert os.listdir(models) == ["b"]
 
 
-def test_names_in_a_folder(tmp_path):
+def test_the_files_of_a_folder_are_listed(tmp_path):
     for name in ("a.mp4", "b.mp4", "below/c.mp4"):
         RemotePath("memory", f"videos/{name}").write(b"0")
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -178,15 +183,15 @@ def test_names_in_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../evil", "a/../../evil", "a/./b", "a\\b", "a\nb"])
-def test_names_that_lead_elsewhere_are_not_taken(name):
+def test_names_outside_the_folder_are_ignored(name):
     RemotePath("memory", "videos/good").write(b"0")
     MemoryFileSystem.store[f"/videos/{name}"] = MemoryFileSystem.store["/videos/good"]
     assert parse_path("memory://videos").files() == {"good": 1}  # type: ignore[union-attr]
 
 
 @pytest.mark.filterwarnings("ignore:Sending a large body")  # by gcsfs
-def test_google_s_store_has_the_uploaded_bytes(tmp_path):
-    """Its library marks the end of a file by a text that the file may hold: what is cut off there is reported."""
+def test_uploads_to_google_cloud_storage_are_complete(tmp_path):
+    """Its library ends a file with a marker that the file may contain; then the upload is cut off and reported."""
     with running_gcs():
         folder = parse_path(f"{GCS_BUCKET}/videos")
         folder.check_writable()

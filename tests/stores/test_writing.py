@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files appear under their names when all of them is there, and what was there before stays until then."""
+"""Files get their names when they are complete, and earlier files stay until then."""
 
 from pathlib import Path
 
@@ -14,20 +14,20 @@ def test_a_failed_write_leaves_the_earlier_file(tmp_path):
     file = tmp_path / "video.mp4"
     file.write_bytes(b"before")
 
-    def stopped() -> None:
+    def write_half() -> None:
         with atomic_write(file) as temporary_file:
             temporary_file.write_bytes(b"half")
             raise RuntimeError("stopped")
 
     with pytest.raises(RuntimeError, match="stopped"):
-        stopped()
+        write_half()
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("video.mp4", b"before")]
 
 
 def test_a_file_appears_when_it_is_complete(tmp_path):
     file = tmp_path / "video.mp4"
     with atomic_write(file) as temporary_file:
-        assert temporary_file.suffix == ".mp4"  # by which its writer chooses a format
+        assert temporary_file.suffix == ".mp4"  # from which the writer chooses a format
         temporary_file.write_bytes(b"half")
         assert not file.exists()
         temporary_file.write_bytes(b"whole")
@@ -38,7 +38,7 @@ def test_a_file_appears_when_it_is_complete(tmp_path):
     ("folder", "name"),
     [("/nowhere-of-wanjax", ""), ("/nowhere-of-wanjax/b", ", the first one of /nowhere-of-wanjax/b")],
 )
-def test_a_missing_first_folder_is_named_once(folder, name):
+def test_the_message_names_the_first_missing_folder_once(folder, name):
     with pytest.raises(WanjaxError) as caught:
         check_folder(Path(folder))
     assert str(caught.value) == (
