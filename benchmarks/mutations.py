@@ -288,7 +288,10 @@ MUTATIONS = (
         "image.resize((round(image.width * scale), round(image.height * scale)), LANCZOS)",
         "image.resize((int(image.width * scale), int(image.height * scale)), LANCZOS)",
         "a picture has a black line at its edge",
-        ("media/test_pictures.py::test_fit", "media/test_pictures.py::test_whatever_its_size_a_picture_fits"),
+        (
+            "media/test_pictures.py::test_a_picture_is_stretched_cropped_or_padded",
+            "media/test_pictures.py::test_a_picture_of_any_size_fills_the_frame",
+        ),
     ),
     Mutation(
         "resize-filter",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles of pictures: their colours become those of sRGB at every interface, and the values of masks stay."""
+"""Colour profiles: each interface converts pictures to sRGB, and the values of masks stay unchanged."""
 
 from io import BytesIO
 
@@ -21,21 +21,21 @@ LOSSY = {"jpeg": {"quality": 95}, "webp": {"quality": 95}, "avif": {"quality": 9
 CLIP_LIMITS = {"frames": 9, "fps": 8}
 
 
-def encoded(image: Image.Image, suffix: str, icc: bytes, **options) -> bytes:
+def encode_image(image: Image.Image, suffix: str, icc: bytes, **options) -> bytes:
     image.save(file := BytesIO(), suffix, icc_profile=icc, **options)
     return file.getvalue()
 
 
 @pytest.mark.parametrize("name", PROFILES)
 @pytest.mark.parametrize("suffix", ["png", "jpeg", "webp", "tiff", "avif"])
-def test_a_picture_is_in_srgb_at_every_interface(tmp_path, name, suffix):
+def test_a_picture_is_converted_to_srgb_at_every_interface(tmp_path, name, suffix):
     icc, image = PROFILES[name], Image.fromarray(PICTURE)
-    data = encoded(image, suffix, icc, **LOSSY.get(suffix, {}))
+    data = encode_image(image, suffix, icc, **LOSSY.get(suffix, {}))
     (tmp_path / "clip").mkdir()
     file = tmp_path / "clip" / f"a.{suffix}"
     file.write_bytes(data)
     stored = np.asarray(Image.open(BytesIO(data)).convert("RGB"))
-    expected, most = (by_littlecms(Image.fromarray(stored), icc), 3) if name in ("P3", "Adobe") else (stored, 1)
+    expected, max_error = (by_littlecms(Image.fromarray(stored), icc), 3) if name in ("P3", "Adobe") else (stored, 1)
     if name in ("P3", "Adobe"):
         assert max_difference(expected, stored) > 15
     saved = {
@@ -52,51 +52,51 @@ def test_a_picture_is_in_srgb_at_every_interface(tmp_path, name, suffix):
         read_clip(tmp_path / saved["video"], **CLIP_LIMITS)[0],
     ]
     for picture in interfaces:
-        assert max_difference(picture, expected) <= most
+        assert max_difference(picture, expected) <= max_error
     values = read_pictures({"video": file, "mask": tmp_path / saved["mask"]}, (CONTROL_VIDEO, MASK), **CLIP_LIMITS)
     assert max_difference(values["mask"][0], stored) <= 1
     assert max_difference(values["video"][0], stored) == 0
 
 
 @pytest.mark.parametrize("suffix", ["gif", "png", "webp", "avif"])
-def test_an_animation_is_in_srgb(tmp_path, suffix):
+def test_an_animation_is_converted_to_srgb(tmp_path, suffix):
     frames = [Image.fromarray(np.roll(PICTURE, 16 * i, 1)) for i in range(3)]
-    data = encoded(frames[0], suffix, P3, save_all=True, append_images=frames[1:], duration=125, quality=95)
+    data = encode_image(frames[0], suffix, P3, save_all=True, append_images=frames[1:], duration=125, quality=95)
     (tmp_path / f"a.{suffix}").write_bytes(data)
     clip = read_clip(tmp_path / f"a.{suffix}", **CLIP_LIMITS)
-    if suffix != "gif":  # which keeps no profile
+    if suffix != "gif":  # GIF has no profiles
         for frame, read in zip(frames, clip, strict=True):
             assert np.abs(by_littlecms(frame, P3)[24, 8::16].astype(int) - read[24, 8::16]).max() <= 5
 
 
-def test_other_modes_have_profiles_too(tmp_path):
-    """Transparency stays, a grey picture may have a profile of grey or of RGB, and a stranger's is not used."""
+def test_profiles_of_other_modes_are_used(tmp_path):
+    """Transparent parts stay, a grey picture may have a profile of grey or RGB, and other profiles are ignored."""
     image, expected = Image.fromarray(PICTURE), by_littlecms(Image.fromarray(PICTURE), P3)
     clear = image.convert("RGBA")
     clear.putalpha(Image.fromarray(np.where(np.arange(80) < 40, 255, 0).astype(np.uint8)[None].repeat(48, 0)))
     palette = image.quantize(8)
-    for mode, options in (("RGBA", clear), ("P", palette)):
-        (tmp_path / "a.png").write_bytes(encoded(options, "png", P3))
+    for mode, image_with_mode in (("RGBA", clear), ("P", palette)):
+        (tmp_path / "a.png").write_bytes(encode_image(image_with_mode, "png", P3))
         read = read_picture(tmp_path / "a.png")
         assert max_difference(read[:, :40], expected[:, :40]) <= 1
         assert max_difference(read[:, 40:], expected[:, 40:] if mode == "P" else expected[:, 40:] * 0 + 255) <= 1
     grey, linear = image.convert("L"), profile(1.0)
     for icc in (linear, P3):
-        (tmp_path / "a.png").write_bytes(encoded(grey, "png", icc))
+        (tmp_path / "a.png").write_bytes(encode_image(grey, "png", icc))
         result = read_picture(tmp_path / "a.png")
         assert max_difference(result, by_littlecms(grey if icc is linear else grey.convert("RGB"), icc)) <= 1
     deep = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
-    (tmp_path / "a.png").write_bytes(encoded(deep, "png", linear))
+    (tmp_path / "a.png").write_bytes(encode_image(deep, "png", linear))
     assert max_difference(read_picture(tmp_path / "a.png"), by_littlecms(grey, linear)) <= 1
-    (tmp_path / "a.tiff").write_bytes(encoded(image.convert("CMYK"), "tiff", P3))
+    (tmp_path / "a.tiff").write_bytes(encode_image(image.convert("CMYK"), "tiff", P3))
     assert max_difference(read_picture(tmp_path / "a.tiff"), PICTURE) <= 1
-    (tmp_path / "a.png").write_bytes(encoded(image, "png", linear))
+    (tmp_path / "a.png").write_bytes(encode_image(image, "png", linear))
     assert max_difference(read_picture(tmp_path / "a.png"), PICTURE) == 0
 
 
-def test_a_turned_photograph_is_in_srgb(tmp_path):
+def test_a_rotated_photograph_is_converted_to_srgb(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
-    (tmp_path / "a.jpeg").write_bytes(encoded(Image.fromarray(PICTURE), "jpeg", P3, quality=95, exif=exif))
+    (tmp_path / "a.jpeg").write_bytes(encode_image(Image.fromarray(PICTURE), "jpeg", P3, quality=95, exif=exif))
     read = np.rot90(read_picture(tmp_path / "a.jpeg"))
     assert np.abs(read[24, 8::16].astype(int) - by_littlecms(Image.fromarray(PICTURE), P3)[24, 8::16]).max() <= 3

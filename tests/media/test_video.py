@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A video as a value: a sequence of frames that describes itself, and plays in a notebook."""
+"""A video as a value: a sequence of frames, with a description, that a notebook can play."""
 
 import base64
 import re
@@ -32,18 +32,18 @@ def test_a_video_is_a_sequence_of_its_frames(video):
         video[5]
 
 
-def test_frames_for_pillow(video):
+def test_frames_are_converted_for_pillow(video):
     images = video.to_pil()
     assert [image.size for image in images] == [(64, 32)] * 5
     np.testing.assert_array_equal(np.asarray(images[3]), FRAMES[3])
 
 
-def test_a_video_describes_itself(video):
+def test_the_repr_of_a_video_describes_it(video):
     assert repr(video) == """Video: 5 frames of 64x32 at 8 a second, 'a "red" circle <b>', seed 7"""
     assert repr(Video(FRAMES[:, :, :3], 16, {})) == "Video: 5 frames of 3x32 at 16 a second"
 
 
-def embedded(html: str, kind: str, tmp_path) -> dict:
+def embedded_settings(html: str, kind: str, tmp_path) -> dict:
     """Return the settings in the video of a data URI in HTML, after it is written to a file."""
     data = re.search(rf'src="data:{kind};base64,([^"]*)"', html)[1]
     path = tmp_path / f"embedded.{kind.rpartition('/')[2]}"
@@ -56,14 +56,14 @@ def test_a_notebook_plays_an_mp4(video, tmp_path):
     assert html.startswith("<video ")
     assert 'width="256" height="128"' in html
     assert 'title="a &quot;red&quot; circle &lt;b&gt;"' in html
-    assert embedded(html, "video/mp4", tmp_path) == SETTINGS
+    assert embedded_settings(html, "video/mp4", tmp_path) == SETTINGS
 
 
-def test_a_notebook_plays_a_gif_where_an_mp4_cannot_be(tmp_path):
+def test_a_notebook_plays_a_gif_if_an_mp4_is_impossible(tmp_path):
     odd = Video(FRAMES[:, :31, :33], 8, SETTINGS)
     html = odd._repr_html_()
     assert html.startswith("<img ")
-    assert embedded(html, "image/gif", tmp_path) == SETTINGS
+    assert embedded_settings(html, "image/gif", tmp_path) == SETTINGS
     with Image.open(tmp_path / "embedded.gif") as image:
         assert (image.n_frames, image.size) == (5, (33, 31))
 
@@ -75,24 +75,24 @@ def test_a_notebook_plays_a_gif_without_ffmpeg(video, tmp_path, monkeypatch):
     monkeypatch.setattr(video_files, "run_ffmpeg", missing)
     html = video._repr_html_()
     monkeypatch.undo()
-    assert embedded(html, "image/gif", tmp_path) == SETTINGS
+    assert embedded_settings(html, "image/gif", tmp_path) == SETTINGS
 
 
-def test_a_killed_process_leaves_no_file_of_a_notebook_s_player(video, monkeypatch):
-    left = []
+def test_a_stopped_process_leaves_no_file_of_a_notebook(video, monkeypatch):
+    file_exists = []
 
     def save(self, path):
-        path.write_bytes(b"half of a film")
+        path.write_bytes(b"half of a video")
         run_cleanups()
-        left.append(path.exists())
+        file_exists.append(path.exists())
         path.parent.mkdir()
         path.write_bytes(b"")
 
     monkeypatch.setattr(Video, "save", save)
     video._repr_html_()
-    assert left == [False]
+    assert file_exists == [False]
 
 
-def test_large_videos_keep_their_size():
+def test_a_large_video_is_played_at_its_size():
     large = Video(np.zeros((1, 64, 300, 3), np.uint8), 8, {})
     assert 'width="300" height="64"' in large._repr_html_()
