@@ -307,7 +307,7 @@ MUTATIONS = (
         "round(1000 * i / fps / unit) * unit",
         "round(1000 / fps / unit) * unit * i",
         "the length of an animation does not match its frame rate",
-        ("media/test_videos.py::test_animations",),
+        ("media/test_videos.py::test_animations_have_their_frames_times_and_settings",),
     ),
     Mutation(
         "fps",
@@ -315,7 +315,7 @@ MUTATIONS = (
         '"-framerate", str(fps)',
         '"-framerate", str(int(fps) + 1)',
         "films play too fast",
-        ("media/test_videos.py::test_video_formats",),
+        ("media/test_videos.py::test_videos_of_each_format_have_their_frames_and_settings",),
     ),
     # checkpoints and stores
     Mutation(

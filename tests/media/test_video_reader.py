@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading videos and animations: intact ones with every frame at its time; truncated and damaged ones are refused."""
+"""Intact videos and animations are read with all frames at their times; truncated and damaged ones are refused."""
 
 import math
 import re
@@ -36,26 +36,26 @@ from wanjax.serve.limits import Limits
 from wanjax.serve.uploads import save_pictures
 from wanjax.training.clips import Cutting
 
-SOME = ("fast.mp4", "parts.mp4", "a.mkv", "vp9.webm", "a.avi", "a.ts", "a.flv", *ANIMATIONS)
+FAST = ("fast.mp4", "parts.mp4", "a.mkv", "vp9.webm", "a.avi", "a.ts", "a.flv", *ANIMATIONS)
 CLIP_LIMITS = {"frames": 100, "fps": 25}
 CUTTING = Cutting(((96, 128),), (17, 9), 25, "uniform", "crop")
 
 
 @pytest.mark.parametrize("name", quick(["a.gif"], (*CONTAINERS, *ANIMATIONS)))
-def test_a_command_names_the_broken_frame_of_a_damaged_video(tmp_path, monkeypatch, name):
+def test_the_message_of_a_command_names_the_broken_frame_of_a_video(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     intact = write_clip(tmp_path / name)
-    requested = ("generate", "a", "--model", "nano", "--size", "32x32", "--frames", str(len(FRAMES)), "--fps", "25")
+    arguments = ("generate", "a", "--model", "nano", "--size", "32x32", "--frames", str(len(FRAMES)), "--fps", "25")
     for kind in ("cut", "hole"):
-        sentence = refused(*requested, "--video", write_damaged(intact, kind))
-        assert str(tmp_path / f"{kind}-{name}") in sentence
-        assert names_broken_frame(sentence, name, kind)
+        message = refused(*arguments, "--video", write_damaged(intact, kind))
+        assert str(tmp_path / f"{kind}-{name}") in message
+        assert names_broken_frame(message, name, kind)
 
 
 @pytest.mark.parametrize("kind", ["cut", "hole"])
-@pytest.mark.parametrize("name", quick(SOME, (*CONTAINERS, *ANIMATIONS)))
-def test_the_broken_frame_of_a_damaged_video_is_named(tmp_path, name, kind):
-    """By its path, from a request, and among a training's data; a whole one has every frame."""
+@pytest.mark.parametrize("name", quick(FAST, (*CONTAINERS, *ANIMATIONS)))
+def test_the_error_of_each_interface_names_the_broken_frame_of_a_video(tmp_path, name, kind):
+    """The interfaces are a path, a request and training data. The intact video has all frames."""
     intact = write_clip(tmp_path / name)
     clip = read_clip(intact, **CLIP_LIMITS)
     assert len(clip) == len(FRAMES)
@@ -84,8 +84,8 @@ def test_the_broken_frame_of_a_damaged_video_is_named(tmp_path, name, kind):
         ("vp9.webm", 0.005, "vp9.webm truncated complete copy"),
     ],
 )
-def test_a_video_without_its_end_is_called_truncated(tmp_path, name, share, words):
-    """Of these, not even one frame can be decoded."""
+def test_a_video_without_its_end_is_reported_as_truncated(tmp_path, name, share, words):
+    """No frame of these videos can be decoded."""
     content = write_clip(tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(content[: max(64, int(share * len(content)))])
     with pytest.raises(WanjaxError, match=line_with_words(words)) as caught:
@@ -93,20 +93,20 @@ def test_a_video_without_its_end_is_called_truncated(tmp_path, name, share, word
     assert not re.search("Conversion failed|Error opening|Terminating|frame=|Errno", str(caught.value))
 
 
-def test_a_file_of_another_kind_is_no_video(tmp_path):
+def test_a_file_without_a_video_stream_is_refused(tmp_path):
     (tmp_path / "text.mp4").write_text("a cat\n" * 100)
     with pytest.raises(WanjaxError, match=line_with_words("text.mp4 damaged kind ffmpeg")):
         read_clip(tmp_path / "text.mp4", **CLIP_LIMITS)
-    command("-f", "lavfi", "-i", "sine=d=1", tmp_path / "sound.mp4")
+    run_ffmpeg("-f", "lavfi", "-i", "sine=d=1", tmp_path / "sound.mp4")
     with pytest.raises(WanjaxError, match=line_with_words("sound.mp4 no video stream")):
         read_clip(tmp_path / "sound.mp4", **CLIP_LIMITS)
 
 
-def command(*arguments: str | Path) -> None:
+def run_ffmpeg(*arguments: str | Path) -> None:
     subprocess.run([imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y", *arguments], check=True)
 
 
-HARMLESS = {
+VALID_VIDEOS = {
     "an edit list": ("-ss", "0.3", "-i", "whole.mp4", "-c", "copy", "a.mp4"),
     "a time code, as of cameras": ("-i", "whole.mp4", "-c", "copy", "-timecode", "01:00:00:00", "a.mov"),
     "no times of decoding": ("-i", "whole.mp4", "-c", "copy", "a.avi"),
@@ -128,18 +128,18 @@ HARMLESS = {
 }
 
 
-@pytest.mark.parametrize("kind", HARMLESS)
-def test_messages_of_ffmpeg_about_valid_videos_are_no_fault(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("kind", VALID_VIDEOS)
+def test_valid_videos_with_messages_of_ffmpeg_are_read(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     ffmpeg(*X264, "-bf", "2", "whole.mp4", frames=FRAMES)
     Image.fromarray(FRAMES[0]).save("cover.png")
     ffmpeg("-c:v", "ffv1", "black.mkv", frames=FRAMES * 0)
-    command(*HARMLESS[kind])
-    expected = {"an edit list": 17, "times that fall": 24}.get(kind, 25)  # of which the frames of others are not shown
-    assert len(read_clip(Path(HARMLESS[kind][-1]), **CLIP_LIMITS)) == expected
+    run_ffmpeg(*VALID_VIDEOS[kind])
+    expected = {"an edit list": 17, "times that fall": 24}.get(kind, 25)  # some frames of these two are not shown
+    assert len(read_clip(Path(VALID_VIDEOS[kind][-1]), **CLIP_LIMITS)) == expected
 
 
-def test_zeros_are_detected_across_reads_and_padding_is_none():
+def test_holes_of_zeros_are_detected_across_reads_and_padding_is_not():
     def holes(*packets: bytes, pixels: int = 0, size: int = 100) -> set[int]:
         zeros, data = ZeroRuns(pixels), b"".join(packets)
         for at in range(0, len(data), size):
@@ -157,8 +157,8 @@ def test_zeros_are_detected_across_reads_and_padding_is_none():
     assert holes(bytes(3 * MIN_HOLE_BYTES) + full, full) == {0}
 
 
-def test_a_flat_picture_has_no_hole(tmp_path):
-    """Large parts that are alike take many zeros in WebP."""
+def test_a_uniform_picture_has_no_hole(tmp_path):
+    """Large uniform areas become many zeros in WebP."""
     picture = np.zeros((1080, 1920, 3), np.uint8)
     picture[-270:, -480:] = np.random.default_rng(0).integers(0, 255, (270, 480, 3))
     for suffix, options in (("webp", {"quality": 80, "method": 0}), ("webp", {"lossless": True, "method": 0})):
@@ -168,12 +168,14 @@ def test_a_flat_picture_has_no_hole(tmp_path):
 
 
 RATES = ("8", "16", "24000/1001", "25", "30000/1001", "60")
-COUNTED = [(name, rate) for name in ("plain.mp4", "a.mkv", "vp9.webm", "a.avi", "a.ts", "a.flv") for rate in RATES]
+CONTAINER_RATES = [
+    (name, rate) for name in ("plain.mp4", "a.mkv", "vp9.webm", "a.avi", "a.ts", "a.flv") for rate in RATES
+]
 
 
-@pytest.mark.parametrize(("name", "rate"), quick([("a.mkv", "30000/1001"), ("vp9.webm", "60")], COUNTED))
-def test_frames_are_dropped_alike_in_every_container(tmp_path, name, rate):
-    """The frame that is shown at each k/fps up to the time of the last, and one at least."""
+@pytest.mark.parametrize(("name", "rate"), quick([("a.mkv", "30000/1001"), ("vp9.webm", "60")], CONTAINER_RATES))
+def test_frames_are_dropped_equally_in_each_container(tmp_path, name, rate):
+    """The clip has the frame that is shown at each k/fps up to the time of the last one, and at least one frame."""
     for count in (17, 81) if name == "a.ts" else (1, 2, 17, 81):
         grey = (np.arange(count) * 3 % 243).astype(np.uint8)
         ramp = np.broadcast_to(grey[:, None, None, None], (count, 16, 32, 3))
@@ -186,7 +188,7 @@ def test_frames_are_dropped_alike_in_every_container(tmp_path, name, rate):
             assert np.abs(clip.mean(axis=(1, 2, 3)) - grey[list(expected)]).max() <= 1.4
 
 
-PEAK = """
+PEAK_MEMORY = """
 import resource, sys
 from wanjax.media.pictures import read_clip
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -196,10 +198,10 @@ print(clip.nbytes, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak of a process")
-def test_a_video_is_in_memory_once_while_it_is_read(tmp_path):
-    """A clip within the bounds may take 2.9 GB."""
-    command("-f", "lavfi", "-i", "testsrc=s=1280x720:r=25:d=2", *X264, "-preset", "ultrafast", tmp_path / "a.mp4")
-    read = subprocess.run([sys.executable, "-c", PEAK, tmp_path / "a.mp4"], capture_output=True, check=True)
+def test_reading_a_video_needs_the_memory_of_one_copy(tmp_path):
+    """A clip within the limits may need 2.9 GB."""
+    run_ffmpeg("-f", "lavfi", "-i", "testsrc=s=1280x720:r=25:d=2", *X264, "-preset", "ultrafast", tmp_path / "a.mp4")
+    read = subprocess.run([sys.executable, "-c", PEAK_MEMORY, tmp_path / "a.mp4"], capture_output=True, check=True)
     size, peak = map(int, read.stdout.split())
     assert size == 50 * 720 * 1280 * 3
     assert peak < 1.3 * size
@@ -217,8 +219,8 @@ def test_a_video_too_large_is_refused_before_a_frame_is_read(tmp_path, machine):
         next(frames)
 
 
-def comb(clip: np.ndarray) -> float:
-    """Return how far odd rows are from their neighbours."""
+def interlacing(clip: np.ndarray) -> float:
+    """Return the mean difference of odd rows from their neighbours."""
     x = clip.astype(np.float32).mean(-1)
     return float(np.abs(x[:, 1:-1:2] - (x[:, :-2:2] + x[:, 2::2]) / 2).mean())
 
@@ -231,14 +233,14 @@ def test_an_interlaced_video_is_read_in_full_frames(tmp_path, name):
     codec = ["-c:v", "mpeg2video", "-q:v", "2"] if name == "a.mpg" else ["-c:v", "libx264", "-x264opts", "tff=1"]
     fields = ["-vf", "tinterlace=interleave_top,fieldorder=tff", "-flags", "+ilme+ildct"]
     ffmpeg(*fields, *codec, "-pix_fmt", "yuv420p", tmp_path / name, frames=bar, rate="50")
-    assert comb(read_clip(tmp_path / name, frames=100, fps=25)) < 2
+    assert interlacing(read_clip(tmp_path / name, frames=100, fps=25)) < 2
     ffmpeg(*X264, tmp_path / "whole.mp4", frames=bar)
-    assert comb(read_clip(tmp_path / "whole.mp4", frames=100, fps=25)) < 2
+    assert interlacing(read_clip(tmp_path / "whole.mp4", frames=100, fps=25)) < 2
 
 
 @pytest.mark.parametrize("primaries", ["smpte432", "smpte431", "bt2020"])
-def test_wide_primaries_of_a_standard_range(tmp_path, primaries):
-    """They are converted to those of sRGB, but in a mask or a control clip."""
+def test_wide_primaries_are_converted_to_srgb(tmp_path, primaries):
+    """A mask or a control clip is not converted."""
     pale = FRAMES[:6] // 2 + 60
     options = "setparams=color_primaries=bt709:color_trc=bt709:colorspace=gbr:range=pc"
     wide = f"zscale=t=linear,format=gbrpf32le,zscale=p={primaries},zscale=t=bt709:m=bt2020nc:r=tv,format=yuv444p12le"
@@ -247,7 +249,7 @@ def test_wide_primaries_of_a_standard_range(tmp_path, primaries):
     assert max_difference(read_clip(tmp_path / "a.mkv", **CLIP_LIMITS, background="black"), pale) > 10
 
 
-def test_the_default_picture_of_an_animation_is_no_frame_of_it(tmp_path):
+def test_the_default_picture_of_an_animation_is_not_a_frame(tmp_path):
     frames = [Image.new("RGB", (8, 6), (20 * i, 0, 0)) for i in range(4)]
     options = {"save_all": True, "append_images": frames, "default_image": True, "duration": 100}
     Image.new("RGB", (8, 6), (0, 255, 0)).save(tmp_path / "a.png", **options)
@@ -256,7 +258,7 @@ def test_the_default_picture_of_an_animation_is_no_frame_of_it(tmp_path):
 
 @pytest.mark.parametrize(("duration", "delay"), [(0, 100), (10, 100), (20, 20), (100, 100)])
 @pytest.mark.parametrize("suffix", ["gif", "webp", "png"])
-def test_delays_that_are_too_short_are_a_tenth_of_a_second(tmp_path, suffix, duration, delay):
+def test_delays_that_are_too_short_become_a_tenth_of_a_second(tmp_path, suffix, duration, delay):
     first, *rest = [Image.new("L", (8, 6), 20 * i) for i in range(12)]
     first.save(tmp_path / f"a.{suffix}", save_all=True, append_images=rest, duration=duration)
     expected = [math.floor(k * 125 / delay) for k in range(math.floor(11 * delay / 125) + 1)]

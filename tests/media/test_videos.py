@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos of each format hold the written frames and settings, and no fault leaves a broken file."""
+"""Videos of each format have the written frames and settings, and no error leaves a broken file."""
 
 import errno
 import re
@@ -33,13 +33,13 @@ def ffmpeg(*arguments: str | Path) -> subprocess.CompletedProcess:
     )
 
 
-def decoded(path: Path) -> np.ndarray:
+def decode_video(path: Path) -> np.ndarray:
     """Return the frames of a video 64 wide and 32 high, as ffmpeg reads them."""
     raw = ffmpeg("-i", path, "-f", "rawvideo", "-pix_fmt", "rgb24", "-").stdout
     return np.frombuffer(raw, np.uint8).reshape(-1, 32, 64, 3)
 
 
-def atoms(path: Path) -> list[str]:
+def mp4_boxes(path: Path) -> list[str]:
     """Return the names of an mp4's outermost boxes, in order."""
     data, names, at = path.read_bytes(), [], 0
     while at < len(data):
@@ -49,7 +49,7 @@ def atoms(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("suffix", "codec"), [(".mp4", "h264"), (".mov", "h264"), (".webm", "vp9")])
-def test_video_formats(tmp_path, suffix, codec):
+def test_videos_of_each_format_have_their_frames_and_settings(tmp_path, suffix, codec):
     path = video_files.Video(clip(), 16, SETTINGS).save(tmp_path / "new" / f"clip{suffix}")
     output = ffmpeg("-i", path).stderr.decode()
     assert f"Video: {codec}" in output
@@ -57,36 +57,36 @@ def test_video_formats(tmp_path, suffix, codec):
     assert "64x32" in output
     assert "16 fps" in output
     if codec == "h264":
-        assert atoms(path).index("moov") < atoms(path).index("mdat")  # faststart
+        assert mp4_boxes(path).index("moov") < mp4_boxes(path).index("mdat")  # faststart
     assert video_files.read_metadata(path) == SETTINGS
-    frames = decoded(path)
+    frames = decode_video(path)
     assert frames.shape == (5, 32, 64, 3)
     assert np.abs(frames.astype(int) - clip()).max() <= 6  # 8-bit YUV with half the chroma
     assert names_in(path.parent) == [f"clip{suffix}"]
 
 
-def test_a_video_of_odd_sizes(tmp_path):
+def test_a_webm_may_have_an_odd_size(tmp_path):
     path = video_files.write_video(tmp_path / "clip.webm", clip(height=31, width=33), 16, SETTINGS)
     frames = read_clip(path, 5, 16)
     assert np.abs(frames.astype(int) - clip(height=31, width=33)).max() <= 6
 
 
-def test_a_picture(tmp_path):
+def test_one_frame_is_written_as_a_picture(tmp_path):
     path = video_files.write_video(tmp_path / "one.png", clip(1), 16, SETTINGS)
     np.testing.assert_array_equal(np.asarray(Image.open(path)), clip(1)[0])
     assert video_files.read_metadata(path) == SETTINGS
 
 
-def test_mp4_of_chunks_and_long_settings(tmp_path):
+def test_an_mp4_is_written_from_chunks_with_long_settings(tmp_path):
     settings = {"prompt": "红" * 5000}
     path = video_files.write_video(tmp_path / "clip.MP4", (clip(n) for n in (1, 4, 4)), 23.976, settings)
-    assert decoded(path).shape == (9, 32, 64, 3)
+    assert decode_video(path).shape == (9, 32, 64, 3)
     assert video_files.read_metadata(tmp_path / "clip.MP4") == settings
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mov", "a.webm", "a.gif", "a.webp", "a.png", "a"])
-def test_settings_may_be_long(tmp_path, monkeypatch, name):
-    """An argument of a program has 128 KiB at most, and metadata of QuickTime's own have 64 KiB."""
+def test_settings_may_be_longer_than_an_argument_of_a_program(tmp_path, monkeypatch, name):
+    """The limit of a program's argument is 128 KiB, and that of QuickTime's metadata 64 KiB."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     settings = {"prompt": "红" * 25_000 + "\n;#=\\"}
@@ -97,7 +97,7 @@ def test_settings_may_be_long(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("suffix", [".gif", ".webp"])
-def test_animations(tmp_path, suffix):
+def test_animations_have_their_frames_times_and_settings(tmp_path, suffix):
     path = video_files.write_video(tmp_path / f"clip{suffix}", clip(height=31, width=33), 16, SETTINGS)
     with Image.open(path) as image:
         assert (image.n_frames, image.size, image.info["loop"]) == (5, (33, 31), 0)
@@ -107,13 +107,13 @@ def test_animations(tmp_path, suffix):
             image.load()
             total += image.info["duration"]
             assert np.abs(np.asarray(image.convert("RGB")).astype(int) - clip(height=31, width=33)[index]).max() <= 8
-    assert total == pytest.approx(5 * 1000 / 16, abs=10)  # rounding a frame to 10 ms does not add up
+    assert total == pytest.approx(5 * 1000 / 16, abs=10)  # rounding errors of 10 ms do not accumulate
     assert video_files.read_metadata(path) == SETTINGS
     assert names_in(tmp_path) == [path.name]
 
 
 @pytest.mark.parametrize("name", ["frames", "frames.mp4/", "frames/"])
-def test_folder_of_png(tmp_path, name):
+def test_frames_are_written_as_png_files_in_a_folder(tmp_path, name):
     path = video_files.write_video(f"{tmp_path}/{name}", clip(7, 5, 3), 16, SETTINGS)
     video_files.write_video(f"{tmp_path}/{name}", clip(2, 5, 3), 16, SETTINGS)  # replaces the first
     assert names_in(path) == ["frame_00000.png", "frame_00001.png"]
@@ -168,7 +168,7 @@ def test_an_interrupted_write_leaves_the_earlier_file(tmp_path, name, failure):
     assert names_in(tmp_path) == [name]
 
 
-def test_frames_that_cannot_be_replaced_stay(tmp_path, monkeypatch):
+def test_frames_that_cannot_be_replaced_are_kept(tmp_path, monkeypatch):
     before, rename = video_files.write_video(tmp_path / "frames", clip(1), 16, {"seed": 1}), Path.rename
 
     def failing(self, target):
@@ -197,7 +197,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, name, monkeypatch):
 
 @pytest.mark.parametrize(("name", "kilobytes"), [("clip.mp4", 8), ("clip.mp4", 0), ("clip.mov", 0), ("clip.webm", 0)])
 def test_a_full_disk_leaves_no_partial_video(tmp_path, monkeypatch, name, kilobytes):
-    """Simulates the full disk by a limit on the size of files, because ffmpeg runs in another process."""
+    """A limit on the size of files simulates the full disk, because ffmpeg is another process."""
     run = subprocess.Popen
     limited = ["sh", "-c", f'ulimit -f {kilobytes}; trap "" XFSZ; exec "$@"', "sh"]
     monkeypatch.setattr(subprocess, "Popen", lambda command, **kw: run([*limited, *command], **kw))
@@ -207,9 +207,9 @@ def test_a_full_disk_leaves_no_partial_video(tmp_path, monkeypatch, name, kiloby
     assert names_in(tmp_path) == []
 
 
-def without(kind: str, folder: Path) -> str:
-    """Return an ffmpeg that has no encoder of a name."""
-    message = f'#!/bin/sh\nfor x in "$@"; do [ "$x" = {kind} ] && echo no {kind} >&2 && exit 1; done\n'
+def ffmpeg_without(encoder: str, folder: Path) -> str:
+    """Return the path of an ffmpeg without an encoder."""
+    message = f'#!/bin/sh\nfor x in "$@"; do [ "$x" = {encoder} ] && echo no {encoder} >&2 && exit 1; done\n'
     program = folder / "ffmpeg"
     program.write_text(message + f'exec {imageio_ffmpeg.get_ffmpeg_exe()} "$@"\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -226,18 +226,18 @@ def without(kind: str, folder: Path) -> str:
         ("c" * 252, (32, 64), "name 252 bytes most"),
         ("ä" * 130 + ".mp4", (32, 64), "name 264 bytes most"),
         ("a.png", (32, 64), "a.png picture frame"),
-        ("room", (32, 64), "room 1 kB 65.5 kB"),
-        ("room", (320, 640), "room 1 kB needs more"),
+        ("small", (32, 64), "small 1 kB 65.5 kB"),
+        ("small", (320, 640), "small 1 kB needs more"),
         ("file/a.gif", (32, 64), "file not a folder"),
     ],
 )
 def test_an_unwritable_video_is_reported_before_the_run(tmp_path, monkeypatch, machine, name, size, message):
-    """What is there already stays, and nothing is left."""
+    """Existing files stay, and no new files remain."""
     (tmp_path / "file").write_text("mine")
     (tmp_path / "a.mp4").write_text("mine")
-    program = without("libx264", tmp_path) if name == "a.mp4" else imageio_ffmpeg.get_ffmpeg_exe()
+    program = ffmpeg_without("libx264", tmp_path) if name == "a.mp4" else imageio_ffmpeg.get_ffmpeg_exe()
     monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: program)
-    if name == "room":
+    if name == "small":
         machine.has_disk(1000)
     before = names_in(tmp_path)
     if message is None:
@@ -253,7 +253,7 @@ def test_an_unwritable_video_is_reported_before_the_run(tmp_path, monkeypatch, m
     ("name", "words"),
     [("text.mp4", "text.mp4 settings"), ("bare.gif", "bare.gif settings"), ("absent.mp4", "no file absent.mp4")],
 )
-def test_files_without_settings(tmp_path, name, words):
+def test_files_without_settings_are_refused(tmp_path, name, words):
     (tmp_path / "text.mp4").write_text("not a video")
     Image.fromarray(clip()[0]).save(tmp_path / "bare.gif")
     with pytest.raises(WanjaxError, match=line_with_words(words)):
