@@ -15,7 +15,7 @@ HARMLESS = Mutation(
     '"""Tells whether a name stays in its folder, on every system, and can be printed."""',
     '"""Tells whether a name is plain."""',
     "nothing",
-    ("stores/test_paths.py::test_names_that_lead_elsewhere_are_not_taken",),
+    ("stores/test_paths.py::test_names_outside_the_folder_are_ignored",),
 )
 
 
