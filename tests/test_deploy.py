@@ -159,8 +159,8 @@ def test_the_rented_machines_have_all_chips_of_the_slice():
     def number(pattern: str, line: str) -> int:
         return prod(int(n) for n in re.search(pattern, line)[1].split("x"))
 
-    rented = number(r"standard-(\d+)t", template) * number(r"--size (\d+)", resize)
-    assert rented == number(r"--accelerator-topology (\S+)", policy) == SLICES["v6e-16"].devices
+    chips = number(r"standard-(\d+)t", template) * number(r"--size (\d+)", resize)
+    assert chips == number(r"--accelerator-topology (\S+)", policy) == SLICES["v6e-16"].devices
     pooled = number(r"standard-(\d+)t", pool) * number(r"--num-nodes (\d+)", pool)
     assert pooled == number(r"--tpu-topology (\S+)", pool)
     assert re.search(r"--tpu-topology (\S+)", pool)[1] == selector()["cloud.google.com/gke-tpu-topology"]
@@ -232,11 +232,11 @@ def test_the_steps_of_the_image_make_a_video(tmp_path):
         if name == "COPY":
             *sources, target = shlex.split(rest)
             for source in sources:
-                into = work / target
+                destination = work / target
                 if (ROOT / source).is_dir():
-                    shutil.copytree(ROOT / source, into, ignore=shutil.ignore_patterns("__pycache__"))
+                    shutil.copytree(ROOT / source, destination, ignore=shutil.ignore_patterns("__pycache__"))
                 else:
-                    shutil.copy(ROOT / source, into)
+                    shutil.copy(ROOT / source, destination)
         elif name == "RUN" and rest.startswith("pip "):
             subprocess.run(["bash", "-ec", rest], cwd=work, env=variables, check=True)
     (entry,) = (yaml.safe_load(rest) for name, rest in steps() if name == "ENTRYPOINT")

@@ -67,18 +67,18 @@ def execute() -> Execute:
 
 
 def test_an_unknown_option_is_dropped_and_reported_once(execute, compile_context):
-    adds = Program(sums, lambda context: {**BOGUS, **VALID}, donated=("total",))
+    sum_program = Program(sums, lambda context: {**BOGUS, **VALID}, donated=("total",))
     x, total = jnp.arange(3.0), jnp.ones(3)
     message = (
         r"^compiled without xla_no_such_option, which the compiler rejected: INVALID_ARGUMENT: No such compile option: "
     )
     with pytest.warns(WanjaxWarning, match=message) as warned:
-        total = execute.call(adds, compile_context, None, x, total)
+        total = execute.call(sum_program, compile_context, None, x, total)
     assert len(warned) == 1
-    total = execute.call(adds, compile_context, None, x, total)  # warnings are errors here
+    total = execute.call(sum_program, compile_context, None, x, total)  # warnings are errors here
     np.testing.assert_array_equal(total, [1, 3, 5])
-    assert execute.compiler_options(adds, compile_context) == VALID
-    assert num_compiled(adds, execute) == 1
+    assert execute.compiler_options(sum_program, compile_context) == VALID
+    assert num_compiled(sum_program, execute) == 1
 
 
 def test_an_option_with_a_rejected_value_is_dropped(execute, compile_context):
@@ -162,9 +162,9 @@ class Slow(Execute):
 
 def test_threads_that_call_a_program_compile_it_once(compile_context):
     slow, x = Slow(), jnp.ones(3)
-    adds = program_of(sums, {})
+    sum_program = program_of(sums, {})
     with ThreadPoolExecutor(4) as pool:
-        results = [pool.submit(slow.call, adds, compile_context, None, x, x) for _ in range(4)]
+        results = [pool.submit(slow.call, sum_program, compile_context, None, x, x) for _ in range(4)]
         slow.go.set()
         assert [np.asarray(x.result()).tolist() for x in results] == 4 * [[2.0, 2.0, 2.0]]
     assert slow.compiled == ["sums"]
@@ -179,31 +179,34 @@ def test_a_program_that_failed_is_tried_again(compile_context):
                 raise RuntimeError("no compiler")
             return super()._compile(traced_program, cache)
 
-    execute, adds, x = Failing(), program_of(sums, {}), jnp.ones(3)
+    execute, sum_program, x = Failing(), program_of(sums, {}), jnp.ones(3)
     with pytest.raises(RuntimeError, match="no compiler"):
-        execute.call(adds, compile_context, None, x, x)
+        execute.call(sum_program, compile_context, None, x, x)
     execute.fails = False
-    np.testing.assert_array_equal(execute.call(adds, compile_context, None, x, x), [2, 2, 2])
+    np.testing.assert_array_equal(execute.call(sum_program, compile_context, None, x, x), [2, 2, 2])
 
 
 def test_programs_of_a_run_are_compiled_in_parallel_once_one_is_missing(compile_context):
-    execute, adds, tops = Execute(), program_of(sums, {}), program_of(largest, {})
+    execute, sum_program, largest_program = Execute(), program_of(sums, {}), program_of(largest, {})
     x, traces = jnp.ones(3), []
 
     def recorded() -> list[TracedProgram]:
         traces.append(1)
-        return [TracedProgram(adds, compile_context, None, (x, x)), TracedProgram(tops, compile_context, None, (x,))]
+        return [
+            TracedProgram(sum_program, compile_context, None, (x, x)),
+            TracedProgram(largest_program, compile_context, None, (x,)),
+        ]
 
     with execute.compile_ahead(recorded):
-        execute.call(adds, compile_context, None, x, x)
+        execute.call(sum_program, compile_context, None, x, x)
         end = time.monotonic() + 60
-        while not num_compiled(tops, execute) and time.monotonic() < end:
+        while not num_compiled(largest_program, execute) and time.monotonic() < end:
             time.sleep(0.01)
-        execute.call(tops, compile_context, None, x)
+        execute.call(largest_program, compile_context, None, x)
     assert traces == [1]
     assert num_compiled(strategy=execute) == 2
     with execute.compile_ahead(recorded):
-        execute.call(adds, compile_context, None, x, x)  # already compiled
+        execute.call(sum_program, compile_context, None, x, x)  # already compiled
     assert traces == [1]
 
 

@@ -24,8 +24,8 @@ NOISE = ("jaxtyping", "typing.", "Union[", "NoneType", "jaxlib", "lambda", "<cla
 Latents = Float[Array, "B C T H W"]
 
 
-def help_text(thing: object) -> str:
-    return pydoc.plain(pydoc.render_doc(thing))
+def help_text(value: object) -> str:
+    return pydoc.plain(pydoc.render_doc(value))
 
 
 def signatures(text: str) -> list[str]:

@@ -300,11 +300,11 @@ class DrawingPipeline:
 def test_the_evaluation_detects_mistakes():
     pipe = DrawingPipeline("red")
     outcomes = evaluate.evaluate(lambda prompt, seed: pipe(prompt, seed=seed).frames, HELD_OUT[:8], seeds=2)
-    reds = sum(colour == "red" for colour, _, _ in HELD_OUT[:8])
-    assert 0 < reds < 8
+    num_red = sum(colour == "red" for colour, _, _ in HELD_OUT[:8])
+    assert 0 < num_red < 8
     report = evaluate.report(outcomes, psnr=33.0)
-    assert report["accuracy"] == {"colour": 1 - reds / 8, "motion": 1.0, "shape": 1.0}
-    assert [failure["prompt"].split()[1] for failure in report["failures"]] == ["red"] * 2 * reds
+    assert report["accuracy"] == {"colour": 1 - num_red / 8, "motion": 1.0, "shape": 1.0}
+    assert [failure["prompt"].split()[1] for failure in report["failures"]] == ["red"] * 2 * num_red
     assert "colour" in evaluate.table(report)
     assert json.loads(json.dumps(report)) is not None
 
@@ -319,14 +319,14 @@ def test_the_command_writes_its_files(tmp_path, monkeypatch, capsys):
     pipe = DrawingPipeline("none")
     monkeypatch.setattr(wanjax, "load", lambda model: {"nano": pipe}[model], raising=False)
     monkeypatch.setattr(evaluate, "reconstruction_psnr", lambda encode, decode: 40.0)
-    figures, sheet = tmp_path / "figures.json", tmp_path / "sheet.png"
-    evaluate.main(["--limit", "3", "--seeds", "1", "--json", str(figures), "--sheet", str(sheet)])
+    figures, contact_sheet = tmp_path / "figures.json", tmp_path / "sheet.png"
+    evaluate.main(["--limit", "3", "--seeds", "1", "--json", str(figures), "--sheet", str(contact_sheet)])
     assert json.loads(figures.read_text()) == {
         "videos": 3,
         "accuracy": {"colour": 1.0, "motion": 1.0, "shape": 1.0},
         "psnr": 40.0,
         "failures": [],
     }
-    with Image.open(sheet) as picture:
+    with Image.open(contact_sheet) as picture:
         assert picture.size == (9 * 66, 3 * 66)
     assert "colour    100.0 %   target 97 %" in capsys.readouterr().out

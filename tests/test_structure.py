@@ -207,8 +207,10 @@ def test_shared_files_name_no_family():
 def test_pricing_does_not_depend_on_videos():
     for name, path in MODULES.items():
         if name.startswith("wanjax.pricing"):
-            ours = {imported for imported in imports(path) if imported.startswith("wanjax")}
-            assert all(imported == "wanjax.errors" or imported.startswith("wanjax.pricing") for imported in ours), name
+            wanjax_imports = {imported for imported in imports(path) if imported.startswith("wanjax")}
+            assert all(
+                imported == "wanjax.errors" or imported.startswith("wanjax.pricing") for imported in wanjax_imports
+            ), name
 
 
 def test_few_modules_are_at_the_top():

@@ -111,7 +111,7 @@ def test_orbax_reads_stored_arrays(folder):
         assert np.asarray(x).tobytes() == TENSORS[name].tobytes()
 
 
-def test_on_one_cpu_an_array_takes_no_extra_memory(folder, monkeypatch):
+def test_on_one_cpu_an_array_needs_no_extra_memory(folder, monkeypatch):
     buffers = []
     aligned_empty = store.aligned_empty
     monkeypatch.setattr(store, "aligned_empty", lambda *args: buffers.append(aligned_empty(*args)) or buffers[-1])

@@ -268,13 +268,13 @@ def change_manifest(folder: Path, **changes: object) -> Path:
     return folder / "wanjax.json"
 
 
-def emptied(folder: Path) -> Path:
+def without_networks(folder: Path) -> Path:
     """Remove all networks from the manifest, and keep its old digest."""
     return change_manifest(folder, networks={})
 
 
-def emptied_with_its_digest(folder: Path) -> Path:
-    emptied(folder)
+def without_networks_with_new_digest(folder: Path) -> Path:
+    without_networks(folder)
     manifest = json.loads((folder / "wanjax.json").read_text())
     return change_manifest(folder, digest=own_digest(manifest))
 
@@ -286,7 +286,7 @@ def another_licence(folder: Path) -> Path:
 def no_arrays(folder: Path) -> Path:
     for weights in folder.glob("*/weights"):
         shutil.rmtree(weights)
-    emptied_with_its_digest(folder)
+    without_networks_with_new_digest(folder)
     return folder
 
 
@@ -319,7 +319,14 @@ HARMS = [lost_chunk, lost_array, flipped, swapped_arrays, swapped_chunks, extra_
 
 @pytest.mark.parametrize(
     "harm",
-    [*HARMS, emptied, emptied_with_its_digest, another_licence, no_arrays, *map(with_manifest, MANIFESTS)],
+    [
+        *HARMS,
+        without_networks,
+        without_networks_with_new_digest,
+        another_licence,
+        no_arrays,
+        *map(with_manifest, MANIFESTS),
+    ],
 )
 def test_verify_names_the_damage(converted, tmp_path, harm):
     folder = shutil.copytree(converted, tmp_path / "harmed")

@@ -230,7 +230,7 @@ def expand(x, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_integers_whose_scale_is_that_of_127_are_dequantized(shape):
+def test_integers_with_the_scale_of_127_are_dequantized(shape):
     x = weight(shape)
     largest = np.abs(x).max(1)
     integers = np.round(x / largest[:, None] * 127).astype(np.int8)

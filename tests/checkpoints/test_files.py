@@ -157,7 +157,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_the_message_for_a_broken_file_names_its_fault(tmp_path, name):
+def test_the_message_for_a_broken_file_names_its_error(tmp_path, name):
     contents, words = BROKEN[name]
     path = tmp_path / "x.safetensors"
     path.write_bytes(contents)
@@ -320,7 +320,7 @@ FOLDERS = {  # the damage to a folder, and the words of the message
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_the_message_for_a_wrong_folder_names_its_fault(tmp_path, name):
+def test_the_message_for_a_wrong_folder_names_its_error(tmp_path, name):
     harm, words = FOLDERS[name]
     harm(tmp_path)
     assert has_line_with(error_message(SafetensorsFolder, tmp_path), words)

@@ -23,8 +23,8 @@ def test_the_licence_of_a_single_file_is_printed_before_its_download(server, tmp
     preset = registry.presets()["wan2.1-t2v-1.3b-causvid"]
     restricted, messages = replace(preset, name="restricted", source=f"{ID}/{name}", model=None), []
 
-    def note(sentence):
-        messages.append((sentence, [file for file, _ in server.downloads]))
+    def note(message):
+        messages.append((message, [file for file, _ in server.downloads]))
 
     with registered(presets=(restricted,)):
         for _ in range(2):

@@ -180,9 +180,9 @@ def test_unmatched_changes_are_reported(checkpoint, file, tmp_path):
     ],
 )
 def test_a_lora_that_does_not_fit_is_refused_before_loading(checkpoint, file, tmp_path, lora, words):
-    save_safetensors(misfit := tmp_path / "other.safetensors", {f"{Q}.diff": np.ones((5, 5), np.float32)})
+    save_safetensors(other_lora := tmp_path / "other.safetensors", {f"{Q}.diff": np.ones((5, 5), np.float32)})
     with pytest.raises(WanjaxError, match=line_with_words(words)):
-        wanjax.load(checkpoint, lora=lora.replace("OTHER", str(misfit)).replace("FILE", str(file)))
+        wanjax.load(checkpoint, lora=lora.replace("OTHER", str(other_lora)).replace("FILE", str(file)))
 
 
 @pytest.fixture(scope="module")

@@ -346,7 +346,7 @@ def test_a_module_named_like_a_wrapper_is_recognised(tmp_path):
     assert_near(file.change("module.to_q.weight", 1.0, np.zeros((12, 20), np.float32)), change)
 
 
-def test_a_key_of_endless_wrappers_takes_little_memory():
+def test_a_key_of_many_wrappers_needs_little_memory():
     """Each removed prefix leaves a copy of the rest, so a long chain would take gigabytes."""
     part = parse_key("model." * 100_000 + "linear.lora_A.weight", {"linear"})
     assert part is not None

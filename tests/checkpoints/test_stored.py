@@ -77,7 +77,7 @@ def test_another_checkpoint_is_not_overwritten(source, stored):
     assert objects() == before
 
 
-def test_an_interrupted_conversion_is_no_checkpoint_and_resumes(source, converted):
+def test_an_interrupted_conversion_is_not_a_checkpoint_and_can_resume(source, converted):
     count = len(bytes_of(converted))
     with failing("put_file", LOST_CONNECTION, after=count // 2):
         assert has_line_with(error_message(ToWanjax(open_source(source), MODEL, NETWORKS).run), MODEL)

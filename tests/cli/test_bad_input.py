@@ -142,10 +142,10 @@ def test_a_platform_without_devices_is_reported(platform, command):
     environment = os.environ | {"JAX_PLATFORMS": platform}
     run = subprocess.run([sys.executable, *SCRIPTS[command]], env=environment, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (2, "")
-    [sentence] = run.stderr.splitlines()
-    assert has_line_with(sentence, f"wanjax: JAX_PLATFORMS={platform}")
-    assert has_line_with(sentence, "without JAX_PLATFORMS")
-    assert re.search(WITHOUT_DEVICES[platform], sentence)
+    [message] = run.stderr.splitlines()
+    assert has_line_with(message, f"wanjax: JAX_PLATFORMS={platform}")
+    assert has_line_with(message, "without JAX_PLATFORMS")
+    assert re.search(WITHOUT_DEVICES[platform], message)
     assert remaining_files() == []
 
 
@@ -179,8 +179,8 @@ def test_missing_processes_are_reported(intact):
     command = [sys.executable, "-m", "wanjax", "a", "--model", intact, "--processes", "auto"]
     run = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (2, "")
-    [sentence] = run.stderr.splitlines()
-    assert has_line_with(sentence, "wanjax: processes auto Slurm")
+    [message] = run.stderr.splitlines()
+    assert has_line_with(message, "wanjax: processes auto Slurm")
     assert remaining_files() == []
 
 

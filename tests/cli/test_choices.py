@@ -116,7 +116,7 @@ def test_the_option_names_of_older_scripts_are_accepted(parsed, options, name, v
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "words"),
     [
         (
             "--use_custom_attention --attention chunked",
@@ -134,8 +134,8 @@ def test_the_option_names_of_older_scripts_are_accepted(parsed, options, name, v
         ("--scheduler unipc:2", "unipc:order=1 consistency:timesteps=1000,757,522 rcm:sigma_max=200"),
     ],
 )
-def test_invalid_or_contradictory_options_are_refused(model, options, sentence):
-    assert has_line_with(refused("a", "--model", model, *SMALL, *options.split()), sentence)
+def test_invalid_or_contradictory_options_are_refused(model, options, words):
+    assert has_line_with(refused("a", "--model", model, *SMALL, *options.split()), words)
 
 
 def test_plan_takes_its_model_as_argument_or_option(parsed):

@@ -349,8 +349,8 @@ def test_denoising_can_start_from_a_video(model):
     np.testing.assert_array_equal(
         load_safetensors(Path("stage_outputs") / stage_files.LATENTS_FILE)["latents"], latents
     )
-    sentence = wanjax("b", "--model", model, *options, "--strength", "0.4").stderr
-    assert has_line_with(sentence, "strength 0.4 2 steps 0.5")
+    stderr = wanjax("b", "--model", model, *options, "--strength", "0.4").stderr
+    assert has_line_with(stderr, "strength 0.4 2 steps 0.5")
 
 
 def test_unintended_settings_give_notes(model):

@@ -96,10 +96,10 @@ def check(*arguments: str) -> None:
     assert result.exit_code in (0, 2), (arguments, result.exception)
     assert result.exception is None or isinstance(result.exception, SystemExit), (arguments, result.exception)
     if result.exit_code:
-        sentences = re.findall(r"^wanjax: .*$", result.stderr, re.MULTILINE)
-        assert len(sentences) == 1, (arguments, result.stderr)
-        assert 10 < len(sentences[0]) < 1200, (arguments, sentences[0])
-        assert "Error:" not in sentences[0], (arguments, sentences[0])
+        messages = re.findall(r"^wanjax: .*$", result.stderr, re.MULTILINE)
+        assert len(messages) == 1, (arguments, result.stderr)
+        assert 10 < len(messages[0]) < 1200, (arguments, messages[0])
+        assert "Error:" not in messages[0], (arguments, messages[0])
 
 
 def draw_option(data: st.DataObject, options: dict[str, click.Option]) -> list[str]:

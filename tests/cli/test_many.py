@@ -110,7 +110,7 @@ def test_a_killed_run_makes_the_rest_when_it_is_repeated(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "words"),
     [
         (("a", "--prompts", "prompts.txt"), "--prompts prompt"),
         (("--prompts", "nowhere.txt"), "nowhere.txt"),
@@ -131,14 +131,14 @@ def test_a_killed_run_makes_the_rest_when_it_is_repeated(tmp_path):
     ],
     ids=str,
 )
-def test_mistakes_in_several_prompts_and_seeds_are_refused(tmp_path, arguments, sentence):
+def test_mistakes_in_several_prompts_and_seeds_are_refused(tmp_path, arguments, words):
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "wrong.jsonl").write_text('"a"\n{"prompt": "a", "steps": 0}\n')
-    assert has_line_with(run("generate", *arguments, *SMALL, status=2).stderr, sentence)
+    assert has_line_with(run("generate", *arguments, *SMALL, status=2).stderr, words)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "words"),
     [
         (("nowhere.jsonl",), "nowhere.jsonl"),
         (("prompts.txt", "--workers", 0), "--workers 0 --database"),
@@ -158,7 +158,7 @@ def test_mistakes_in_several_prompts_and_seeds_are_refused(tmp_path, arguments, 
     ],
     ids=str,
 )
-def test_mistakes_of_a_batch_are_refused(arguments, sentence):
+def test_mistakes_of_a_batch_are_refused(arguments, words):
     if "--ray" in arguments:
         pytest.importorskip("ray")
     Path("promt.csv").write_text("promt\na cat\n")
@@ -166,7 +166,7 @@ def test_mistakes_of_a_batch_are_refused(arguments, sentence):
     Path("twice.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a", "steps": 1, "steps": 2}\n')
     Path("twice.json").write_text('[{"prompt": "a", "steps": 1, "steps": 2}]')
     Path("model.jsonl").write_text('{"prompt": "a", "model": "wan2.1-t2v-1.3b"}')
-    assert has_line_with(refused("batch", *map(str, arguments)), sentence)
+    assert has_line_with(refused("batch", *map(str, arguments)), words)
 
 
 def test_notes_are_printed_once_for_all_rows():

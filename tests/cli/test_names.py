@@ -143,7 +143,7 @@ def test_existing_files_are_replaced_only_by_force(model):
         "fps": ("decode", "--fps", "3"),
     }
     for name, command in commands.items():
-        assert has_line_with(refused(*command, "--dir", "d", begun=False), f"d/ another {name} --force")
+        assert has_line_with(refused(*command, "--dir", "d", started=False), f"d/ another {name} --force")
     Path("foreign.mp4").write_bytes(b"a user's")
     before |= contents()
     for out, command, words in (
@@ -152,9 +152,9 @@ def test_existing_files_are_replaced_only_by_force(model):
         ("a.mp4", ("decode", "--dir", "d"), "steps"),
         ("foreign.mp4", ("generate", "a", *options), "not written"),
     ):
-        assert has_line_with(refused(*command, "--out", out, begun=False), f"{out} {words} another --out --force")
+        assert has_line_with(refused(*command, "--out", out, started=False), f"{out} {words} another --out --force")
     assert has_line_with(
-        refused("generate", "b", *options, "--dir", "d", begun=False), f"d/{stage_files.VIDEO_FILE} prompt --force"
+        refused("generate", "b", *options, "--dir", "d", started=False), f"d/{stage_files.VIDEO_FILE} prompt --force"
     )
     assert contents() == before
 
@@ -241,7 +241,7 @@ def test_stage_settings_are_not_written_beside_the_frames_of_a_video(command):
     """`info` would show the settings of the stage as those of the frames."""
     Video(np.zeros((2, 16, 32, 3), np.uint8), 8, {"prompt": "a red circle"}).save("frames/")
     before = files("frames")
-    assert has_line_with(refused(*command, "--dir", "frames", begun=False), "frames frame_00000.png --dir --force")
+    assert has_line_with(refused(*command, "--dir", "frames", started=False), "frames frame_00000.png --dir --force")
     assert files("frames") == before
     assert read_metadata("frames")["prompt"] == "a red circle"
 

@@ -148,7 +148,7 @@ def test_a_full_compilation_cache_is_reported_once(tmp_path, capsys):
 )
 def test_an_unwritable_output_is_reported_before_the_first_step(model, monkeypatch, options, words):
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", "false")
-    assert has_line_with(refused("a", "--model", model, *SMALL, *options, begun=False), words)
+    assert has_line_with(refused("a", "--model", model, *SMALL, *options, started=False), words)
 
 
 def test_settings_that_a_folder_of_pictures_omits_are_reported_once(model):

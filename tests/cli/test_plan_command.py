@@ -153,7 +153,7 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
     monkeypatch.setattr(
         Pricer,
         "prices",
-        lambda self, _, programs, begun: enumerate([Price(argument_bytes=0, peak_bytes=needed)] * len(programs)),
+        lambda self, _, programs, on_start: enumerate([Price(argument_bytes=0, peak_bytes=needed)] * len(programs)),
     )
     result = estimate.estimate_video(model_description("wan2.1-t2v-14b"), "v6e-1")
     assert not result.fits
@@ -169,7 +169,7 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
 def test_a_plan_lists_options_with_which_a_video_fits(monkeypatch):
     """With 6 GiB of activations, the 14B has 27 GiB of weights, 14 with 8 bits, and 1 on the device if offloaded."""
 
-    def prices(self, _, programs, begun):
+    def prices(self, _, programs, on_start):
         sizes = [
             [x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract_call.arguments)] for abstract_call in programs
         ]
@@ -220,10 +220,10 @@ def test_a_plan_gives_frames_per_second_of_a_causal_model():
     video = model_description("wan2.1-t2v-1.3b-causal").settings.updated({"height": 12, "width": 12, "frames": 15})
     result = estimate.estimate_video(describe(model, video), "h200")
     runs = {run.name: run for run in programs(pipeline(model, video, attention=AttentionConfig("reference")), video)}
-    priced = hardware.price_on(
+    run_prices = hardware.price_on(
         hardware.find_hardware("h200"), [(name, run.abstract_call) for name, run in runs.items()]
     )
-    prices = {name: each.seconds for name, each in zip(runs, priced, strict=True)}
+    prices = {name: each.seconds for name, each in zip(runs, run_prices, strict=True)}
     chunk_seconds = prices["begin"] + 4 * prices["step"] + prices["renew"] + prices["finish"] + prices["decode_next"]
     assert result.frames_per_second == pytest.approx(4 / chunk_seconds)
     step = counted(runs["step"])
@@ -244,12 +244,12 @@ def test_progress_reports_the_start_and_the_price_of_each_program():
 def test_the_progress_bar_counts_only_compilations(monkeypatch):
     """Cached prices come first, before anything is compiled."""
 
-    def partly_cached(self, place, abstract_calls, begun):
+    def partly_cached(self, place, abstract_calls, on_start):
         yield 1, Price(argument_bytes=1, peak_bytes=2)
-        begun(0)
-        begun(2)
+        on_start(0)
+        on_start(2)
         yield 2, Price(argument_bytes=1, peak_bytes=2)
-        begun(0)  # again, because the compiler's process ended
+        on_start(0)  # again, because the compiler's process ended
         yield 0, Price(argument_bytes=3, peak_bytes=4)
 
     monkeypatch.setattr(Pricer, "prices", partly_cached)
@@ -290,7 +290,7 @@ def test_cached_prices_are_read_by_the_same_key(tmp_path):
 def test_each_compiler_has_separate_cached_prices(monkeypatch):
     requested = {}
 
-    def prices(self, place, programs, begun):
+    def prices(self, place, programs, on_start):
         requested["jobs"] = [export(program, place) for program in programs]
         return enumerate(
             [Price(argument_bytes=1, peak_bytes=2, seconds=1.0, doubts=["an option was refused"])] * len(programs)

@@ -82,7 +82,7 @@ def test_many_videos_in_a_bucket_are_made_once():
 def test_a_missing_bucket_is_reported_before_the_first_step(many):
     out = "s3://no-such-bucket/videos" if many else "s3://no-such-bucket/a.mp4"
     assert has_line_with(
-        refused("a red circle", *SMALL, "--out", out, *many, begun=False), "s3://no-such-bucket bucket"
+        refused("a red circle", *SMALL, "--out", out, *many, started=False), "s3://no-such-bucket bucket"
     )
 
 
@@ -145,7 +145,7 @@ def test_an_unwritable_store_is_reported_before_the_first_step(fault, words, s3,
     S3FileSystem.clear_instance_cache()
     try:
         with fault(s3, monkeypatch):
-            output = refused("a red circle", *SMALL, "--out", f"{BUCKET}/a.mp4", begun=False)
+            output = refused("a red circle", *SMALL, "--out", f"{BUCKET}/a.mp4", started=False)
     finally:
         S3FileSystem.clear_instance_cache()
     assert has_line_with(output, words)

@@ -74,7 +74,7 @@ def write_requests(folder, *rows):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # warnings of Ray
-def test_no_video_is_lost_whatever_is_killed(tmp_path):
+def test_no_video_is_lost_if_any_process_is_killed(tmp_path):
     pytest.importorskip("ray")
     from benchmarks.cluster import chaos
 

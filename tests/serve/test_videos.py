@@ -269,10 +269,12 @@ def test_an_input_of_one_family_is_a_field(start, tmp_path, monkeypatch):
     assert "driving" in start(tmp_path / "nano", work=False).refused(422, json=SMALL | {"driving": reference_picture})
 
 
-@pytest.mark.parametrize("works", quick([False], [False, True]))
-def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, works):
+@pytest.mark.parametrize("with_worker", quick([False], [False, True]))
+def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, with_worker):
     """The model is VACE."""
-    server = start(loaded_models=LoadedModels(wanjax.load(tiny_control_checkpoint(tmp_path / "control"))), work=works)
+    server = start(
+        loaded_models=LoadedModels(wanjax.load(tiny_control_checkpoint(tmp_path / "control"))), work=with_worker
+    )
     [model] = server.client.get("/v1/models").json()["data"]
     assert list(model["pictures"]) == ["image", "last_image", "video", "mask", "references"]
     assert "strength" not in model["settings"]
@@ -284,7 +286,7 @@ def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, works):
     fields |= {"references": [url(picture()), url(picture((20, 20)))]}
     requested = server.post_video(**fields, fps=8, outpaint="8,0,8,0")
     assert requested["pictures"] == ["clip", "mask", "references_0", "references_1"]
-    if works:
+    if with_worker:
         assert server.wait_until_finished(requested["id"])["status"] == "completed"
         metadata = server.client.get(f"/v1/videos/{requested['id']}/record").json()
         files = [Path(file).stem for file in (metadata["video"], metadata["mask"], *metadata["references"])]
@@ -783,11 +785,11 @@ def test_a_stopped_server_keeps_its_running_job(start, monkeypatch):
     server = start()
     latents = Run.latents
 
-    def closing(*arguments, **options):
+    def stop_then_denoise(*arguments, **options):
         server.worker.stop()
         yield from latents(*arguments, **options)
 
-    monkeypatch.setattr(Run, "latents", closing)
+    monkeypatch.setattr(Run, "latents", stop_then_denoise)
     id = server.post_video()["id"]
     server.stop()
     monkeypatch.undo()

@@ -64,7 +64,7 @@ def traced_call(instance: TracedProgram) -> Call:
 
 
 def differences(executed: Counter[Call], recorded: Counter[Call]) -> list[str]:
-    """Return a sentence for each call whose two counts differ."""
+    """Return a message for each call whose two counts differ."""
     return [
         f"{call} is executed {executed[call]} times and recorded {recorded[call]} times"
         for call in executed | recorded
@@ -83,11 +83,11 @@ def steps(calls: Counter[Call]) -> Counter[bool]:
 
 
 def wrong_shardings(compiled: Sequence[tuple[TracedProgram, list[Any]]]) -> list[str]:
-    """Return a sentence for each result whose sharding is not the one that its program states."""
+    """Return a message for each result whose sharding differs from that of its program."""
     messages = []
     for instance, shardings in compiled:
-        stated = jax.tree.leaves(instance.results)
-        for number, (result, sharding) in enumerate(zip(stated, shardings, strict=True)):
+        results = jax.tree.leaves(instance.results)
+        for number, (result, sharding) in enumerate(zip(results, shardings, strict=True)):
             if not sharding.is_equivalent_to(result.sharding, result.ndim):
                 messages.append(f"result {number} of {instance.program.name}, {result}, has {sharding}")
     return messages

@@ -44,18 +44,18 @@ class Arguments(dict[str, Any]):
                 self.update(argument._asdict())
 
 
-def refused(*arguments: str | Path, status: int = 2, begun: bool | None = None) -> str:
+def refused(*arguments: str | Path, status: int = 2, started: bool | None = None) -> str:
     """Run a command that must fail, and return its error message.
 
-    With `begun` False, the command must fail before the first stage.
+    With `started` False, the command must fail before the first stage.
     """
     result = wanjax(*arguments)
     assert result.exit_code == status, (result.output, result.exception)
     assert result.stdout == ""
-    assert begun is not False or not re.search(r"^encode\b", result.stderr, re.MULTILINE), result.stderr
-    sentences = re.findall(r"^wanjax: (.*(?:\n  .*)*)$", result.stderr, re.MULTILINE)
-    assert len(sentences) == 1, result.stderr
-    rest = result.stderr.partition(sentences[0])[2].strip()
+    assert started is not False or not re.search(r"^encode\b", result.stderr, re.MULTILINE), result.stderr
+    messages = re.findall(r"^wanjax: (.*(?:\n  .*)*)$", result.stderr, re.MULTILINE)
+    assert len(messages) == 1, result.stderr
+    rest = result.stderr.partition(messages[0])[2].strip()
     assert rest == "" or rest.startswith(("completed work is kept", "no video is complete", "no work is complete"))
     assert not [path for path in Path().rglob("*") if path.name.startswith(".") or "partial" in path.name]
-    return sentences[0]
+    return messages[0]

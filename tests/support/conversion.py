@@ -25,9 +25,9 @@ def convert_command(*arguments: str | Path) -> tuple[int, str, str]:
 def refused(*arguments: str | Path, status: int = 2) -> str:
     """Run a conversion that must fail, and return its error message. The status is 1 for a full disk."""
     code, out, err = convert_command(*arguments)
-    sentences = re.findall(r"^wanjax: (.*)$", err, re.MULTILINE)
-    assert (code, out, len(sentences)) == (status, "", 1), err
-    return sentences[0]
+    messages = re.findall(r"^wanjax: (.*)$", err, re.MULTILINE)
+    assert (code, out, len(messages)) == (status, "", 1), err
+    return messages[0]
 
 
 def split(folder: Path) -> None:

@@ -72,12 +72,12 @@ def write_damaged(path: Path, kind: str) -> Path:
     return damaged
 
 
-def names_broken_frame(sentence: str, name: str, kind: str) -> bool:
+def names_broken_frame(message: str, name: str, kind: str) -> bool:
     """Return whether a message names the frame at which a damaged clip of `FRAMES` breaks.
 
     A file that ends early may not open at all.
     """
-    if (frame := re.search(r"breaks at frame (\d+)", sentence)) is None:
+    if (frame := re.search(r"breaks at frame (\d+)", message)) is None:
         return kind == "cut" and name in ("plain.mp4", "a.webp", "a.avif")
     if (name, kind) == ("a.avif", "cut"):  # its frames are not stored in display order
         return True

@@ -125,12 +125,12 @@ def test_clips_computed_from_a_video_are_missing_inputs():
     }
     drawn = node("DrawMaskOnImage", image=["film", 0], mask=["m", 0])
     workflow = read_request(1, clips, **poses, m=mask, drawn=drawn, film=node("VHS_LoadVideo", video="film.mp4"))
-    sentences = {name: value.sentence for name, value in workflow.inputs.items() if isinstance(value, Missing)}
-    assert sentences.keys() == {"video", "face", "background", "mask"}
-    assert "node p (DWPreprocessor) composes a video when it runs" in sentences["video"]
-    assert sentences["face"].endswith("save the result in ComfyUI, and give it by --face FILE")
-    assert "DrawMaskOnImage" in sentences["background"]
-    assert "--mask FILE" in sentences["mask"]
+    missing = {name: value.sentence for name, value in workflow.inputs.items() if isinstance(value, Missing)}
+    assert missing.keys() == {"video", "face", "background", "mask"}
+    assert "node p (DWPreprocessor) composes a video when it runs" in missing["video"]
+    assert missing["face"].endswith("save the result in ComfyUI, and give it by --face FILE")
+    assert "DrawMaskOnImage" in missing["background"]
+    assert "--mask FILE" in missing["mask"]
 
 
 def test_an_unlinked_clip_is_a_missing_input():
