@@ -324,7 +324,7 @@ MUTATIONS = (
         " / parts.tensor_names.divisor",
         "",
         "weights of 8-bit integers are 127 times too large",
-        ("checkpoints/test_dequantized.py::test_integers_whose_scale_is_that_of_127_are_dequantized",),
+        ("checkpoints/test_dequantized.py::test_integers_with_the_scale_of_127_are_dequantized",),
     ),
     Mutation(
         "block-scale",
