@@ -23,7 +23,7 @@ COMMANDS = [path.stem for path in sorted(FOLDER.glob("*.py")) if "__main__" in p
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help(name, monkeypatch, capsys):
+def test_each_benchmark_prints_its_help(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as end:
         import_module(f"benchmarks.{name}").main()
@@ -35,7 +35,7 @@ def test_the_benchmarks_are_listed():
     assert {"against_diffusers", "attention", "convert", "memory", "quality"} <= set(COMMANDS)
 
 
-def test_psnr_and_ssim_of_frames():
+def test_psnr_and_ssim_of_frames_are_correct():
     """PSNR and SSIM of random pictures; the reference of SSIM is its definition on one window."""
     from benchmarks.quality import psnr, ssim
 

@@ -105,7 +105,7 @@ def test_the_shape_stays_in_the_frame(shape, motion):
         assert np.ptp(rim[..., 0]) == 0.0
 
 
-def test_plain_captions():
+def test_plain_captions_are_short_descriptions():
     assert captions.plain_caption("red", "circle", "right") == "a red circle moving right"
     assert captions.plain_caption("orange", "cross", "grows") == "an orange cross growing"
     assert captions.plain_caption("blue", "square", "stays") == "a blue square staying still"

@@ -191,7 +191,7 @@ def test_superfluous_and_missing_keys_are_reported(name):
         ("wan2.2-i2v-a14b", "Wan-AI/Wan2.2-I2V-A14B-Diffusers", (3.5, 3.5), 0.9, 5.0),
     ],
 )
-def test_defaults_of_two_experts(name, source, guidance, boundary, shift):
+def test_models_of_two_experts_have_the_published_defaults(name, source, guidance, boundary, shift):
     """The guidance scale at high noise is first; the official pair for text to video is written (3.0, 4.0)."""
     preset, defaults = presets()[name], presets()[name].defaults
     assert (preset.name, defaults.model, preset.source) == (name, name, source)
@@ -201,7 +201,7 @@ def test_defaults_of_two_experts(name, source, guidance, boundary, shift):
     assert defaults.negative_prompt == OFFICIAL_NEGATIVE_PROMPT
 
 
-def test_defaults_of_the_5b():
+def test_the_5b_has_the_published_defaults():
     preset, defaults = presets()["wan2.2-ti2v-5b"], presets()["wan2.2-ti2v-5b"].defaults
     assert (defaults.model, preset.source) == ("wan2.2-ti2v-5b", "Wan-AI/Wan2.2-TI2V-5B-Diffusers")
     assert (defaults.size, defaults.frames, defaults.fps) == ((704, 1280), 121, 24)
@@ -211,7 +211,7 @@ def test_defaults_of_the_5b():
 
 
 @pytest.mark.parametrize(("distilled", "steps", "guidance"), [(False, 40, 3.0), (True, 10, 1.0)])
-def test_defaults_of_animations(distilled, steps, guidance):
+def test_animation_models_have_the_published_defaults(distilled, steps, guidance):
     name = "wan2.2-animate-2-14b" + "-distilled" * distilled
     preset, defaults, model = presets()[name], presets()[name].defaults, model_description(name).model
     assert preset.source == f"Wan-AI/Wan2.2-Animate-2-14B{'-Distilled' * distilled}-Diffusers"
@@ -225,7 +225,7 @@ def test_defaults_of_animations(distilled, steps, guidance):
     assert (defaults.clip_prompt, defaults.resize) == ("人物动作的参考视频", "pad")
 
 
-def test_defaults_of_the_model_that_follows_poses():
+def test_the_model_of_poses_has_the_published_defaults():
     preset = presets()["wan2.2-animate-14b"]
     defaults, spec = preset.defaults, model_description("wan2.2-animate-14b").model.spec
     assert preset.source == "Wan-AI/Wan2.2-Animate-14B-Diffusers"
@@ -308,7 +308,7 @@ def test_a_preset_has_the_number_of_parameters_of_its_name(name):
         ),
     ],
 )
-def test_defaults_of_distilled_models(name, source, scheduler, size, frames, steps, shift, licence):
+def test_distilled_models_have_the_published_defaults(name, source, scheduler, size, frames, steps, shift, licence):
     preset, defaults = presets()[name], presets()[name].defaults
     assert (preset.source, preset.licence, preset.loras) == (source, licence, ())
     assert preset.scheduler == parse(scheduler)
@@ -327,7 +327,7 @@ def test_defaults_of_distilled_models(name, source, scheduler, size, frames, ste
         ("wan2.2-fun-5b-inp", (704, 1280), 121, 24, (None, None)),
     ],
 )
-def test_defaults_of_models_that_fill_in_between_pictures(name, size, frames, fps, experts):
+def test_models_between_two_pictures_have_the_published_defaults(name, size, frames, fps, experts):
     preset, defaults, model = presets()[name], presets()[name].defaults, model_description(name).model
     assert name.endswith("-inp")
     assert preset.source.lower() == f"alibaba-pai/{name}"
@@ -355,7 +355,9 @@ TURBO = "TurboDiffusion/TurboWan2."
         ),
     ],
 )
-def test_defaults_of_models_with_sparse_linear_attention(name, source, scheduler, size, scale_2, boundary):
+def test_models_with_sparse_linear_attention_have_the_published_defaults(
+    name, source, scheduler, size, scale_2, boundary
+):
     preset, defaults, model = presets()[name], presets()[name].defaults, model_description(name).model
     assert (preset.source, preset.licence, preset.loras) == (TURBO + source, FREE_LICENCE, ())
     assert preset.repository_names == [preset.source.split("/")[1]]

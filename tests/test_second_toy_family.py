@@ -272,7 +272,7 @@ def test_a_plan_traces_the_executed_programs(folder, mesh):
 @pytest.mark.parametrize(
     "cache", quick(["easycache:9,2"], ["easycache:9,2", "magcache", "deepcache:0,4,2", "guidance:2"])
 )
-def test_step_caches_hold_both_streams(pipe, conditioning, tmp_path, cache):
+def test_step_caches_store_both_streams(pipe, conditioning, tmp_path, cache):
     """A reused step changes the latents of both streams. A stopped run keeps the cached values of both."""
     uncached, reused, file = pipe.denoise(conditioning, seed=3, steps=6), [], tmp_path / "x"
     pipe = copy(pipe)

@@ -138,7 +138,7 @@ def checkpoint(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
-def test_a_checkpoint_from_prompt_to_video(checkpoint):
+def test_a_checkpoint_makes_the_same_video_on_a_mesh(checkpoint):
     """Every weight is loaded with its sharding, and the video is the same up to rounding."""
     videos = []
     for mesh in (None, "dp=2,sp=2,tp=2"):
@@ -167,7 +167,7 @@ def test_a_checkpoint_from_prompt_to_video(checkpoint):
         ("tp", (None, None, "conv_in", "conv_out"), (3, 3, 8, 8), Spec(None, None, None, None)),
     ],
 )
-def test_shardings_of_weights(rules, axes, shape, spec):
+def test_weights_have_the_sharding_of_the_rules(rules, axes, shape, spec):
     assert partitioner((2, 2, 2), rules).weight_sharding(axes, shape).spec == spec
 
 
@@ -196,11 +196,11 @@ def test_shardings_of_weights(rules, axes, shape, spec):
         ("fsdp", ("batch", "frames", "height", "width", None), (2, 5, 6, 6, 4), Spec("dp", None, "tp", "sp", None)),
     ],
 )
-def test_shardings_of_activations(rules, axes, shape, spec):
+def test_activations_have_the_sharding_of_the_rules(rules, axes, shape, spec):
     assert partitioner((2, 2, 2), rules).activation_spec(axes, shape) == spec
 
 
-def test_bytes_of_the_14b_on_each_of_eight_chips():
+def test_eight_chips_share_the_weights_of_the_14b():
     """The 28.6 GB are split over `sp` and `tp`, and replicated over `dp`."""
 
     def bytes_a_device(axes, rules):
@@ -216,7 +216,7 @@ def test_bytes_of_the_14b_on_each_of_eight_chips():
     assert 28.5e9 < bytes_a_device((2, 1, 4), "replicated") < 28.7e9
 
 
-def test_an_automatic_mesh_with_a_requested_sp():
+def test_an_automatic_mesh_keeps_a_requested_sp():
     pipe = wanjax.load("nano", mesh="auto,sp=2")
     assert pipe.partitioner.mesh.shape["sp"] == 2
 

@@ -404,7 +404,7 @@ URL = "s3://videos/served/video_1/image.png"
         ),
     ],
 )
-def test_invalid_metadata(change, message):
+def test_invalid_metadata_is_refused(change, message):
     Path("a.safetensors").write_bytes(b"another")
     metadata = json.dumps({"model": "nano", "prompt": "a", "steps": 1, **change})
     Path("one.json").write_text(metadata.replace("FOLDER", str(Path().absolute())))
@@ -420,7 +420,7 @@ def test_metadata_of_older_scripts_is_read():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file systems elsewhere refuse such names")
-def test_names_that_are_not_utf_8(text_model):
+def test_file_names_that_are_not_utf_8_are_accepted(text_model):
     """Run the commands in a new process, because the streams of a test runner encode bytes differently."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUTF8": "1"}
     picture = b"caf\xe9.png"

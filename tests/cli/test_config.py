@@ -63,7 +63,7 @@ def parsed(monkeypatch, tmp_path, record_arguments) -> Arguments:
     )
 
 
-def test_shared_and_per_command_options(parsed):
+def test_a_config_has_shared_options_and_options_for_a_command(parsed):
     succeeded(wanjax("a cat", "--config", "my.toml"))
     assert (
         parsed.items()
@@ -198,7 +198,7 @@ def test_mistakes_in_a_config_file_are_refused(text, message):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-def test_a_config_with_a_byte_order_mark(parsed, encoding):
+def test_a_config_with_a_byte_order_mark_is_read(parsed, encoding):
     Path("my.toml").write_bytes(CONFIG.replace("\n", "\r\n").encode(encoding))
     succeeded(wanjax("a cat", "--config", "my.toml"))
     assert (parsed["steps"], parsed["out"]) == (30, "a.mp4")

@@ -84,7 +84,7 @@ def test_json_names_no_removed_folder(model):
     assert json.loads(line).keys() == {"file", "record", "seconds"}
 
 
-def test_json_of_the_stages(model):
+def test_each_stage_prints_json(model):
     for command, name in (
         (["encode", "a", "--model", model, "--dtype", "float32"], stage_files.EMBEDDINGS_FILE),
         (["denoise", *SMALL, "-q"], stage_files.LATENTS_FILE),

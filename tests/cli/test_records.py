@@ -57,14 +57,14 @@ def extras(metadata: dict, model: Path) -> dict:
     return {name: value for name, value in metadata.items() if name not in expected}
 
 
-def test_metadata_of_default_settings(text_model):
+def test_default_settings_are_recorded(text_model):
     succeeded(wanjax("a", "--model", text_model, *SMALL, "--dir", "d", "--out", "a.mp4"))
     metadata = read_metadata("a.mp4")
     assert extras(metadata, text_model) == DEFAULT_ENTRIES
     assert metadata == load_settings(Path("d"))
 
 
-def test_metadata_of_all_settings(text_model, folder):
+def test_all_settings_are_recorded(text_model, folder):
     chosen = "--mesh dp=2,sp=2,tp=2 --rules tp --attention reference --scheduler unipc:order=1 --tile --batch-guidance"
     more = ("--lora", "style.safetensors:0.5", "--noise", "noise.safetensors", "--compiler", "fast")
     succeeded(wanjax("a", "--model", text_model, *SMALL, *chosen.split(), *more, "--dir", "d", "--out", "a.mp4"))
