@@ -57,7 +57,7 @@ def test_types_with_fast_rules_accept_any_bytes(kind):
 
 
 def test_a_file_of_several_types_is_read(tmp_path):
-    """Kernels in random_blocks, norms and biases as floats; order, shapes and names are preserved."""
+    """Kernels in blocks, norms and biases as floats; order, shapes and names are preserved."""
     random = np.random.default_rng(0)
     halves = random.normal(size=(3, 5)).astype(ml_dtypes.bfloat16)
     tensors = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints by folder and by hub id: which files are downloaded, and the message for each fault."""
+"""Checkpoints by folder and by hub id: which files are downloaded, and the message for each error."""
 
 import json
 import os
@@ -138,7 +138,7 @@ def with_response(status, code):
     return harm
 
 
-HARMS = [  # the fault of a hub, the words of the message, and whether it is a failure, not a mistake of the user
+HARMS = [  # the error of a hub, the words of the message, and whether it is a failure, not a mistake of the user
     (with_response(401, None), "public hf auth login", False),
     (with_response(403, "GatedRepo"), "owner/video gated terms http://127.0.0.1 hf auth login", False),
     (with_response(401, "GatedRepo"), "owner/video gated terms http://127.0.0.1 hf auth login", False),

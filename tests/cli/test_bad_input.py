@@ -414,11 +414,11 @@ def test_a_disk_that_fills_with_latents_is_reported(intact, monkeypatch):
         if (
             len(calls) >= 2
         ):  # from the second file on; a run continues without its saved state, but not without its latents
-            raise OSError(errno.ENOSPC, "No space remaining_files on device")
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", sync)
     output = refused("a", "--model", intact, *SMALL, "--dir", "stage_outputs", status=1)
-    assert has_line_with(output, "stage_outputs/stage2_latents.safetensors No space remaining_files on device")
+    assert has_line_with(output, "stage_outputs/stage2_latents.safetensors No space left on device")
     assert remaining_files() == AFTER_ENCODING
 
 

@@ -98,9 +98,8 @@ def test_random_kills_lose_no_accepted_video(tmp_path):
                     ledger.send_request(client, choice)
                     num_responses += 1
             kill.join()
-    print(
-        f"{KILLS} kills, {num_responses} responses, {len(ledger.deleted)} deleted, {len(ledger.existing)} existing"
-    )  # by `-rP`
+    # pytest -rP prints it
+    print(f"{KILLS} kills, {num_responses} responses, {len(ledger.deleted)} deleted, {len(ledger.existing)} existing")
     assert len(ledger.deleted) > KILLS / 10
     with serving(tmp_path, "--no-rehearse") as (client, _):
         ledger.compare(client)

@@ -45,7 +45,7 @@ def product_kernel(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def replicated_product(mesh: AbstractMesh) -> AbstractCall:
-    """Return a call of that kernel, replicated on each device."""
+    """Return a call of `product_kernel`, replicated on each device."""
     shapes = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 256), (256, 128)))
     return replicated(product_kernel, mesh, shapes)
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 
 def velocity(model, latents, t, text, frame_mask):
-    """Return the velocity of latents [T H W C] whose frames are positions the timesteps t [T], for a prompt [S E].
+    """Return the velocity of latents [T H W C] whose frames have the timesteps t [T], for a prompt [S E].
 
     Frame i attends to frame j where `frame_mask[i, j]`.
     """
