@@ -107,12 +107,12 @@ def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_others_are_
     prompts = ["a", "fail", "b", "fail", "c"]
 
     def load():  # in each host's process
-        pipe, write_requests = wanjax.load("nano", mesh="dp=2"), maker.write_frames
+        pipe, write_frames = wanjax.load("nano", mesh="dp=2"), maker.write_frames
 
         def failing(path, frames, request):
             if request.settings.prompt == "fail" and jax.process_index() == failing_host:
                 raise RuntimeError("the device is gone")
-            write_requests(path, frames, request)
+            write_frames(path, frames, request)
 
         maker.write_frames = failing
         return pipe
