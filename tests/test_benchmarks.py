@@ -179,7 +179,7 @@ def test_a_card_times_attention_in_each_implementation():
 
 def test_a_part_that_fails_or_times_out_reports_why(monkeypatch):
     assert [figure.note for figure in card.run_part("attention", True, 1.0)] == ["left out: no time was left"]
-    monkeypatch.setattr(card, "LEAST", 0.0)
+    monkeypatch.setattr(card, "MIN_PART_SECONDS", 0.0)
     [stopped] = card.run_part("attention", True, 0.1)
     assert "stopped" in stopped.note
     [failed] = [card.time_program("a step", "wanjax", lambda: 1 // 0)]

@@ -93,8 +93,8 @@ def test_a_video_has_the_size_of_its_pose_clip_if_the_model_has_it(clip, size):
 
 def test_diffusers_puts_the_larger_bar_above():
     assert content_box((31, 48), (48, 48)).top == 8
-    assert content_box((31, 48), (48, 48), low=True).top == 9
-    frame = letterbox(np.full((31, 48, 3), 255, np.uint8), (48, 48), LANCZOS, low=True)
+    assert content_box((31, 48), (48, 48), larger_bar_first=True).top == 9
+    frame = letterbox(np.full((31, 48, 3), 255, np.uint8), (48, 48), LANCZOS, larger_bar_first=True)
     assert frame[:, 0, 0].tolist() == [0] * 9 + [255] * 31 + [0] * 8
 
 

@@ -11,7 +11,7 @@ from tests.support.calls import Call, Counting, differences, traced_call, wrong_
 from tests.support.clips import write_clips
 from tests.support.tiny import TEXT_LENGTH, tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_image_checkpoint
 from wanjax.loading import abstract_pipeline
-from wanjax.plan.training_estimate import _traced
+from wanjax.plan.training_estimate import _trace_step
 from wanjax.registry import inspect_checkpoint
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training, loop
 from wanjax.training.step import begin_training, train
@@ -73,7 +73,7 @@ def test_a_plan_traces_the_executed_training_step(models, data, executed_calls, 
     )
     family = replace(checkpoint.family, prompt_lengths=lambda video_model: {"tokenizer": (TEXT_LENGTH,) * 2})
     planned = abstract_pipeline(replace(checkpoint, family=family, settings=settings), pipe.partitioner)
-    traced_programs = _traced(planned, settings, SMALL.batch_size, lora, RATE)
-    calls = Counter({instance_call(traced_programs[program]): 1 for program in (begin_training, train)})
+    traced_programs = _trace_step(planned, settings, SMALL.batch_size, lora, RATE)
+    calls = Counter({traced_call(traced_programs[program]): 1 for program in (begin_training, train)})
     assert not differences(without_step_functions(executed_calls.calls), without_step_functions(calls))
     assert not wrong_shardings(executed_calls.shardings)

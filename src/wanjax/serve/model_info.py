@@ -22,7 +22,7 @@ from wanjax.pipelines.model import with_scheduler as model_with_scheduler
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import LOAD_SETTINGS, RANDOM_SEED, Setting, Settings, schema
 from wanjax.pipelines.video_metadata import file_entry_names
-from wanjax.pipelines.windows import CONTROL
+from wanjax.pipelines.windows import CONTROL_INPUT
 from wanjax.plan.estimate_cache import load_estimates
 from wanjax.pricing.roofline import device_model
 from wanjax.schedulers import SCHEDULERS, name_of
@@ -76,7 +76,7 @@ def setting_schemas(pipe: Pipeline) -> dict[str, dict[str, Any]]:
         unused_names.add("strength")
     if model.spec.continuation_input is None:
         unused_names |= {"windows", "then", "match"}
-    if model.spec.continuation_input != CONTROL:
+    if model.spec.continuation_input != CONTROL_INPUT:
         unused_names.add("overlap")
     suggestions = {"cache": _step_caches(pipe), "guidance_rule": _guidance_rules(pipe)}
     choices = {"follow": _follow_values(pipe), "sigmas": _sigmas_values(model, pipe.defaults), **suggestions}

@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from wanjax.pipelines.caching.cache_tables import FILE
+from wanjax.pipelines.caching.cache_tables import TABLES_FILE
 from wanjax.pipelines.cogvideox.model import CogVideoXModel
 from wanjax.pipelines.cogvideox.networks import NETWORKS
 from wanjax.pipelines.cogvideox.presets import PRESETS, default_settings
@@ -20,7 +20,7 @@ FAMILY = Family(
     read_model=CogVideoXModel.of,
     default_settings=default_settings,
     presets=PRESETS,
-    tables=Path(__file__).parent / FILE,
+    tables=Path(__file__).parent / TABLES_FILE,
     prompt_lengths=lambda model: {"tokenizer": (model.transformer.text_length,) * 2},
     loaders={"tokenizer": lambda folder: Tokenizer.load(folder, length=TEXT_LENGTH)},
     unsupported_models={"CogVideoX's transformer alone": ("patch_embed.text_proj.", "mixins.patch_embed.")},

@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from wanjax.pipelines.caching.cache_tables import FILE
+from wanjax.pipelines.caching.cache_tables import TABLES_FILE
 from wanjax.pipelines.family import Family
 from wanjax.pipelines.image_processor import ImageProcessor
 from wanjax.pipelines.text.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ FAMILY = Family(
     read_model=model_of,
     default_settings=default_settings,
     presets=PRESETS,
-    tables=Path(__file__).parent / FILE,
+    tables=Path(__file__).parent / TABLES_FILE,
     distillations=DISTILLATIONS,
     loaders={
         "tokenizer": lambda folder: Tokenizer.load(folder, length=TEXT_LENGTH),
