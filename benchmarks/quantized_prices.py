@@ -49,7 +49,7 @@ class BlockPart(NamedTuple):
 
     Attributes:
         sizes: The input and output channels of each weight.
-        run: A function of a variant, x, weights, a modulation, a add_gated sum and a norm of heads; it returns the outputs.
+        run: A function of a variant, x, weights, a modulation, a gated sum and a norm of heads; it returns the outputs.
         normed: Whether a modulated norm precedes the projections.
         has_gated_sum: Whether a add_gated sum follows.
         heads: `normed` if a norm of the heads follows, `rotated` if their rotation by position follows too, else None.

@@ -108,7 +108,7 @@ IMAGE_ENCODER = NameMap(
         ("visual.post_norm", "vision_model.post_layernorm"),
     ]
 )
-"""The names after `UnfusedReader` splits q, k and v. wanjax does not use CLIP's text encoder and final projection."""
+"""The names after `UnfusedReader` splits q, k, v. wanjax does not use CLIP's text encoder and final projection."""
 
 
 def _res_block(author_name: str, diffusers_name: str) -> Pairs:

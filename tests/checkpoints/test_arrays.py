@@ -115,7 +115,9 @@ def test_on_one_cpu_an_array_needs_no_extra_memory(folder, monkeypatch):
     buffers = []
     aligned_empty = store.aligned_empty
     monkeypatch.setattr(store, "aligned_empty", lambda *args: buffers.append(aligned_empty(*args)) or buffers[-1])
-    [weights] = OrbaxCheckpoint(folder).restore({"blocks.q.kernel": jax.ShapeDtypeStruct((6, 16, 24), jnp.bfloat16)}).values()
+    [weights] = (
+        OrbaxCheckpoint(folder).restore({"blocks.q.kernel": jax.ShapeDtypeStruct((6, 16, 24), jnp.bfloat16)}).values()
+    )
     assert len(buffers) == 1
     assert weights.unsafe_buffer_pointer() == buffers[0].ctypes.data
 

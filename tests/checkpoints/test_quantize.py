@@ -247,7 +247,9 @@ def test_a_change_that_is_smaller_than_a_step_is_not_lost(size, rotated):
     change *= size * np.linalg.norm(kernel) / np.linalg.norm(change)
     remaining = {}
     for again in (False, True):
-        after = FloatKernel(*quantize((stored + change).astype(np.float32), layer, was_quantized=again), rotates=rotated)[...]
+        after = FloatKernel(
+            *quantize((stored + change).astype(np.float32), layer, was_quantized=again), rotates=rotated
+        )[...]
         remaining[again] = np.sum((after - stored) * change) / np.sum(change * change)
         assert np.linalg.norm(after - (kernel + change)) < 0.0125 * np.linalg.norm(kernel)
     assert remaining[True] == pytest.approx(1, abs=0.1)

@@ -221,7 +221,10 @@ def test_the_hosts_of_a_worker_are_those_of_one_tpu_slice_in_its_order():
             ray.get([actor.address.remote() for actor in actors])  # wait until they are placed
             nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
             result.append(
-                [(node_labels[nodes[host]][SLICE_LABEL], node_labels[nodes[host]][WORKER_ID_LABEL]) for host in range(2)]
+                [
+                    (node_labels[nodes[host]][SLICE_LABEL], node_labels[nodes[host]][WORKER_ID_LABEL])
+                    for host in range(2)
+                ]
             )
         assert sorted(result) == [[("a", "0"), ("a", "1")], [("b", "0"), ("b", "1")]]
         with pytest.raises(WanjaxError, match=line_with_words("--hosts 3 2 v6e-8")):

@@ -97,7 +97,7 @@ def run(pipe: Any, cache: str, conditioning: Any = None, **settings: Any) -> tup
 
 
 def prepare_predictions(pipe: Any, cache: Any = BlockCache, **settings: Any) -> Any:
-    """Return a function from a step's index and latents to the predictions of all prompts, and the prepare_steps inputs."""
+    """Return a function from a step's index and latents to the predictions of all prompts, and its inputs."""
     conditioning = pipe.encode("a red circle", "a dog")
     settings_of_run = pipe.settings(**{"steps": STEPS, "seed": 3, "guidance_scale": 3.0} | SMALL | settings)
     schedule, state = init_state(pipe, conditioning, settings_of_run)
@@ -376,8 +376,8 @@ def test_a_cache_starts_again_with_the_second_expert(tmp_path, cache):
     )
     phase = pipe.model.spec.phases(schedule, settings)[1]
     step, inputs = prepare_steps(pipe, pipe.transformer_2, phase, conditioning, jnp.asarray(state.x))
-    init_state = State(jnp.asarray(state.x), jax.tree.map(jnp.asarray, state.solver))
-    after, _, _ = pipe.call(take_step, step, init_state, inputs, np.float32(2), one_step(schedule, start))
+    state_before = State(jnp.asarray(state.x), jax.tree.map(jnp.asarray, state.solver))
+    after, _, _ = pipe.call(take_step, step, state_before, inputs, np.float32(2), one_step(schedule, start))
     assert error(recorder.states[start].x, np.asarray(after.x, np.float64)) <= 1e-6
 
 

@@ -109,10 +109,10 @@ def test_a_longer_video_needs_no_other_program():
     programs = (take_step, renew, decode_chunk)
 
     def count_compilations(chunks):
-        counts_before = [compiled(program) for program in programs]
+        counts_before = [num_compiled(program) for program in programs]
         options: dict[str, Any] = SETTINGS | {"size": (12, 28), "frames": 2 * (CHUNK_FRAMES * chunks - 1) + 1}
         assert len(list(pipe.decode_stream(pipe.denoise_chunks(make_conditioning(), **options)))) == chunks
-        return [compiled(program) - size for program, size in zip(programs, counts_before, strict=True)]
+        return [num_compiled(program) - size for program, size in zip(programs, counts_before, strict=True)]
 
     assert count_compilations(2) == [1, 1, 2]  # the first chunk of frames has no cache
     assert count_compilations(9) == [0, 0, 0]

@@ -108,7 +108,9 @@ def test_operations_of_libraries_and_fusions_count(stored):
 
 def test_a_kernel_takes_the_longest_of_compute_memory_and_launch(stored):
     conv, link = FLOPS["cudnn-conv.1"], CARDS["l40s"].link
-    assert cost_of("cudnn-conv.1", stored) == pytest.approx(conv / (CARDS["h100"].flops * CONVOLUTION_EFFICIENCY.typical))
+    assert cost_of("cudnn-conv.1", stored) == pytest.approx(
+        conv / (CARDS["h100"].flops * CONVOLUTION_EFFICIENCY.typical)
+    )
     assert cost_of("all-gather-start", stored) == LAUNCH_SECONDS.mid
     on_l40s = replace(stored, slice=CARD_SLICES["l40s-2"])
     shard = 2 * TOKENS // 2 * CHANNELS

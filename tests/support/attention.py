@@ -103,7 +103,7 @@ def attend_while_gathering(partitioner, attend, *operands):
     placed = [jax.device_put(x, NamedSharding(partitioner.mesh, spec)) for x, spec in zip(weights, specs, strict=True)]
 
     def run(weights, *operands):
-        with use_partitioner(partitioner), gather_during_attention(waiting := RingWeights(weights, (1, 0), mesh_axis)):
+        with use_partitioner(partitioner), gather_during_attention(pending := RingWeights(weights, (1, 0), mesh_axis)):
             out = attend(*operands)
             assert take_pending_weights() is None
             return out, pending.gathered()
