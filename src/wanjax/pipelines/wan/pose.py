@@ -83,10 +83,10 @@ class PoseSegments(Segments):
     """The segments of a pose clip. Every clip is extended by playing it backwards and forwards."""
 
     def video_shape(self, pictures: Pictures, settings: Settings, *, is_limited: bool) -> Mapping[str, int]:
-        for given, missing in ((BACKGROUND, MASK), (MASK, BACKGROUND)):
-            if given.name in pictures and missing.name not in pictures:
-                problem = f"{given.noun} without {missing.noun} does not say what to replace"
-                raise SettingError(f"{problem}: give {missing.option} too, or leave {given.option} out", missing.name)
+        for present, missing in ((BACKGROUND, MASK), (MASK, BACKGROUND)):
+            if present.name in pictures and missing.name not in pictures:
+                problem = f"{present.noun} without {missing.noun} does not say what to replace"
+                raise SettingError(f"{problem}: give {missing.option} too, or leave {present.option} out", missing.name)
         return super().video_shape(pictures, settings, is_limited=is_limited)
 
     def pictures(
