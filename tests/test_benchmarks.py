@@ -117,12 +117,12 @@ SMALL = {
 }  # fmt: skip
 
 
-STAGES = [(family, stage) for family in SMALL for stage in import_module(f"benchmarks.rivals.{family}").STAGES]
+STAGES = [(family, stage) for family in SMALL for stage in import_module(f"benchmarks.comparison.{family}").STAGES]
 
 
 @pytest.mark.parametrize(("family", "stage"), quick([("wan", "step")], STAGES))
 def test_both_libraries_compute_the_same_values(family, stage, monkeypatch):
-    module, cases = (import_module(f"benchmarks.rivals.{name}") for name in (family, "cases"))
+    module, cases = (import_module(f"benchmarks.comparison.{name}") for name in (family, "cases"))
     for name, entries in SMALL[family].items():
         for key, value in entries.items():
             monkeypatch.setitem(getattr(module, name), key, value)
@@ -171,7 +171,7 @@ def test_a_card_times_attention_in_each_implementation():
     [torch_figure] = card.torch_attention(small=True)
     assert torch_figure.what == figures[0].what
     table = "\n".join(
-        card.lines("a card", {"checks": [{"name": "nano", "outcome": "right"}]}, [*figures, torch_figure])
+        card.report_lines("a card", {"checks": [{"name": "nano", "outcome": "right"}]}, [*figures, torch_figure])
     )
     assert table.count("| attention, ") == 3
     assert "wrong: none" in table

@@ -19,7 +19,7 @@ from tests.support.batches import read_manifest
 from tests.support.commands import refused
 from tests.support.words import has_line_with, line_with_words
 from wanjax.cli import main
-from wanjax.cli.many import missing
+from wanjax.cli.many import find_missing
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError
 from wanjax.jobs.batch import MANIFEST, Manifest
@@ -188,7 +188,7 @@ def test_notes_are_printed_once_for_all_rows():
 def test_earlier_failures_are_tried_last(tmp_path):
     tasks = [Task(f"{number}.mp4", VideoRequest({"prompt": "a", "seed": number}, row=number)) for number in range(3)]
     Manifest(tmp_path).add(tasks[0], error="the device is gone")
-    assert missing(Report(), tasks, tmp_path, False)[0] == [*tasks[1:], tasks[0]]
+    assert find_missing(Report(), tasks, tmp_path, False)[0] == [*tasks[1:], tasks[0]]
 
 
 WRONG = [
