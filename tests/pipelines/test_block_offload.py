@@ -51,12 +51,12 @@ def assert_same_video(model, offload="blocks", *, load=None, **request):
     np.testing.assert_array_equal(*frames)
 
 
-@pytest.mark.parametrize("offload", quick(["blocks:1", "blocks:3"], ["blocks:1", "blocks", "blocks:3", "blocks:8"]))
+@pytest.mark.parametrize("offload", quick(["blocks:3"], ["blocks:1", "blocks", "blocks:3", "blocks:8"]))
 def test_nano_makes_the_same_video(offload):
     assert_same_video("nano", offload, **SMALL, seed=3)
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", quick(["control", "causal", "cogvideox", "hunyuanvideo"], CHECKPOINTS))
 def test_every_kind_of_network_makes_the_same_video(tmp_path, name):
     make, request = CHECKPOINTS[name]
     assert_same_video(make(tmp_path), **SMALL | request)

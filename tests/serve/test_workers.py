@@ -53,7 +53,7 @@ def test_a_worker_that_is_killed_loses_no_video(tmp_path):
             second_client,
             second,
         ):
-            id = second_client.post("/v1/videos", json=SMALL | {"steps": 200}).json()["id"]
+            id = second_client.post("/v1/videos", json=SMALL | {"steps": 20}).json()["id"]
             while client.get(f"/v1/videos/{id}").json()["status"] == "queued":
                 time.sleep(0.05)
             [worker] = ready_process_ids(store)
