@@ -248,11 +248,11 @@ INT8 = {"a.int8_weight": np.ones((160, 96), np.int8), "a.scale": np.ones((2, 1),
 FLOAT8 = {"a.weight": np.ones((4, 8), ml_dtypes.float8_e4m3fn), "a.weight_scale": np.ones((), np.float32)}
 REFUSED = [  # tensors, and the words of the message
     *[  # the formats of other quantizers
-        ({"a.weight._data._data": np.ones((2, 8), np.uint8)}, "a.weight._data._data quanto's 4 floats"),
+        ({"a.weight._data._data": np.ones((2, 8), np.uint8)}, "a.weight._data._data quanto 4 floats"),
         ({"a.weight._data": np.ones((4, 8), np.int8)}, "a.weight._data a.weight._scale"),
         ({"a.weight._data": np.ones((4, 8), np.uint8), "a.weight._scale": np.ones((4, 1), np.float32)}, "uint8 8-bit"),
         ({"a.weight._data": np.ones((4, 8), np.int8), "a.weight._scale": np.ones((1, 8), np.float32)}, "[1, 8] [4, 8]"),
-        ({"a.weight": np.ones((16, 1), np.uint8), "a.weight.absmax": np.ones(1)}, "a.weight.absmax bitsandbytes' 4"),
+        ({"a.weight": np.ones((16, 1), np.uint8), "a.weight.absmax": np.ones(1)}, "a.weight.absmax bitsandbytes 4"),
         ({"a.weight": np.ones((16, 1), np.uint8)}, "a.weight uint8 scale"),
         ({"a.weight": np.ones((4, 8), np.int8)}, "a.weight int8 scale"),
         ({"a.weight": np.ones((4, 8), np.float32), "a.SCB": np.ones(4, np.float32)}, "a.weight float32 integers"),
@@ -262,8 +262,8 @@ REFUSED = [  # tensors, and the words of the message
         ),
         (TORCHAO_TENSORS | {"a._weight_zero_point": np.ones((2, 1), np.int8)}, "a._weight_zero_point [2, 1] [4, 1]"),
         (TORCHAO_TENSORS | {"a._weight_qdata": np.ones((4, 8), np.int32)}, "a._weight_qdata int32 8-bit"),
-        (TORCHAO_TENSORS | {"a._weight_act_pre_scale": np.ones(8)}, "a._weight_act_pre_scale torchao's"),
-        ({"a._weight_scale_and_zero": np.ones(8), "a._weight_qdata": np.ones((4, 4), np.int32)}, "torchao's floats"),
+        (TORCHAO_TENSORS | {"a._weight_act_pre_scale": np.ones(8)}, "a._weight_act_pre_scale torchao"),
+        ({"a._weight_scale_and_zero": np.ones(8), "a._weight_qdata": np.ones((4, 4), np.int32)}, "torchao floats"),
         ({"a.qweight": np.ones((4, 1), np.int32)}, "a.qweight 4"),
         (
             {"a.weight": np.ones((4, 8), np.int8), "a.SCB": np.ones(4), "a.weight_format": np.ones(())},
