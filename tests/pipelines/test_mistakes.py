@@ -247,9 +247,7 @@ def test_an_array_that_is_not_a_picture_is_refused(pipe, array, words):
     assert has_line_with(refused(pipe, prompt="a red circle", image=array), words)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("fps", "'fps' pipe(prompt, fps=...)"), ("quality", "'quality' path")]
-)
+@pytest.mark.parametrize(("name", "words"), [("fps", "'fps' pipe(prompt, fps=...)"), ("quality", "'quality' path")])
 def test_saving_a_video_takes_no_settings(tmp_path, name, words):
     assert has_line_with(refused(wanjax.Video(CLIP, 8, {}).save, tmp_path / "a.mp4", **{name: 30}), words)
     assert list(tmp_path.iterdir()) == []

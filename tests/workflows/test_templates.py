@@ -2,7 +2,6 @@
 """The requests of ComfyUI's templates, and an error message for each unsupported template."""
 
 import json
-import time
 
 import pytest
 
@@ -317,12 +316,10 @@ def test_each_unsupported_template_has_an_error_message():
     names = template_names()
     assert len(names) > 600
     for name in names:
-        start, message = time.process_time(), None
-        workflow = template(name)
+        message, workflow = None, template(name)
         try:
             request_of(workflow)
         except WanjaxError as error:
             message = str(error)
         assert (message is None) == (name in EXPECTED or name in MORE_READABLE), name
         assert message is None or ("\n" not in message and 20 < len(message) < 500), name
-        assert time.process_time() - start < 0.5, name
