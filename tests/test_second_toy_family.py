@@ -27,7 +27,7 @@ from wanjax.errors import WanjaxError
 from wanjax.media.inputs import INPUT_SPECS
 from wanjax.media.pictures import read_clip
 from wanjax.media.video import read_metadata
-from wanjax.pipelines.caching.cache_tables import Magnitudes, Tables
+from wanjax.pipelines.caching.cache_tables import CacheTables, MagCacheTable
 from wanjax.pipelines.observers import Cancelled, Observer
 from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Run
@@ -36,7 +36,7 @@ from wanjax.pipelines.tracing import needed_pictures, trace_programs
 PICTURE = np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8)
 CLIP = np.stack([np.roll(PICTURE, 4 * number, 1) for number in range(5)])
 STEPS = 3 + 2  # the steps of both passes
-TABLES = Tables(Magnitudes(*[(1.0, 1.01, 0.99, 1.0, 0.98, 0.9)] * 2, 0.1, 2, 0.2))
+TABLES = CacheTables(MagCacheTable(*[(1.0, 1.01, 0.99, 1.0, 0.98, 0.9)] * 2, 0.1, 2, 0.2))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -27,7 +27,7 @@ from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.media.stage_files import EMBEDDINGS_FILE, LATENTS_FILE
 from wanjax.media.video import read_metadata
-from wanjax.pipelines.caching.cache_tables import Changes, Magnitudes, Tables
+from wanjax.pipelines.caching.cache_tables import CacheTables, MagCacheTable, TeaCacheTable
 from wanjax.pipelines.denoiser import take_step
 from wanjax.pipelines.tracing import trace_programs
 from wanjax.plan.estimate import estimate_video
@@ -173,7 +173,7 @@ def test_a_plan_traces_the_executed_programs_without_code_of_the_family(toy, mes
 
 @pytest.mark.parametrize("cache", ["none", "magcache:.2,1,.1", "easycache:9,2"])
 def test_a_video_of_the_toy_is_estimated(cache):
-    tables = Tables(Magnitudes((1.0,) * 6, (1.0,) * 6, 0.1, 2, 0.2))
+    tables = CacheTables(MagCacheTable((1.0,) * 6, (1.0,) * 6, 0.1, 2, 0.2))
     description = registry.model_description("toy")
     settings = description.settings.updated({"steps": 6, "cache": cache})
     result = estimate_video(
@@ -217,7 +217,7 @@ def test_settings_of_other_families_are_refused(toy, tmp_path, monkeypatch, name
 def test_every_step_cache_works(toy, cache):
     pipe = wanjax.load(toy)
     ratios = (1.0, 1.01, 0.99, 1.0, 0.98, 0.9)
-    tables = Tables(Magnitudes(ratios, ratios, 0.1, 2, 0.2), Changes((0.0,), 0.3, 1, 2))
+    tables = CacheTables(MagCacheTable(ratios, ratios, 0.1, 2, 0.2), TeaCacheTable((0.0,), 0.3, 1, 2))
     pipe.model = replace(pipe.model, tables=tables)
     conditioning, kinds = pipe.encode("a red circle"), []
     uncached = pipe.denoise(conditioning, seed=0, steps=6)

@@ -16,9 +16,9 @@ from wanjax.errors import WanjaxError
 from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.caching.cache_tables import (
     NO_TABLES,
-    Changes,
-    Magnitudes,
-    Tables,
+    CacheTables,
+    MagCacheTable,
+    TeaCacheTable,
     checkpoint_key,
     measured_file,
     merge_tables,
@@ -66,7 +66,7 @@ def reused(rule, phases, tables, changes=None) -> list[bool]:
 
 
 def skipped_forwards(
-    table: Magnitudes, steps: int, settings: tuple, split: int | None, joined: bool
+    table: MagCacheTable, steps: int, settings: tuple, split: int | None, joined: bool
 ) -> list[list[bool]]:
     """Return which forward passes of each prompt MagCache's authors skip, counting forward passes as they do.
 
@@ -145,7 +145,7 @@ def test_the_tables_are_the_published_ones():
 def test_a_video_that_begins_from_another_reads_the_last_ratios():
     """A run of the last 30 of 40 steps has the ratios of these steps."""
     rising_ratios = tuple(1 + i / 1000 for i in range(40))
-    tables = Tables(Magnitudes(rising_ratios, rising_ratios, 0.06, 9, 0.2))
+    tables = CacheTables(MagCacheTable(rising_ratios, rising_ratios, 0.06, 9, 0.2))
     remaining_phase = make_phase(0, 0, 30, 30, 10, True)
     ratios, error_sum, ratio_product, expected = rising_ratios[10:], 0.0, 1.0, []
     for step in range(30):
@@ -181,7 +181,7 @@ def test_teacache_skips_by_the_published_polynomial(name, mode, threshold):
 def test_the_polynomials_are_the_published_ones():
     assert len(CHANGES) == 10
     assert PUBLISHED["wan2.1-t2v-14b"].changes.polynomial[:2] == (-303318.725, 49053.7029)
-    assert PUBLISHED["cogvideox1.5-5b"].changes == Changes(
+    assert PUBLISHED["cogvideox1.5-5b"].changes == TeaCacheTable(
         (250.210439, -165.061612, 35.7804877, -0.781551492, 0.0358559703), 0.2, 1, 1
     )
     assert {PUBLISHED[name].changes.first for name in CHANGES if name.startswith("wan")} == {5}
@@ -217,7 +217,7 @@ def test_easycache_may_reuse_all_but_the_first_and_last_steps():
 def test_a_second_expert_begins_with_a_full_step(rule):
     """This holds for every step at which the second expert takes over."""
     ones = (1.0,) * 50
-    tables = Tables(Magnitudes(ones, ones, 0.1, 9, 0.2))
+    tables = CacheTables(MagCacheTable(ones, ones, 0.1, 9, 0.2))
     for split in range(1, 49):
         first, second = (rule.reused(phase, tables) for phase in two_phases(split, 50))
         assert len(first) == split
@@ -350,7 +350,7 @@ def test_a_guidance_cache_is_accepted_with_separate_prompts():
     check_separate_forwards(MagCache(), True)
 
 
-TABLES = Tables(Magnitudes((1.0, 0.9), (1.0, 0.8), 0.1, 2, 0.2), Changes((1.0, 0.0), 0.1))
+TABLES = CacheTables(MagCacheTable((1.0, 0.9), (1.0, 0.8), 0.1, 2, 0.2), TeaCacheTable((1.0, 0.0), 0.1))
 
 
 def test_tables_are_written_and_read(tmp_path):
@@ -367,7 +367,7 @@ def test_tables_are_written_and_read(tmp_path):
     assert read_tables(file) == all_tables
     assert merge_tables([(other_tables, None), (file, None)]).image_magnitudes == all_tables.image_magnitudes
     user_tables = tmp_path / "mine.json"
-    user_tables.write_text(json.dumps(to_json(Tables(TABLES.magnitudes))))
+    user_tables.write_text(json.dumps(to_json(CacheTables(TABLES.magnitudes))))
     assert merge_tables([(user_tables, None), (file, None)]) == replace(all_tables, image_magnitudes=None)
 
 

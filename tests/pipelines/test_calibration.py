@@ -16,7 +16,7 @@ from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint
 from tests.support.words import has_line_with, line_with_words
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.caching.cache_tables import Magnitudes, Tables
+from wanjax.pipelines.caching.cache_tables import CacheTables, MagCacheTable
 from wanjax.pipelines.caching.calibration import Measurements, measure, reused_steps, tables_from
 from wanjax.pipelines.caching.rules import TeaCache
 from wanjax.pipelines.phases import Phase
@@ -40,7 +40,7 @@ def test_measured_ratios_are_those_that_magcache_uses(model, tmp_path):
         residuals.append([np.asarray(jax.tree.leaves(part)[0], np.float64) for part in step.state.cached])
 
     large_ratios = (1.0, 5.0, 5.0, 1.0)  # with these ratios, only the last step may reuse
-    pipe.model = replace(pipe.model, tables=Tables(Magnitudes(large_ratios, large_ratios, 0.1, 1, 0.0)))
+    pipe.model = replace(pipe.model, tables=CacheTables(MagCacheTable(large_ratios, large_ratios, 0.1, 1, 0.0)))
     pipe.denoise(conditioning, **SMALL, guidance_scale=3.0, cache="magcache", callback=callback)
     for step in (1, 2):
         for prompt in (0, 1):

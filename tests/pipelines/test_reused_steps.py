@@ -32,7 +32,7 @@ from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache
 from wanjax.pipelines import denoiser
-from wanjax.pipelines.caching.cache_tables import Magnitudes, Tables
+from wanjax.pipelines.caching.cache_tables import CacheTables, MagCacheTable
 from wanjax.pipelines.caching.phase_cache import embedding_changes
 from wanjax.pipelines.caching.step_cache import (
     NO_CACHE,
@@ -249,8 +249,10 @@ def test_teacache_reuses_while_the_sum_of_changes_is_small(pipe):
 def test_a_first_picture_uses_another_table(tmp_path):
     """With an optional first picture, the steps and the digest in the metadata are those of the other table."""
     pipe = wanjax.load(tiny_residual_checkpoint(tmp_path), dtype="float32")
-    small_changes, large_changes = (Magnitudes((1.0,) + (x,) * 5, (1.0,) + (x,) * 5, 0.1, 1, 0.2) for x in (0.99, 0.5))
-    pipe.model = replace(pipe.model, tables=Tables(small_changes, image_magnitudes=large_changes))
+    small_changes, large_changes = (
+        MagCacheTable((1.0,) + (x,) * 5, (1.0,) + (x,) * 5, 0.1, 1, 0.2) for x in (0.99, 0.5)
+    )
+    pipe.model = replace(pipe.model, tables=CacheTables(small_changes, image_magnitudes=large_changes))
     digests, picture = set(), np.zeros((32, 32, 3), np.uint8)
     for image, reused in ((None, [False, True] * 3), (picture, [False] * 6)):
         steps: list[bool] = []

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import wanjax
-from wanjax.pipelines.caching.cache_tables import Changes, Magnitudes, Tables
+from wanjax.pipelines.caching.cache_tables import CacheTables, MagCacheTable, TeaCacheTable
 
 STEPS = 7
 RATIOS = (1.0, 1.02, 0.99, 0.97, 0.99, 0.98, 0.9)
-TABLES = Tables(Magnitudes(RATIOS, RATIOS[::-1], 0.1, 2, 0.2), Changes((1.0, 0.0), 0.3, 1, 1))
+TABLES = CacheTables(MagCacheTable(RATIOS, RATIOS[::-1], 0.1, 2, 0.2), TeaCacheTable((1.0, 0.0), 0.3, 1, 1))
 
 
 def pipeline_with_tables(folder: Path, **options: Any) -> Any:

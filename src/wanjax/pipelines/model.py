@@ -26,7 +26,7 @@ from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import InputSpec
 from wanjax.media.pictures import Pictures, size_for_area
-from wanjax.pipelines.caching.cache_tables import NO_TABLES, Tables
+from wanjax.pipelines.caching.cache_tables import NO_TABLES, CacheTables
 from wanjax.pipelines.caching.rules import NONE, CacheRule, resolve_rule
 from wanjax.pipelines.denoiser import Denoiser, ModelInputs, Posterior, Preparation, pad_front, select_modality
 from wanjax.pipelines.frames import AnyLatents, Decoded, decode_latents
@@ -208,7 +208,7 @@ class ModelSpec:
     vae: VAEConfig
     scheduler: Scheduler
     networks: Mapping[str, Config]
-    cache_tables: Tables = NO_TABLES
+    cache_tables: CacheTables = NO_TABLES
     denoisers: tuple[str, ...] = ("transformer",)
     inputs: tuple[InputSpec, ...] = ()
     has_two_reference_implementations: bool = False
@@ -651,7 +651,7 @@ class ModelSpec:
             return 0.0, 1.0
         return (settings.boundary, 1.0) if network == self.denoisers[0] else (0.0, settings.boundary)
 
-    def tables_for(self, conditioning: Conditioning) -> Tables:
+    def tables_for(self, conditioning: Conditioning) -> CacheTables:
         """Return the step cache tables for a video with this conditioning.
 
         Args:
@@ -721,7 +721,7 @@ class VideoModel(ABC, Generic[ConditioningT]):
 
     vae: VAEConfig
     scheduler: Scheduler
-    tables: Tables = NO_TABLES
+    tables: CacheTables = NO_TABLES
 
     @cached_property
     def spec(self) -> ModelSpec:

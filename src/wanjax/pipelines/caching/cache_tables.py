@@ -30,10 +30,10 @@ NAMES_IN_FILE = {
     "image_magnitudes": "magcache_pictured",
     "plain": "teacache_plain",
 }
-"""The names of the tables in a file, by the fields of `Tables`."""
+"""The names of the tables in a file, by the fields of `CacheTables`."""
 
 
-class Magnitudes(NamedTuple):
+class MagCacheTable(NamedTuple):
     """MagCache's table. It has, for each step, the ratio of the blocks' residual to the residual of the previous step.
 
     `prompt` has the ratios of the forward pass for the prompt, and `negative` the ratios of the forward pass for the
@@ -50,7 +50,7 @@ class Magnitudes(NamedTuple):
     turns: tuple[bool, ...] = (True, True)
 
 
-class Changes(NamedTuple):
+class TeaCacheTable(NamedTuple):
     """TeaCache's polynomial, highest degree first. The polynomial maps the change of the timestep's embedding to the
     change of the output.
 
@@ -71,7 +71,7 @@ class Changes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tables:
+class CacheTables:
     """The tables of a checkpoint. A missing table is None.
 
     `image_magnitudes` replaces `magnitudes` if the user gives an optional input image. `changes` maps changes of the
@@ -79,21 +79,21 @@ class Tables:
     projection.
     """
 
-    magnitudes: Magnitudes | None = None
-    changes: Changes | None = None
-    image_magnitudes: Magnitudes | None = None
-    plain: Changes | None = None
+    magnitudes: MagCacheTable | None = None
+    changes: TeaCacheTable | None = None
+    image_magnitudes: MagCacheTable | None = None
+    plain: TeaCacheTable | None = None
 
     @property
-    def for_image_input(self) -> "Tables":
+    def for_image_input(self) -> "CacheTables":
         """The tables for a video that begins with an input image."""
         return replace(self, magnitudes=self.image_magnitudes) if self.image_magnitudes else self
 
 
-NO_TABLES = Tables()
+NO_TABLES = CacheTables()
 
 
-def read_tables(file: Path, name: str | None = None) -> Tables:
+def read_tables(file: Path, name: str | None = None) -> CacheTables:
     """Read the tables in a file. Return no tables if the file is missing. `name` selects a checkpoint in a file of
     several.
 
@@ -105,11 +105,11 @@ def read_tables(file: Path, name: str | None = None) -> Tables:
         magcache, teacache, magcache_pictured, plain = (
             entries if name is None else [table_name.get(name) for table_name in entries]
         )
-        return Tables(
-            _read_magnitudes(magcache),
-            _read_changes(teacache),
-            _read_magnitudes(magcache_pictured),
-            _read_changes(plain),
+        return CacheTables(
+            _read_magcache_table(magcache),
+            _read_teacache_table(teacache),
+            _read_magcache_table(magcache_pictured),
+            _read_teacache_table(plain),
         )
     except WanjaxError as error:
         raise WanjaxError(f"{file}: {error}") from error
@@ -119,7 +119,7 @@ def read_tables(file: Path, name: str | None = None) -> Tables:
         ) from error
 
 
-def merge_tables(locations: Sequence[tuple[Path | None, str | None]]) -> Tables:
+def merge_tables(locations: Sequence[tuple[Path | None, str | None]]) -> CacheTables:
     """Read each table from the first location that has the table. A location is a file and a name in the file, as in
     `read_tables`."""
     tables = [read_tables(file, name) for file, name in locations if file is not None]
@@ -129,7 +129,7 @@ def merge_tables(locations: Sequence[tuple[Path | None, str | None]]) -> Tables:
     tables_by_field["image_magnitudes"] = next(
         (x.image_magnitudes for x in tables if x.magnitudes), None
     )  # read from the same file as `magnitudes`
-    return Tables(**tables_by_field)
+    return CacheTables(**tables_by_field)
 
 
 def measured_file(key: str) -> Path:
@@ -157,18 +157,18 @@ def checkpoint_key(source: Source) -> str:
     return f"{name}-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]}"
 
 
-def table_digest(tables: Tables, kind: str) -> str:
-    """Return a digest of one table; `kind` is a field of `Tables`."""
+def table_digest(tables: CacheTables, kind: str) -> str:
+    """Return a digest of one table; `kind` is a field of `CacheTables`."""
     return hashlib.sha256(repr(getattr(tables, kind)).encode()).hexdigest()
 
 
-def to_json(tables: Tables) -> dict[str, Any]:
+def to_json(tables: CacheTables) -> dict[str, Any]:
     """Return tables as JSON that `read_tables` reads."""
     tables_by_kind = {kind: getattr(tables, field) for field, kind in NAMES_IN_FILE.items()}
     return {kind: table._asdict() for kind, table in tables_by_kind.items() if table}
 
 
-def _read_magnitudes(json: Any) -> Magnitudes | None:
+def _read_magcache_table(json: Any) -> MagCacheTable | None:
     if not json:
         return None
     prompt, negative = (_numbers(json[name]) for name in ("prompt", "negative"))
@@ -180,15 +180,15 @@ def _read_magnitudes(json: Any) -> Magnitudes | None:
     if min(*prompt, *negative) <= 0:
         raise WanjaxError(f"the table has the ratio {min(*prompt, *negative)}: ratios must be above 0")
     settings = float(json["delta"]), int(json["most"]), float(json["whole"])
-    return Magnitudes(prompt, negative, *settings, tuple(map(bool, json.get("turns", (True, True)))))
+    return MagCacheTable(prompt, negative, *settings, tuple(map(bool, json.get("turns", (True, True)))))
 
 
-def _read_changes(json: Any) -> Changes | None:
+def _read_teacache_table(json: Any) -> TeaCacheTable | None:
     if not json:
         return None
     polynomial = _numbers(json["polynomial"])
     first, last, gaps = int(json.get("first", 1)), int(json.get("last", 0)), _numbers(json.get("gaps", ()))
-    return Changes(polynomial, float(json["threshold"]), first, last, gaps)
+    return TeaCacheTable(polynomial, float(json["threshold"]), first, last, gaps)
 
 
 def _numbers(json: Any) -> tuple[float, ...]:

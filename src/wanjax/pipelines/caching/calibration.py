@@ -13,7 +13,7 @@ from numpy.polynomial import Polynomial
 
 from wanjax.errors import WanjaxError
 from wanjax.figures import pluralize
-from wanjax.pipelines.caching.cache_tables import Changes, Magnitudes, Tables
+from wanjax.pipelines.caching.cache_tables import CacheTables, MagCacheTable, TeaCacheTable
 from wanjax.pipelines.caching.phase_cache import GAPS, embedding_changes, gap_changes
 from wanjax.pipelines.caching.rules import CacheRule, TeaCache
 from wanjax.pipelines.caching.step_cache import (
@@ -116,14 +116,14 @@ def measure(runtime: Runtime, model: VideoModel[Any], conditioning: Any, setting
     return Measurements(ratios, output_changes, embedding_change_array, phases, gaps)
 
 
-def tables_from(runs: Sequence[Measurements]) -> Tables:
+def tables_from(runs: Sequence[Measurements]) -> CacheTables:
     """Build tables from runs with equal settings. With the default settings of these tables, about half of the steps
     reuse."""
     steps = runs[0].ratios.shape[1]
     if steps < MIN_STEPS:
         raise WanjaxError(f"{pluralize(steps, 'step')} are too few to measure a model: give at least {MIN_STEPS}")
     ratios = np.mean([run.ratios for run in runs], axis=0).round(5)
-    magnitudes = Magnitudes(tuple(ratios[0].tolist()), tuple(ratios[1].tolist()), *MAGCACHE_SETTINGS)
+    magnitudes = MagCacheTable(tuple(ratios[0].tolist()), tuple(ratios[1].tolist()), *MAGCACHE_SETTINGS)
     phase_starts = {phase.start for phase in runs[0].phases}
     measured_steps = [step for step in range(steps) if step not in phase_starts]
     embedding_changes = np.concatenate(
@@ -131,12 +131,12 @@ def tables_from(runs: Sequence[Measurements]) -> Tables:
     )
     output_changes = np.concatenate([run.output_changes[:, measured_steps].ravel() for run in runs])
     polynomial = Polynomial.fit(embedding_changes, output_changes, DEGREE).convert().coef[::-1]
-    changes = Changes(tuple(float(f"{c:.9g}") for c in polynomial), 1.0, max(1, round(steps / 10)))
+    changes = TeaCacheTable(tuple(float(f"{c:.9g}") for c in polynomial), 1.0, max(1, round(steps / 10)))
     changes = changes._replace(threshold=_threshold(changes, runs[0]))
-    return Tables(magnitudes, changes._replace(gaps=gaps_for(changes, runs[0].gap_changes)))
+    return CacheTables(magnitudes, changes._replace(gaps=gaps_for(changes, runs[0].gap_changes)))
 
 
-def gaps_for(changes: Changes, gap_changes: Float[np.ndarray, "_T _S"] | None) -> tuple[float, ...]:
+def gaps_for(changes: TeaCacheTable, gap_changes: Float[np.ndarray, "_T _S"] | None) -> tuple[float, ...]:
     """Compute the field `gaps` of a table from the changes of the embedding over steps of several lengths."""
     if gap_changes is None:
         return ()
@@ -146,16 +146,16 @@ def gaps_for(changes: Changes, gap_changes: Float[np.ndarray, "_T _S"] | None) -
     return (gaps[1], *gaps[1:])  # no step starts at timestep 0
 
 
-def _threshold(changes: Changes, run: Measurements) -> float:
+def _threshold(changes: TeaCacheTable, run: Measurements) -> float:
     """Return the smallest threshold of TeaCache, with two digits, at which half of the steps of a run reuse cached
     values."""
     for tenths in range(-30, 11):  # from 0.001 to 10
         threshold = float(f"{10 ** (tenths / 10):.2g}")
-        if reused_steps(TeaCache(threshold), Tables(changes=changes), run) >= REUSED_SHARE * run.ratios.shape[1]:
+        if reused_steps(TeaCache(threshold), CacheTables(changes=changes), run) >= REUSED_SHARE * run.ratios.shape[1]:
             return threshold
     return 1.0
 
 
-def reused_steps(rule: CacheRule, tables: Tables, run: Measurements) -> int:
+def reused_steps(rule: CacheRule, tables: CacheTables, run: Measurements) -> int:
     """Return the number of steps of a run that a rule would reuse."""
     return sum(sum(rule.reused(phase, tables, run.embedding_changes[phase.start :].tolist())) for phase in run.phases)

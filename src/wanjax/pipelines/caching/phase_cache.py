@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from wanjax.execution import program
 from wanjax.kernels.compiler_options import scan_options
-from wanjax.pipelines.caching.cache_tables import Tables
+from wanjax.pipelines.caching.cache_tables import CacheTables
 from wanjax.pipelines.caching.rules import PLAIN, CacheRule, TeaCache, check_any_reused
 from wanjax.pipelines.caching.step_cache import StepCache
 from wanjax.pipelines.denoiser import Denoiser
@@ -74,7 +74,7 @@ def gap_changes(
 
 def step_cache(
     rule: CacheRule,
-    tables: Tables,
+    tables: CacheTables,
     runtime: Runtime,
     denoiser: Denoiser,
     network: SplitNetwork,

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from wanjax.errors import SettingError, WanjaxError, repr_short
 from wanjax.figures import pluralize
 from wanjax.layers.stack import BlockCache
-from wanjax.pipelines.caching.cache_tables import Changes, Magnitudes, Tables
+from wanjax.pipelines.caching.cache_tables import CacheTables, MagCacheTable, TeaCacheTable
 from wanjax.pipelines.caching.step_cache import (
     NO_CACHE,
     ForwardCache,
@@ -53,15 +53,15 @@ class CacheRule(ABC):
 
     @property
     def table_name(self) -> str | None:
-        """The field of `Tables` that the rule reads."""
+        """The field of `CacheTables` that the rule reads."""
         return None
 
-    def with_defaults(self, tables: Tables) -> "CacheRule":
+    def with_defaults(self, tables: CacheTables) -> "CacheRule":
         """Return the rule with the checkpoint's settings in place of those that are None."""
         return self
 
     @abstractmethod
-    def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
+    def reused(self, phase: Phase, tables: CacheTables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
         """Return a flag for each step of a phase: True if the step reuses cached values. If the rule is not
         `is_known_before_run`, True means that the step may reuse them."""
 
@@ -86,7 +86,7 @@ class NoRule(CacheRule):
 
     name = "none"
 
-    def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
+    def reused(self, phase: Phase, tables: CacheTables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
         return (False,) * len(phase.steps)
 
     def cache(self, phase: Phase, reused: tuple[bool, ...]) -> StepCache:
@@ -99,7 +99,7 @@ class AutoRule(NoRule):
 
     name = "auto"
 
-    def with_defaults(self, tables: Tables) -> CacheRule:
+    def with_defaults(self, tables: CacheTables) -> CacheRule:
         return MagCache().with_defaults(tables) if tables.magnitudes else EasyCache()
 
 
@@ -124,7 +124,7 @@ class DeepCache(CacheRule):
                 f"{self} never reuses a step: give a start of at least 0, an end above it and an interval of at least 2"
             )
 
-    def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
+    def reused(self, phase: Phase, tables: CacheTables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
         return _compute_first(
             [self.start <= i < self.end and (i - self.start) % self.interval != 0 for i in phase.steps]
         )
@@ -159,14 +159,14 @@ class MagCache(CacheRule):
     def table_name(self) -> str:
         return "magnitudes"
 
-    def with_defaults(self, tables: Tables) -> "CacheRule":
+    def with_defaults(self, tables: CacheTables) -> "CacheRule":
         assert tables.magnitudes is not None
         defaults = {name: getattr(tables.magnitudes, name) for name in ("delta", "most", "whole")}
         return dataclasses.replace(
             self, **{name: value for name, value in defaults.items() if getattr(self, name) is None}
         )
 
-    def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
+    def reused(self, phase: Phase, tables: CacheTables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
         table = tables.magnitudes
         assert table is not None
         delta, max_reused = self.delta or table.delta, self.most or table.most
@@ -194,7 +194,7 @@ class MagCache(CacheRule):
 INITIAL_STATISTICS = (1.0, 0.0, 0)
 
 
-def _may_reuse(step: int, phase: Phase, uncached_share: float, table: Magnitudes) -> bool:
+def _may_reuse(step: int, phase: Phase, uncached_share: float, table: MagCacheTable) -> bool:
     """Return whether a step of a phase may reuse, counting as MagCache's authors do: two forward passes a step.
 
     MagCache's authors round the number of full forwards down, but for the second of two networks that both reuse, they
@@ -238,14 +238,14 @@ class TeaCache(CacheRule):
     def table_name(self) -> str:
         return PLAIN if self.mode == PLAIN else "changes"
 
-    def with_defaults(self, tables: Tables) -> "CacheRule":
+    def with_defaults(self, tables: CacheTables) -> "CacheRule":
         default = getattr(tables, self.table_name).threshold
         return self if self.threshold is not None else dataclasses.replace(self, threshold=default)
 
-    def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
+    def reused(self, phase: Phase, tables: CacheTables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
         """`changes` has the change of the embedding before each step. Without `changes`, every step that may reuse
         reuses."""
-        table: Changes = getattr(tables, self.table_name)
+        table: TeaCacheTable = getattr(tables, self.table_name)
         threshold = self.threshold or table.threshold
         has_gaps = changes is None and table.gaps and phase.timesteps and threshold <= table.threshold
         flags, error = [], 0.0
@@ -278,7 +278,7 @@ class EasyCache(CacheRule):
         if not 0 < self.threshold < math.inf or self.first < 1:
             raise WanjaxError(f"{self} needs a threshold above 0 and at least 1 first step: easycache:0.05,10 is usual")
 
-    def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
+    def reused(self, phase: Phase, tables: CacheTables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
         return _compute_first([self.first <= i < phase.total - 1 for i in phase.steps])
 
     def cache(self, phase: Phase, reused: tuple[bool, ...]) -> StepCache:
@@ -301,7 +301,7 @@ class GuidanceCacheRule(CacheRule):
         if self.interval < 2:
             raise WanjaxError(f"{self} never reuses a step: give an interval of at least 2")
 
-    def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
+    def reused(self, phase: Phase, tables: CacheTables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
         start, end = int(phase.total / 3), int(phase.total * 0.9)
         return _compute_first(
             [phase.guided and start <= i < end and (i - start) % self.interval != 0 for i in phase.steps]
@@ -327,7 +327,7 @@ def cache_rule(rule: Any) -> CacheRule:
 
 
 def resolve_rule(
-    rule: CacheRule, phases_for: Callable[[int], Sequence[Phase]], steps: int, tables: Tables, model: str
+    rule: CacheRule, phases_for: Callable[[int], Sequence[Phase]], steps: int, tables: CacheTables, model: str
 ) -> CacheRule:
     """Fill in a rule's settings for a checkpoint. Replace `AutoRule` by the best rule for the model, or by no rule if
     no step would reuse. `phases_for` returns the phases of a video with a number of steps.
@@ -359,7 +359,9 @@ def resolve_rule(
     return rule
 
 
-def min_steps(rule: CacheRule, phases_for: Callable[[int], Sequence[Phase]], steps: int, tables: Tables) -> int | None:
+def min_steps(
+    rule: CacheRule, phases_for: Callable[[int], Sequence[Phase]], steps: int, tables: CacheTables
+) -> int | None:
     """Return the lowest number of steps above `steps` for which a rule reuses some steps and computes others.
 
     Return None if there is no such number up to `MAX_SEARCHED_STEPS`.
@@ -383,7 +385,7 @@ def _last_computed(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> tuple[i
     return None
 
 
-def check_any_reused(rule: TeaCache, table: Changes, changes: Sequence[float], reused: Sequence[bool]) -> None:
+def check_any_reused(rule: TeaCache, table: TeaCacheTable, changes: Sequence[float], reused: Sequence[bool]) -> None:
     """Raise SettingError if TeaCache reuses no step of a video. The message suggests a threshold with which TeaCache
     reuses a step."""
     if any(reused):
