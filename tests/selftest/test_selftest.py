@@ -52,15 +52,15 @@ def test_a_family_and_tiles_pass():
     assert failed_checks([*checks.check_family(SMALL), *checks.check_tiles()]) == []
 
 
-def test_messages_between_devices_pass():
-    message_checks = list(checks.check_messages())
-    assert len(message_checks) == 5
-    assert failed_checks(message_checks) == []
+def test_collectives_pass():
+    collective_checks = list(checks.check_collectives())
+    assert len(collective_checks) == 5
+    assert failed_checks(collective_checks) == []
 
 
-def test_a_corrupted_message_is_detected(monkeypatch):
+def test_a_wrong_collective_is_detected(monkeypatch):
     monkeypatch.setattr(jax.lax, "all_gather", lambda x, axes, **_: jax.lax.psum(jnp.tile(x, (8, 1)), axes))
-    assert failed_checks(checks.check_messages()) == ["message all-gather"]
+    assert failed_checks(checks.check_collectives()) == ["collective all-gather"]
 
 
 def test_a_checkpoint_is_read_as_written():
@@ -130,7 +130,7 @@ def test_a_check_that_raises_fails_and_the_others_run(monkeypatch):
     def passing_check():
         yield Check("fine", 1e-6, 1e-4)
 
-    for name in ("kernels", "attentions", "nano", "tiles", "checkpoint", "messages", "mesh"):
+    for name in ("kernels", "attentions", "nano", "tiles", "checkpoint", "collectives", "mesh"):
         monkeypatch.setattr(checks, f"check_{name}", failing_check if name == "nano" else passing_check)
     monkeypatch.setattr(checks, "check_family", lambda model: passing_check())
     all_checks = list(checks.checks(lambda sentence: None))

@@ -104,7 +104,7 @@ def checks(announce: Announce) -> Iterator[Check]:
         *((model, partial(check_family, model)) for model in model_names()),
         ("tiles", check_tiles),
         ("checkpoint", check_checkpoint),
-        ("messages", check_messages),
+        ("collectives", check_collectives),
         ("mesh", check_mesh),
     ]
     precision = nullcontext() if _platform() == "cpu" else jax.default_matmul_precision("highest")
@@ -202,11 +202,11 @@ def check_checkpoint() -> Iterator[Check]:
             )
 
 
-def check_messages() -> Iterator[Check]:
+def check_collectives() -> Iterator[Check]:
     """Compare each collective over all devices with the same operation in NumPy."""
     devices = jax.devices()
     if len(devices) == 1:
-        yield Check("messages", note="left out: there is one device")
+        yield Check("collectives", note="left out: there is one device")
         return
     for kind, numpy_operation in NUMPY_COLLECTIVES.items():
         program = collective_program(
@@ -217,7 +217,7 @@ def check_messages() -> Iterator[Check]:
         received = jax.jit(program.function)(jax.make_array_from_callback(shape.shape, shape.sharding, x.__getitem__))
         expected = numpy_operation(x, len(devices))
         is_equal = all(np.array_equal(shard.data, expected[shard.index]) for shard in received.addressable_shards)
-        yield Check(f"message {kind.replace('_', '-')}", fault="" if is_equal else "the received numbers are wrong")
+        yield Check(f"collective {kind.replace('_', '-')}", fault="" if is_equal else "the received numbers are wrong")
 
 
 NUMPY_COLLECTIVES: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] = {
