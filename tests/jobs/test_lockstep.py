@@ -160,7 +160,7 @@ def test_a_failure_in_a_run_ends_all_processes(leader_and_followers, local_store
 @pytest.mark.parametrize("failing_host", [0, 1], ids=["the first", "another"])
 def test_a_failure_on_one_host_is_reported_unchanged(nano, local_store, tmp_path, monkeypatch, failing_host):
     """Other hosts may wait for that host, so all are ended, and none makes another video."""
-    exchange, run = Exchange(2), VideoMaker.make_run
+    exchange, run = Exchange(2), VideoMaker.make_videos
     makers = [
         Leader(lambda: nano, tmp_path, force=True, peers=ThreadPeerGroup(exchange, 0)),
         VideoMaker(lambda: nano, tmp_path),
@@ -171,7 +171,7 @@ def test_a_failure_on_one_host_is_reported_unchanged(nano, local_store, tmp_path
             raise RuntimeError("the device is gone")
         return run(maker, tasks, prepared_run)
 
-    monkeypatch.setattr(VideoMaker, "make_run", failing)
+    monkeypatch.setattr(VideoMaker, "make_videos", failing)
     host = WorkerActor()
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(host._follow_leader, makers[1], peers=ThreadPeerGroup(exchange, 1))

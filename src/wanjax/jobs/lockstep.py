@@ -63,7 +63,7 @@ class Leader(VideoMaker):
             raise WanjaxError(f"{problem}: {error_text}") from OSError(
                 error_text
             )  # with an OSError as its cause, the failure is retried
-        yield from self.make_run(tasks, run)
+        yield from self.make_videos(tasks, run)
         self.in_sync = True
 
     def explain(self, error: Exception) -> Failure:
@@ -99,7 +99,7 @@ def follow_leader(maker: VideoMaker, peers: PeerGroup | None = None) -> None:
         run, error_text = _prepare_run(maker, tasks)
         if not any(peers.gather(error_text)):
             assert run is not None
-            deque(maker.make_run(tasks, run), maxlen=0)
+            deque(maker.make_videos(tasks, run), maxlen=0)
 
 
 def _prepare_run(maker: VideoMaker, tasks: Sequence[Task]) -> tuple[Run | None, str]:

@@ -255,7 +255,7 @@ class VideoMaker:
             tasks: The tasks, which differ only in prompt and seed.
             observers: Observers of this run, in addition to the maker's.
         """
-        return self.make_run(tasks, self.prepare_run(tasks, observers))
+        return self.make_videos(tasks, self.prepare_run(tasks, observers))
 
     def prepare_run(self, tasks: Sequence[Task], observers: Sequence[Observer] = ()) -> Run:
         """Check tasks and return their run, without computing anything.
@@ -276,7 +276,7 @@ class VideoMaker:
         check_run_memory(setup.pipe, requests[0].settings, setup.pictures, **self.run_options)
         return Run(setup.pipe, requests, setup.pictures, observers=[*observers, *self.observers], **self.run_options)
 
-    def make_run(self, tasks: Sequence[Task], run: Run) -> Iterator[PreparedRequest]:
+    def make_videos(self, tasks: Sequence[Task], run: Run) -> Iterator[PreparedRequest]:
         """Make the videos of a prepared run, and yield each request once its video is published.
 
         Args:
