@@ -172,7 +172,9 @@ def _print_outcome(ctx: click.Context) -> None:
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Make videos from prompts, in JAX."""
-    if libtpu.silence() and any(map(find_spec, DEVICE_PLUGINS)) and not any(map(glob, GPU_DEVICE_FILES)):
+    libtpu.silence()
+    has_device = libtpu.has_tpu() or any(map(glob, GPU_DEVICE_FILES))
+    if any(map(find_spec, DEVICE_PLUGINS)) and not has_device:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # without devices, JAX loads no plugin
     ctx.obj = Report()
     ctx.with_resource(ctx.obj.print_warnings())

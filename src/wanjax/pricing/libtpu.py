@@ -13,14 +13,13 @@ ENVIRONMENT_DEFAULTS = {
 """Environment variables that stop libtpu from printing a page of warnings on a machine without a TPU."""
 
 
-def silence() -> bool:
-    """Silence libtpu on a machine without a TPU. Call this before JAX looks for devices.
+def has_tpu() -> bool:
+    """Return whether the machine has a TPU."""
+    return any(map(glob, TPUS))
 
-    Returns:
-        Whether the machine has no TPU.
-    """
-    if any(map(glob, TPUS)):
-        return False
-    for name, value in ENVIRONMENT_DEFAULTS.items():
-        os.environ.setdefault(name, value)
-    return True
+
+def silence() -> None:
+    """Silence libtpu on a machine without a TPU. Call this before JAX looks for devices."""
+    if not has_tpu():
+        for name, value in ENVIRONMENT_DEFAULTS.items():
+            os.environ.setdefault(name, value)
