@@ -316,7 +316,7 @@ class JobStore:
         def insert(db: "_Transaction") -> Job:
             version = db.next_version()  # locks out other writers, so the limit is exact
             if (job := db.find(new.id)) is not None and job.status != ARRIVING:
-                return db.with_ranks([job])[0]  # the answer to the first call was lost
+                return db.with_queue_positions([job])[0]  # the answer to the first call was lost
             if limit is not None and db.num_waiting() >= limit:
                 raise QueueFull(limit)
             db.execute(
@@ -325,7 +325,7 @@ class JobStore:
                 status=ARRIVING if is_arriving else QUEUED,
                 **_new_job_columns(new),
             )
-            return db.with_ranks([db.get(new.id, arriving=is_arriving)])[0]
+            return db.with_queue_positions([db.get(new.id, arriving=is_arriving)])[0]
 
         return self._run(insert)
 
@@ -360,7 +360,7 @@ class JobStore:
         Raises:
             NotFound: No job has this id.
         """
-        return self._read(lambda db: db.with_ranks([db.get(id)])[0])
+        return self._read(lambda db: db.with_queue_positions([db.get(id)])[0])
 
     def page(
         self,
@@ -395,14 +395,14 @@ class JobStore:
                 if len(rows) < page_size:
                     break
                 page_start = {"after": rows[-1].position}
-            return db.with_ranks(jobs[:limit]), len(jobs) > limit
+            return db.with_queue_positions(jobs[:limit]), len(jobs) > limit
 
         return self._read(read)
 
     def queue(self) -> list[Job]:
         """Return the waiting jobs in order, at most MAX_RANKED."""
         sql = "place = :place AND status = 'queued' ORDER BY position LIMIT :limit"
-        return self._read(lambda db: db.with_ranks(db.jobs(sql, limit=MAX_RANKED)))
+        return self._read(lambda db: db.with_queue_positions(db.jobs(sql, limit=MAX_RANKED)))
 
     def num_waiting(self) -> int:
         """Return the number of waiting jobs."""
@@ -448,7 +448,7 @@ class JobStore:
         """
 
         def change(db: "_Transaction") -> Job:
-            db.next_version()
+            db.lock_writers()
             job = db.get(id, arriving=True)
             if job.status == QUEUED:
                 db.count(CANCELLED)
@@ -496,7 +496,7 @@ class JobStore:
         where = (
             f"place = :place AND version > :since AND status != 'arriving' {id_condition} ORDER BY version LIMIT :limit"
         )
-        return self._read(lambda db: db.with_ranks(db.jobs(where, since=since, limit=limit, only=job_id)))
+        return self._read(lambda db: db.with_queue_positions(db.jobs(where, since=since, limit=limit, only=job_id)))
 
     def version(self) -> int:
         """Return the version of the last change in the database."""
@@ -573,30 +573,30 @@ class JobStore:
         Returns:
             The jobs; empty if no job waits, or if the worker is draining or not registered.
         """
-        leased_by_worker = f"{IS_LEASED_SQL} AND worker = :worker AND status IN ('queued', 'in_progress')"
+        leased_by_worker_sql = f"{IS_LEASED_SQL} AND worker = :worker AND status IN ('queued', 'in_progress')"
         model_names = {f"model{index}": model for index, model in enumerate(models)}
         placeholders = ", ".join(f":{name}" for name in model_names)
-        is_available = f"place = :place AND status = 'queued' AND worker = '' AND model IN ({placeholders})"
+        available_sql = f"place = :place AND status = 'queued' AND worker = '' AND model IN ({placeholders})"
 
         def lease_jobs(db: "_Transaction") -> list[Job]:
-            if not db.rows(f"SELECT 1 FROM jobs WHERE {leased_by_worker} LIMIT 1", worker=worker) and not db.rows(
-                f"SELECT 1 FROM jobs WHERE {is_available} ORDER BY position LIMIT 1", **model_names
+            if not db.rows(f"SELECT 1 FROM jobs WHERE {leased_by_worker_sql} LIMIT 1", worker=worker) and not db.rows(
+                f"SELECT 1 FROM jobs WHERE {available_sql} ORDER BY position LIMIT 1", **model_names
             ):
                 db.extend_lease(worker, ttl)
                 return []
-            db.next_version()
+            db.lock_writers()
             if db.extend_lease(worker, ttl) != 0:
                 return []
-            if jobs := db.jobs(f"{leased_by_worker} ORDER BY position", worker=worker):
+            if jobs := db.jobs(f"{leased_by_worker_sql} ORDER BY position", worker=worker):
                 return jobs
-            if not (first := db.jobs(f"{is_available} ORDER BY position LIMIT 1", **model_names)):
+            if not (first := db.jobs(f"{available_sql} ORDER BY position LIMIT 1", **model_names)):
                 return []
             [job] = first
             if limit == 1 or not job.batch:
                 db.update(job.id, worker=worker, status=RUNNING, attempts=job.attempts + 1)
             else:
                 same_batch = (
-                    f"SELECT id FROM jobs WHERE {is_available} AND batch = :batch ORDER BY position LIMIT :limit"
+                    f"SELECT id FROM jobs WHERE {available_sql} AND batch = :batch ORDER BY position LIMIT :limit"
                 )
                 db.execute(
                     f"UPDATE jobs SET worker = :worker WHERE place = :place AND id IN ({same_batch})",
@@ -605,7 +605,7 @@ class JobStore:
                     limit=limit,
                     **model_names,
                 )
-            return db.jobs(f"{leased_by_worker} ORDER BY position", worker=worker)
+            return db.jobs(f"{leased_by_worker_sql} ORDER BY position", worker=worker)
 
         return self._run(lease_jobs, durable=False) if model_names else []
 
@@ -618,7 +618,7 @@ class JobStore:
         """
 
         def change(db: "_Transaction") -> Signal:
-            db.next_version()
+            db.lock_writers()
             if (job := db.owned_job(worker, id)) is None:
                 return Signal.LOST
             if job.cancel:
@@ -645,7 +645,7 @@ class JobStore:
         def change(db: "_Transaction") -> Signal:
             job = None if id is None else db.owned_job(worker, id)
             if job is not None and progress is not None and progress != job.progress:
-                db.next_version()
+                db.lock_writers()
                 job = db.owned_job(worker, job.id)  # read again, because the row may have changed before the lock
                 if job is not None and not job.cancel:
                     db.update(job.id, progress=json.dumps(progress))
@@ -667,7 +667,7 @@ class JobStore:
         """
 
         def change(db: "_Transaction") -> bool:
-            db.next_version()
+            db.lock_writers()
             if (job := db.owned_job(worker, id)) is None:
                 return False
             if job.status == REMOVED:
@@ -731,20 +731,20 @@ class JobStore:
 
     def requeue_expired(self) -> None:
         """Requeue the jobs of workers whose lease expired; delete the rows of jobs that were removed over a day ago."""
-        has_lost_worker = (
+        lost_worker_sql = (
             "worker IN (SELECT name FROM workers WHERE expires < {now}) OR worker NOT IN (SELECT name FROM workers)"
         )
 
         def change(db: "_Transaction") -> None:
-            where = f"{IS_LEASED_SQL} AND ({has_lost_worker.format(now=db.now)})"
-            is_purgeable = "place = :place AND status = 'removed' AND worker = '' AND output = ''"
-            is_purgeable = f"{is_purgeable} AND completed_at < {db.now} - :retention"
-            has_expired = f"SELECT 1 FROM workers WHERE expires < {db.now} LIMIT 1"
-            if db.rows(has_expired) or db.rows(f"SELECT 1 FROM jobs WHERE {where} LIMIT 1"):
+            where = f"{IS_LEASED_SQL} AND ({lost_worker_sql.format(now=db.now)})"
+            purgeable_sql = "place = :place AND status = 'removed' AND worker = '' AND output = ''"
+            purgeable_sql = f"{purgeable_sql} AND completed_at < {db.now} - :retention"
+            expired_worker_query = f"SELECT 1 FROM workers WHERE expires < {db.now} LIMIT 1"
+            if db.rows(expired_worker_query) or db.rows(f"SELECT 1 FROM jobs WHERE {where} LIMIT 1"):
                 self._requeue_jobs(db, where)
-            if db.rows(f"SELECT 1 FROM jobs WHERE {is_purgeable} LIMIT 1", retention=REMOVED_RETENTION):
-                db.next_version()
-                db.execute(f"DELETE FROM jobs WHERE {is_purgeable}", retention=REMOVED_RETENTION)
+            if db.rows(f"SELECT 1 FROM jobs WHERE {purgeable_sql} LIMIT 1", retention=REMOVED_RETENTION):
+                db.lock_writers()
+                db.execute(f"DELETE FROM jobs WHERE {purgeable_sql}", retention=REMOVED_RETENTION)
 
         self._run(change, durable=False)
 
@@ -765,7 +765,7 @@ class JobStore:
 
         `counts_attempt` says whether the attempts of running jobs count.
         """
-        db.next_version()
+        db.lock_writers()
         jobs = db.jobs(where, **values)
         for job in jobs:
             if job.status == REMOVED:
@@ -857,6 +857,10 @@ class _Transaction:
             self._version = self.value(sql, count=count)
         return self._version
 
+    def lock_writers(self) -> None:
+        """Make other writers wait until the end of this transaction. Reads after this call are up to date."""
+        self.next_version()
+
     def jobs(self, where: str, **values: Any) -> list[Job]:
         return [_parse_row(row) for row in self.rows(f"SELECT {SELECTED_COLUMNS} FROM jobs WHERE {where}", **values)]
 
@@ -884,14 +888,16 @@ class _Transaction:
     def num_waiting(self) -> int:
         return self.value("SELECT count(*) FROM jobs WHERE place = :place AND status = 'queued'")
 
-    def with_ranks(self, jobs: Sequence[Job]) -> list[Job]:
+    def with_queue_positions(self, jobs: Sequence[Job]) -> list[Job]:
         """Set `jobs_ahead` of jobs that are among the first MAX_RANKED jobs of the queue. Return the jobs."""
         if all(job.status != QUEUED for job in jobs):
             return list(jobs)
         sql = "SELECT position FROM jobs WHERE place = :place AND status = 'queued' ORDER BY position LIMIT :limit"
         num_running = self.value("SELECT count(*) FROM jobs WHERE place = :place AND status = 'in_progress'")
-        ranks = {position: number for number, (position,) in enumerate(self.rows(sql, limit=MAX_RANKED), num_running)}
-        return [replace(job, jobs_ahead=ranks.get(job.position)) if job.status == QUEUED else job for job in jobs]
+        jobs_ahead = {
+            position: number for number, (position,) in enumerate(self.rows(sql, limit=MAX_RANKED), num_running)
+        }
+        return [replace(job, jobs_ahead=jobs_ahead.get(job.position)) if job.status == QUEUED else job for job in jobs]
 
     def update(self, id: str, *, has_ended: bool = False, **columns: Any) -> None:
         """Update columns of a job. With `has_ended`, also set its completion time."""
@@ -901,7 +907,7 @@ class _Transaction:
 
     def cancel(self, ids: Sequence[str]) -> None:
         """Cancel waiting jobs, and request the cancellation of running ones."""
-        self.next_version()
+        self.lock_writers()
         for id in ids:
             job = self.find(id)
             if job is not None and job.status == QUEUED:
