@@ -27,7 +27,7 @@ from tests.support.words import has_line_with, line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.jobs import databases
 from wanjax.jobs import store as stores
-from wanjax.jobs.databases import DatabaseError, public_url, without_password
+from wanjax.jobs.databases import DatabaseError, mask_password, public_url
 from wanjax.jobs.sharing import BATCH_FILE, SERVE_FILE, join_namespace
 from wanjax.jobs.store import (
     ARRIVING,
@@ -634,7 +634,7 @@ def test_a_password_is_not_shown(postgres: Server) -> None:
         store.close()
     assert public_url("postgresql://me:a@b:c@host:1/db?password=x") == "postgresql://me@host:1/db"
     assert (
-        without_password("of me:s3cret and s3cr+t", "postgresql://me:s3cret@host/db?sslpassword=s3cr%2Bt")
+        mask_password("of me:s3cret and s3cr+t", "postgresql://me:s3cret@host/db?sslpassword=s3cr%2Bt")
         == "of me:*** and ***"
     )
     assert public_url("/some/where.sqlite") == "/some/where.sqlite"

@@ -173,7 +173,7 @@ def public_url(url: str) -> str:
     return f"{scheme}://{credentials.partition(':')[0]}{at_sign}{host_and_database.partition('?')[0]}"
 
 
-def without_password(text: str, url: str) -> str:
+def mask_password(text: str, url: str) -> str:
     """Replace the password of a URL by *** in a text. If a parser has split the URL, also replace the fragments of the
     password.
 
@@ -184,8 +184,8 @@ def without_password(text: str, url: str) -> str:
     password = url.partition("://")[2].rpartition("@")[0].partition(":")[2]
     query = re.findall(r"[?&](?:ssl)?password=([^&]*)", url)
     for secret in (password, *query, *re.split(r"[@:/?#\[\]]", password)):
-        for spelling in {secret, unquote(secret)} - {""}:
-            text = text.replace(spelling, "***")
+        for secret_text in {secret, unquote(secret)} - {""}:
+            text = text.replace(secret_text, "***")
     return text
 
 
@@ -426,16 +426,17 @@ class Postgres(Database):
         self._connect: Callable[[], Any] = lambda: _NamedParameterConnection(
             psycopg.connect(autocommit=True, options=options, **connect_options)
         )
-        super().__init__(self._connect_checked)
+        super().__init__(self._connect_or_explain)
 
-    def _connect_checked(self) -> Any:
+    def _connect_or_explain(self) -> Any:
+        """Connect, and say what to correct if the database rejects the login."""
         try:
             return self._connect()
         except self.errors as error:
             error_text = str(error)
             if any(word in error_text for word in PERMANENT_ERROR_WORDS):
                 server_message = error_text.rpartition("FATAL:")[2].strip().partition("\n")[0]
-                problem = f"{self.name} rejects the login ({without_password(server_message, self.url)})"
+                problem = f"{self.name} rejects the login ({mask_password(server_message, self.url)})"
                 raise DatabaseError(
                     f"{problem}: correct the user, the password or the name in --database or {ENV_VARIABLE}"
                 ) from None

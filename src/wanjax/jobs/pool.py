@@ -229,7 +229,7 @@ class Pool:
         self.store, self.scale, self.note = store, scale, note
         self.workers: dict[int, WorkerHandle] = {}  # by index
         self._start_worker, self._draining = start_worker, set[str]()
-        self._consecutive_deaths, self._ended_jobs = 0, -1.0
+        self._consecutive_deaths, self._ended_jobs_at_last_death = 0, -1.0
         self._waiting_since, self._has_reported_waiting = monotonic(), False
 
     def poll(self) -> None:
@@ -270,8 +270,8 @@ class Pool:
     def _count_death(self, death_cause: str) -> None:
         counters = self.store.stats().counters
         ended_jobs = sum(counters.get(name, 0.0) for name in ("completed", "failed", "cancelled"))
-        self._consecutive_deaths = self._consecutive_deaths + 1 if ended_jobs == self._ended_jobs else 1
-        self._ended_jobs = ended_jobs
+        self._consecutive_deaths = self._consecutive_deaths + 1 if ended_jobs == self._ended_jobs_at_last_death else 1
+        self._ended_jobs_at_last_death = ended_jobs
         # after many deaths, the problem may be the same for all workers
         if self._consecutive_deaths >= MAX_DEATHS + self.scale.count - 1:
             raise WanjaxError(

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from wanjax.errors import WanjaxError, reason
 from wanjax.figures import pluralize
-from wanjax.jobs.databases import Connection, DatabaseError, SqlValues, open_database, without_password
+from wanjax.jobs.databases import Connection, DatabaseError, SqlValues, mask_password, open_database
 
 ARRIVING, QUEUED, RUNNING = "arriving", "queued", "in_progress"
 COMPLETED, FAILED, REMOVED = "completed", "failed", "removed"
@@ -811,7 +811,7 @@ class JobStore:
                 with self._database.transaction(write=write, durable=durable) as connection:
                     return operation(_Transaction(connection, self._database.now, self.namespace))
             except self._database.errors as error:
-                cause, is_full = without_password(reason(error), self.url), self._database.is_full(error)
+                cause, is_full = mask_password(reason(error), self.url), self._database.is_full(error)
                 cause = f"the disk of {self.name} is full" if is_full else cause
                 if is_full and math.isinf(self.retry_seconds):  # a worker waits, because it must record its results
                     self.reclaim()
