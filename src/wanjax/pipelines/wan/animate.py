@@ -36,7 +36,7 @@ from wanjax.pipelines.validation import FieldShape, Shape
 from wanjax.pipelines.video_shape import VIDEO_SHAPE_TENSOR
 from wanjax.pipelines.wan.character import CHARACTER, CharacterToVideo, previous_segment_frames, segment_shape
 from wanjax.pipelines.wan.conditioning import GREY, WanConditioning, known_frame_mask
-from wanjax.pipelines.wan.denoisers import ConditionedDenoiser, Velocity, Video
+from wanjax.pipelines.wan.denoisers import ChannelConcatDenoiser, Velocity, Video
 from wanjax.pipelines.wan.letterbox import BICUBIC, BILINEAR, letterbox
 from wanjax.pipelines.wan.programs import encode_text, known_condition, make_context
 from wanjax.pipelines.wan.segments import ClipSegments
@@ -62,7 +62,7 @@ class AnimateInputs(NamedTuple):
     bias: Any = None
 
 
-class AnimateDenoiser(ConditionedDenoiser):
+class AnimateDenoiser(ChannelConcatDenoiser):
     """A denoiser that also attends to the keys and values of a driving clip."""
 
     def predict(

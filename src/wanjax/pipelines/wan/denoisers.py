@@ -106,7 +106,7 @@ class FirstFrameDenoiser(WanDenoiser):
         return replace_first_frame(channels_last(conditioning.get("condition")), x)
 
 
-class ConditionedDenoiser(WanDenoiser):
+class ChannelConcatDenoiser(WanDenoiser):
     """A denoiser that concatenates a condition to the channels of the latents. Without a condition it uses zeros."""
 
     def velocity(
@@ -117,8 +117,8 @@ class ConditionedDenoiser(WanDenoiser):
         return network(jnp.concatenate([x, condition], axis=-1), t, prompt, rope, **options)
 
 
-class FirstFrameConditionedDenoiser(ConditionedDenoiser):
-    """A `ConditionedDenoiser` that also keeps the first latent frame clean.
+class FirstFrameChannelConcatDenoiser(ChannelConcatDenoiser):
+    """A `ChannelConcatDenoiser` that also keeps the first latent frame clean.
 
     The condition's last channels hold this frame.
     """

@@ -38,7 +38,7 @@ from wanjax.pipelines.validation import Shape
 from wanjax.pipelines.video_shape import VIDEO_SHAPE_TENSOR
 from wanjax.pipelines.wan.character import CHARACTER, CharacterToVideo, previous_segment_frames, segment_shape
 from wanjax.pipelines.wan.conditioning import GREY, WanConditioning, frame_channels
-from wanjax.pipelines.wan.denoisers import ConditionedDenoiser, Velocity, Video, channels_last
+from wanjax.pipelines.wan.denoisers import ChannelConcatDenoiser, Velocity, Video, channels_last
 from wanjax.pipelines.wan.letterbox import LANCZOS, letterbox
 from wanjax.pipelines.wan.segments import Segments, full_segments
 from wanjax.pipelines.windows import Window
@@ -61,7 +61,7 @@ class PoseInputs(NamedTuple):
     pose: Any
 
 
-class PoseDenoiser(ConditionedDenoiser):
+class PoseDenoiser(ChannelConcatDenoiser):
     """A denoiser that also gets the latents of a pose clip."""
 
     def predict(

@@ -40,9 +40,9 @@ from wanjax.pipelines.wan.conditioning import (
 )
 from wanjax.pipelines.wan.denoisers import (
     CausalDenoiser,
-    ConditionedDenoiser,
+    ChannelConcatDenoiser,
     ControlDenoiser,
-    FirstFrameConditionedDenoiser,
+    FirstFrameChannelConcatDenoiser,
     FirstFrameDenoiser,
 )
 from wanjax.pipelines.wan.model import WanModel
@@ -159,7 +159,7 @@ class ImageToVideo(WanModel):
 
     @property
     def denoiser(self) -> Denoiser:
-        return ConditionedDenoiser()
+        return ChannelConcatDenoiser()
 
     def picture_shapes(self, settings: Settings) -> Mapping[str, Shape]:
         _, channels, *latent_size = self.spec.latent_shape(settings)
@@ -273,7 +273,7 @@ class FirstFrameInpainting(Inpainting):
 
     @property
     def denoiser(self) -> Denoiser:
-        return FirstFrameConditionedDenoiser()
+        return FirstFrameChannelConcatDenoiser()
 
 
 class ControlledVideo(WanModel):
