@@ -43,7 +43,7 @@ def copy(source: Path, target: Path) -> dict:
 
 
 def convert(source: Path, target: Path) -> dict:
-    from wanjax.checkpoints.convert import ToWanjax
+    from wanjax.checkpoints.convert import ConversionToWanjax
     from wanjax.registry import kinds, open_source
 
     start, end_seconds = time.perf_counter(), {}
@@ -51,7 +51,7 @@ def convert(source: Path, target: Path) -> dict:
     def progress(stage: str, num_done: int, total: int) -> None:
         end_seconds[stage] = time.perf_counter() - start
 
-    assert ToWanjax(open_source(source), target, kinds()).run(progress)
+    assert ConversionToWanjax(open_source(source), target, kinds()).run(progress)
     return {"seconds": time.perf_counter() - start, "written after": end_seconds["converting"]}
 
 

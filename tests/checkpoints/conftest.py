@@ -12,7 +12,7 @@ from huggingface_hub import close_session, constants
 from tests.support.conversion import split
 from tests.support.hub import running_hub
 from tests.support.tiny import tiny_checkpoint
-from wanjax.checkpoints.convert import ToWanjax
+from wanjax.checkpoints.convert import ConversionToWanjax
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.network_kinds import Network
 from wanjax.pipelines.wan.networks import NETWORKS
@@ -84,7 +84,7 @@ def source(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def converted(source, tmp_path_factory) -> Path:
     target = tmp_path_factory.mktemp("converted") / "checkpoint"
-    assert ToWanjax(open_source(source), target, NETWORKS).run()
+    assert ConversionToWanjax(open_source(source), target, NETWORKS).run()
     return target
 
 

@@ -23,7 +23,7 @@ from tests.support.tiny import (
 from tests.support.words import has_line_with
 from wanjax import loading
 from wanjax.checkpoints import convert, modules
-from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
+from wanjax.checkpoints.convert import ConversionToDiffusers, ConversionToWanjax
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.manifest import verify
 from wanjax.checkpoints.modules import parameters
@@ -34,14 +34,14 @@ pytestmark = pytest.mark.usefixtures("cached_shapes")
 
 
 def test_a_conversion_and_back_is_equal_bit_for_bit(source, converted, tmp_path):
-    assert ToDiffusers(open_source(converted), tmp_path / "back", NETWORKS).run()
+    assert ConversionToDiffusers(open_source(converted), tmp_path / "back", NETWORKS).run()
     assert tensors(tmp_path / "back") == tensors(source)
     other_files = ["model_index.json", "tokenizer/tokenizer.json", "scheduler/scheduler_config.json", "README.md"]
     for name in [*other_files, *(f"{network}/config.json" for network in COMPONENTS)]:
         assert json_or_text(tmp_path / "back" / name) == json_or_text(source / name)
     assert not list((tmp_path / "back").rglob("*.bin"))
     again = tmp_path / "again"
-    ToWanjax(open_source(tmp_path / "back"), again, NETWORKS).run()
+    ConversionToWanjax(open_source(tmp_path / "back"), again, NETWORKS).run()
     assert checksums(again) == checksums(converted)
 
 
@@ -56,8 +56,8 @@ MODELS = {
 @pytest.mark.parametrize("model", quick(["control", "two experts"], MODELS))
 def test_every_model_is_converted_and_back(model, tmp_path):
     source_folder = MODELS[model](tmp_path / "original")
-    assert ToWanjax(open_source(source_folder), tmp_path / "converted", NETWORKS).run()
-    assert ToDiffusers(open_source(tmp_path / "converted"), tmp_path / "back", NETWORKS).run()
+    assert ConversionToWanjax(open_source(source_folder), tmp_path / "converted", NETWORKS).run()
+    assert ConversionToDiffusers(open_source(tmp_path / "converted"), tmp_path / "back", NETWORKS).run()
     assert tensors(tmp_path / "back") == tensors(source_folder)
     for file in source_folder.rglob("*.json"):
         assert json_or_text(tmp_path / "back" / file.relative_to(source_folder)) == json_or_text(file)
@@ -78,9 +78,9 @@ def test_unused_tensors_are_converted_and_back(prefix, tmp_path):
         for key, x in (used | other_unused).items()
     }
     save_safetensors(weights, extra_tensors)
-    assert ToWanjax(open_source(source_folder), tmp_path / "converted", NETWORKS).run()
+    assert ConversionToWanjax(open_source(source_folder), tmp_path / "converted", NETWORKS).run()
     verify(open_source(tmp_path / "converted"))
-    assert ToDiffusers(open_source(tmp_path / "converted"), tmp_path / "back", NETWORKS).run()
+    assert ConversionToDiffusers(open_source(tmp_path / "converted"), tmp_path / "back", NETWORKS).run()
     assert tensors(tmp_path / "back") == tensors(source_folder)
     assert set(tensors(source_folder)) >= {f"image_encoder.{key}" for key in extra_tensors}
     encoders = [parameters(loading.load(tmp_path / name).image_encoder) for name in ("original", "converted")]
@@ -94,7 +94,7 @@ def json_or_text(path: Path):
 
 def test_large_components_go_back_in_shards(source, converted, tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "split_into_shards", lambda reader, stem: original_split(reader, stem, 20_000))
-    ToDiffusers(open_source(converted), tmp_path / "back", NETWORKS).run()
+    ConversionToDiffusers(open_source(converted), tmp_path / "back", NETWORKS).run()
     assert (tmp_path / "back" / "transformer" / f"{WEIGHTS}.index.json").is_file()
     assert tensors(tmp_path / "back") == tensors(source)
 

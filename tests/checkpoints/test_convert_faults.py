@@ -21,7 +21,7 @@ from tests.support.harm import WEIGHTS, corrupt, truncated, with_nan, with_other
 from tests.support.quick import quick
 from tests.support.words import has_line_with, line_with_words
 from wanjax.checkpoints import convert
-from wanjax.checkpoints.convert import ToWanjax
+from wanjax.checkpoints.convert import ConversionToWanjax
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.manifest import own_digest, verify
 from wanjax.errors import WanjaxError
@@ -89,7 +89,7 @@ def test_a_damaged_download_is_reported_by_its_name_in_the_cache(source, damaged
     blob = tmp_path / convert.hashlib.sha256(file.read_bytes()).hexdigest()
     file.rename(blob)
     file.symlink_to(blob)
-    assert ToWanjax(open_source(damaged), tmp_path / "good", NETWORKS).run()
+    assert ConversionToWanjax(open_source(damaged), tmp_path / "good", NETWORKS).run()
     contents = bytearray(blob.read_bytes())
     contents[-1] ^= 1
     blob.write_bytes(contents)
@@ -119,7 +119,7 @@ def test_a_stopped_conversion_is_not_mixed_with_another_source(source, damaged, 
     """A run resumes another only if every file of the source is the same."""
     stop_in(monkeypatch, "_copy_files", damaged, tmp_path / "new")
     change(damaged, lambda x: {"proj_out.bias": x["proj_out.bias"] + 1})
-    ToWanjax(open_source(damaged), tmp_path / "new", NETWORKS).run()
+    ConversionToWanjax(open_source(damaged), tmp_path / "new", NETWORKS).run()
     stored = wanjax.load(tmp_path / "new").transformer.proj_out.bias[...]
     expected = wanjax.load(damaged).transformer.proj_out.bias[...]
     np.testing.assert_array_equal(stored, expected)
@@ -130,9 +130,9 @@ def stop_in(monkeypatch, method: str, source: Path, target: Path) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ToWanjax, method, stop)
+        patch.setattr(ConversionToWanjax, method, stop)
         with pytest.raises(KeyboardInterrupt):
-            ToWanjax(open_source(source), target, NETWORKS).run()
+            ConversionToWanjax(open_source(source), target, NETWORKS).run()
 
 
 def test_finished_chunks_are_not_written_again(source, converted, tmp_path, monkeypatch):
@@ -140,7 +140,7 @@ def test_finished_chunks_are_not_written_again(source, converted, tmp_path, monk
     chunks = {path: path.stat().st_mtime_ns for path in (tmp_path / ".new.partial").rglob("c/**/*") if path.is_file()}
     lost_file = sorted(chunks)[3]
     lost_file.unlink()
-    ToWanjax(open_source(source), tmp_path / "new", NETWORKS).run()
+    ConversionToWanjax(open_source(source), tmp_path / "new", NETWORKS).run()
     for path, written in chunks.items():
         now = tmp_path / "new" / path.relative_to(tmp_path / ".new.partial")
         assert (now.stat().st_mtime_ns == written) == (path != lost_file)
@@ -170,14 +170,14 @@ store.MAX_CHUNK_BYTES = 1 << 12
 os.fsync = lambda descriptor: None  # tests need no protection against a loss of power
 source, target, rng = open_source(sys.argv[1]), Path(sys.argv[2]), random.Random(0)
 # tensorstore cannot be open in a fork
-forth = convert.ToWanjax(source, target, NETWORKS) if sys.argv[3] == "forth" else None
+forth = convert.ConversionToWanjax(source, target, NETWORKS) if sys.argv[3] == "forth" else None
 
 
 def start():
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         on_progress = lambda *progress: os.write(write, b".")
-        (forth or convert.ToDiffusers(source, target, NETWORKS)).run(on_progress)
+        (forth or convert.ConversionToDiffusers(source, target, NETWORKS)).run(on_progress)
         os._exit(0)
     os.close(write)
     return pid, os.fdopen(read, "rb")

@@ -15,7 +15,7 @@ from tests.support.comfy_files import block_scales, convrot, json_bytes, per_row
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import has_line_with
 from wanjax.checkpoints import modules
-from wanjax.checkpoints.convert import ToWanjax
+from wanjax.checkpoints.convert import ConversionToWanjax
 from wanjax.checkpoints.dequantized import DequantizedReader
 from wanjax.checkpoints.files import Tensors, load_safetensors, save_safetensors
 from wanjax.checkpoints.pieces import widen
@@ -335,7 +335,7 @@ def test_a_folder_of_quantized_weights_is_loaded_and_converted(checkpoint, tmp_p
             tensors |= quantize(module, x, layout, *names)[0] if is_quantized else {key: x}
         assert count > 5
         save_safetensors(folder / file, tensors)
-    ToWanjax(open_source(folder), tmp_path / "converted", NETWORKS).run()
+    ConversionToWanjax(open_source(folder), tmp_path / "converted", NETWORKS).run()
     original, *quantised_pipes = (wanjax.load(path) for path in (checkpoint, folder, tmp_path / "converted"))
     for name in ("transformer", "text_encoder"):
         expected = modules.parameters(getattr(original, name))

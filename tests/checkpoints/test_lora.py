@@ -21,7 +21,7 @@ from tests.support.tiny import tiny_checkpoint
 from tests.support.words import has_line_with, line_with_words
 from wanjax import registry
 from wanjax.checkpoints import modules
-from wanjax.checkpoints.convert import ToWanjax
+from wanjax.checkpoints.convert import ConversionToWanjax
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.checkpoints.network_kinds import network
@@ -105,7 +105,7 @@ def test_a_strength_of_0_changes_no_weight(checkpoint, file):
 
 
 def test_a_lora_is_merged_into_a_converted_checkpoint(checkpoint, file, tmp_path):
-    ToWanjax(open_source(checkpoint), tmp_path / "converted", NETWORKS).run()
+    ConversionToWanjax(open_source(checkpoint), tmp_path / "converted", NETWORKS).run()
     pipe = wanjax.load(tmp_path / "converted", lora=str(file))
     np.testing.assert_allclose(q_weight(pipe), q_weight(wanjax.load(checkpoint)) + change(file), rtol=1e-6, atol=1e-6)
 

@@ -6,7 +6,7 @@ import pytest
 
 import wanjax
 from tests.support.tiny import tiny_checkpoint
-from wanjax.checkpoints.convert import ToWanjax
+from wanjax.checkpoints.convert import ConversionToWanjax
 from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.registry import describe, find_size, model_description, open_source, presets
@@ -19,7 +19,7 @@ PRESET = presets()["wan2.2-t2v-a14b"]
 def converted(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("converted")
     source = open_source(tiny_checkpoint(folder / "source"))
-    ToWanjax(source, folder / "checkpoint", NETWORKS, published_name=PRESET.source).run()
+    ConversionToWanjax(source, folder / "checkpoint", NETWORKS, published_name=PRESET.source).run()
     return str(folder / "checkpoint")
 
 

@@ -18,7 +18,7 @@ from tests.support.tiny import tiny_checkpoint, tiny_control_checkpoint, tiny_ex
 from tests.support.words import line_with_words
 from wanjax import WanjaxError
 from wanjax.checkpoints import stream
-from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
+from wanjax.checkpoints.convert import ConversionToDiffusers, ConversionToWanjax
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.manifest import verify
 from wanjax.checkpoints.modules import parameters
@@ -81,7 +81,7 @@ def assert_equal(weights, expected):
 
 
 def convert(source, target, precision):
-    assert ToWanjax(open_source(source), target, NETWORKS, precision=PRECISIONS[precision]).run()
+    assert ConversionToWanjax(open_source(source), target, NETWORKS, precision=PRECISIONS[precision]).run()
     return target
 
 
@@ -107,7 +107,7 @@ def test_a_converted_checkpoint_has_the_weights_that_loading_rounds(write_checkp
 def test_the_dtype_applies_to_the_weights_that_are_not_rounded(tmp_path):
     source = tiny_checkpoint(tmp_path / "source")
     dtypes = dict.fromkeys(["transformer"], "bfloat16")
-    conversion = ToWanjax(
+    conversion = ConversionToWanjax(
         open_source(source), tmp_path / "converted", NETWORKS, dtypes=dtypes, precision=PRECISIONS["int8"]
     )
     conversion.run()
@@ -119,7 +119,7 @@ def test_the_dtype_applies_to_the_weights_that_are_not_rounded(tmp_path):
 
 
 def test_each_number_of_nano_s_blocks_takes_one_byte(tmp_path):
-    conversion = ToWanjax(
+    conversion = ConversionToWanjax(
         open_source(presets()["nano"].source), tmp_path / "nano", NETWORKS, precision=PRECISIONS["int8"]
     )
     conversion.run()
@@ -145,7 +145,7 @@ def test_a_conversion_resumes_in_the_middle_of_a_kernel(tmp_path, monkeypatch):
         return quantize(kernel, layer, **options)
 
     monkeypatch.setattr(stream, "quantize", stop)
-    conversion = ToWanjax(open_source(source), tmp_path / "again", NETWORKS, precision=PRECISIONS["int8"])
+    conversion = ConversionToWanjax(open_source(source), tmp_path / "again", NETWORKS, precision=PRECISIONS["int8"])
     with pytest.raises(KeyboardInterrupt):
         conversion.run()
     monkeypatch.undo()
@@ -158,7 +158,9 @@ def test_a_conversion_resumes_in_the_middle_of_a_kernel(tmp_path, monkeypatch):
 def test_another_precision_needs_another_folder(tmp_path):
     source = tiny_checkpoint(tmp_path / "source")
     convert(source, tmp_path / "converted", "int8")
-    assert not ToWanjax(open_source(source), tmp_path / "converted", NETWORKS, precision=PRECISIONS["int8"]).run()
+    assert not ConversionToWanjax(
+        open_source(source), tmp_path / "converted", NETWORKS, precision=PRECISIONS["int8"]
+    ).run()
     with pytest.raises(WanjaxError, match="converted"):
         convert(source, tmp_path / "converted", "int8-weights")
 
@@ -171,11 +173,11 @@ def test_stored_weights_of_8_bits_keep_their_precision_and_are_not_converted(tmp
         with pytest.raises(WanjaxError, match=line_with_words(f"{precision} int8")):
             wanjax.load(converted, precision=precision)
     with pytest.raises(WanjaxError, match=line_with_words("int8 diffusers")):
-        ToDiffusers(open_source(converted), tmp_path / "back", NETWORKS)
+        ConversionToDiffusers(open_source(converted), tmp_path / "back", NETWORKS)
     with pytest.raises(WanjaxError, match=line_with_words("int8 diffusers")):
-        ToDiffusers(registry_source(converted, lora), tmp_path / "back", NETWORKS)
+        ConversionToDiffusers(registry_source(converted, lora), tmp_path / "back", NETWORKS)
     with pytest.raises(WanjaxError, match=line_with_words("int8 conversion")):
-        ToWanjax(registry_source(converted, lora), tmp_path / "again", NETWORKS)
+        ConversionToWanjax(registry_source(converted, lora), tmp_path / "again", NETWORKS)
     manifest = json.loads((converted / "wanjax.json").read_text())
     manifest["request"]["precision"] = "int3"
     (converted / "wanjax.json").write_text(json.dumps(manifest))
@@ -197,7 +199,7 @@ def test_a_lora_is_merged_before_weights_are_rounded(tmp_path):
         np.testing.assert_array_equal(layer.values[...][block], values)
         np.testing.assert_array_equal(layer.scale[...][block], scale)
     converted = tmp_path / "converted"
-    ToWanjax(registry_source(source, lora), converted, NETWORKS, precision=PRECISIONS["int8-weights"]).run()
+    ConversionToWanjax(registry_source(source, lora), converted, NETWORKS, precision=PRECISIONS["int8-weights"]).run()
     assert_equal(weights_of(wanjax.load(converted, dtype="float32")), weights_of(rounded))
 
 

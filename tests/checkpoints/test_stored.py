@@ -13,7 +13,7 @@ from tests.support.conversion import tensors
 from tests.support.stores import clear_memory_store, failing, objects
 from tests.support.words import has_line_with
 from wanjax.checkpoints.arrays import OrbaxCheckpoint
-from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
+from wanjax.checkpoints.convert import ConversionToDiffusers, ConversionToWanjax
 from wanjax.checkpoints.manifest import verify
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
@@ -61,18 +61,20 @@ def cached_checkpoint(tmp_path: Path) -> Path:
 
 
 def test_a_conversion_and_back_is_equal_bit_for_bit(source, converted, tmp_path):
-    assert ToWanjax(open_source(source), MODEL, NETWORKS).run()
+    assert ConversionToWanjax(open_source(source), MODEL, NETWORKS).run()
     assert objects() == {f"models/tiny/{name}": content for name, content in bytes_of(converted).items()}
     assert not list((tmp_path / "cache/wanjax/conversions").iterdir())
-    assert not ToWanjax(open_source(source), MODEL, NETWORKS).run()  # exists already
-    assert ToDiffusers(open_source(MODEL), tmp_path / "back", NETWORKS).run()
+    assert not ConversionToWanjax(open_source(source), MODEL, NETWORKS).run()  # exists already
+    assert ConversionToDiffusers(open_source(MODEL), tmp_path / "back", NETWORKS).run()
     assert tensors(tmp_path / "back") == tensors(source)
     assert verify(open_source(MODEL))["networks"]
 
 
 def test_another_checkpoint_is_not_overwritten(source, stored):
     before = objects()
-    output = error_message(ToWanjax(open_source(source), stored, NETWORKS, dtypes={"transformer": "bfloat16"}).run)
+    output = error_message(
+        ConversionToWanjax(open_source(source), stored, NETWORKS, dtypes={"transformer": "bfloat16"}).run
+    )
     assert has_line_with(output, MODEL)
     assert objects() == before
 
@@ -80,11 +82,11 @@ def test_another_checkpoint_is_not_overwritten(source, stored):
 def test_an_interrupted_conversion_is_not_a_checkpoint_and_can_resume(source, converted):
     count = len(bytes_of(converted))
     with failing("put_file", LOST_CONNECTION, after=count // 2):
-        assert has_line_with(error_message(ToWanjax(open_source(source), MODEL, NETWORKS).run), MODEL)
+        assert has_line_with(error_message(ConversionToWanjax(open_source(source), MODEL, NETWORKS).run), MODEL)
     assert 0 < len(objects()) < count
     assert has_line_with(error_message(open_source, MODEL), f"{MODEL} wanjax.json")
     with failing("put_file", LOST_CONNECTION, after=count + 1) as put:
-        assert ToWanjax(open_source(source), MODEL, NETWORKS).run()
+        assert ConversionToWanjax(open_source(source), MODEL, NETWORKS).run()
     assert len(put) < count - count // 4
     assert put[-1][1].endswith("/wanjax.json")  # the last file makes it a checkpoint
     assert objects() == {f"models/tiny/{name}": content for name, content in bytes_of(converted).items()}

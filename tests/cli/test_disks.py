@@ -12,7 +12,7 @@ from PIL import Image
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.disks import limit_file_size
 from tests.support.quick import quick
-from wanjax.checkpoints.convert import ToWanjax
+from wanjax.checkpoints.convert import ConversionToWanjax
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="limits the size of files"),
@@ -95,7 +95,7 @@ def test_the_command_restarts_if_no_work_is_complete(stages, command, monkeypatc
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(ToWanjax, "_write", full)
+    monkeypatch.setattr(ConversionToWanjax, "_write", full)
     with limit_file_size(100) if command == "train" else nullcontext():
         result = wanjax(*arguments(command, stages))
     assert result.exit_code == 1

@@ -21,7 +21,7 @@ from transformers import (
 from tests.parity.encoder_references import qwen_reference, siglip_reference
 from tests.parity.references import t5_reference
 from wanjax.checkpoints import modules
-from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
+from wanjax.checkpoints.convert import ConversionToDiffusers, ConversionToWanjax
 from wanjax.checkpoints.files import SafetensorsFolder
 from wanjax.checkpoints.network_kinds import network_of
 from wanjax.converters import weight_rules
@@ -102,8 +102,8 @@ def test_converted_encoders_can_be_converted_back(dtype, tmp_path):
         component.to(dtype).save_pretrained(source / name)
     index = {name: ["transformers", type(component).__name__] for name, component in components.items()}
     (source / "model_index.json").write_text(json.dumps({"_class_name": "SomePipeline", **index}))
-    ToWanjax(open_source(source), tmp_path / "converted", KINDS).run()
+    ConversionToWanjax(open_source(source), tmp_path / "converted", KINDS).run()
     assert (tmp_path / "converted" / "text_encoder" / "unused.safetensors").is_file()
-    ToDiffusers(open_source(tmp_path / "converted"), tmp_path / "converted_back", KINDS).run()
+    ConversionToDiffusers(open_source(tmp_path / "converted"), tmp_path / "converted_back", KINDS).run()
     for name in components:
         assert tensors(tmp_path / "converted_back" / name) == tensors(source / name)

@@ -20,7 +20,7 @@ from tests.support.words import has_line_with
 from wanjax import loading
 from wanjax.checkpoints import layout as checkpoint_layout
 from wanjax.checkpoints import sources
-from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
+from wanjax.checkpoints.convert import ConversionToDiffusers, ConversionToWanjax
 from wanjax.checkpoints.files import Spec, save_safetensors
 from wanjax.checkpoints.modules import parameters
 from wanjax.checkpoints.network_kinds import network
@@ -147,7 +147,7 @@ def test_the_glyph_tokenizer_equals_that_of_the_authors_script(folder):
     pipe = loading.load(folder)
     check(pipe.tokenizer_2)
     assert pipe.tokenizer_2.vocab_size == len(reference) == 384 + 3 + 5
-    ToWanjax(open_source(folder), folder.parent / "wanjax", NETWORKS).run()
+    ConversionToWanjax(open_source(folder), folder.parent / "wanjax", NETWORKS).run()
     check(loading.load(folder.parent / "wanjax").tokenizer_2)
     reference.save_pretrained(folder / "text_encoder/byt5-small")  # a tokenizer that has these tokens already
     [path] = open_source(folder)["tokenizer_2"].files()
@@ -165,8 +165,8 @@ def test_a_converted_model_is_unchanged_when_converted_back(layout, text_pair, t
         name = tmp_path / "480p_t2v.safetensors"
         save_safetensors(name, authors.authors_transformer(authors.tensors_of(reference / "transformer")))
     converted, converted_back = tmp_path / "converted", tmp_path / "back"
-    assert ToWanjax(open_source(name), converted, NETWORKS).run()
-    assert ToDiffusers(open_source(converted), converted_back, NETWORKS).run()
+    assert ConversionToWanjax(open_source(name), converted, NETWORKS).run()
+    assert ConversionToDiffusers(open_source(converted), converted_back, NETWORKS).run()
     assert json.loads((converted_back / "guider/guider_config.json").read_text())["guidance_scale"] == 6.0
     for converted_folder in (converted, converted_back):
         result, expected = loading.load(converted_folder), loading.load(reference)

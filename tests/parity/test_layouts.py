@@ -24,7 +24,7 @@ from tests.support.published import transformer_keys
 from tests.support.words import has_line_with, line_with_words
 from wanjax import loading, registry
 from wanjax.checkpoints import layout as checkpoint_layout
-from wanjax.checkpoints.convert import ToWanjax
+from wanjax.checkpoints.convert import ConversionToWanjax
 from wanjax.checkpoints.files import SafetensorsFolder, Spec, content_digest, save_safetensors
 from wanjax.checkpoints.modules import parameters
 from wanjax.checkpoints.network_kinds import network
@@ -162,7 +162,7 @@ def test_a_folder_and_a_file_of_the_authors_are_converted(layout, authors, diffu
     """The weights equal those from the layout of diffusers."""
     name = authors if layout == "folder" else authors / "diffusion_pytorch_model.safetensors"
     target = tmp_path / "converted"
-    assert ToWanjax(open_source(name), target, NETWORKS).run()
+    assert ConversionToWanjax(open_source(name), target, NETWORKS).run()
     for component in NAMES:
         assert (target / component / "config.json").is_file()
     pipes = [loading.load(folder) for folder in (target, diffusers)]
@@ -200,7 +200,7 @@ def test_a_distilled_causal_transformer_is_read(wrapper, diffusers, tmp_path):
     config = network(source, "transformer", NETWORKS).config
     assert isinstance(config, CausalTransformerConfig)
     assert (config.chunk_frames, config.window, config.sink) == (3, 21, 0)
-    assert ToWanjax(source, tmp_path / "converted", NETWORKS).run()
+    assert ConversionToWanjax(source, tmp_path / "converted", NETWORKS).run()
     pipe = loading.load(tmp_path / "converted")
     assert pipe.scheduler == Consistency()
     assert pipe.defaults.steps == 4
@@ -331,7 +331,7 @@ def test_files_of_two_experts_are_converted(diffusers, tmp_path):
     tensors = authors_tensors(diffusers, "transformer")
     for name, change in zip(EXPERTS[0], (0, 1), strict=True):
         save(tmp_path / name, {key: x + np.float32(change) for key, x in tensors.items()})
-    assert ToWanjax(open_source(tmp_path / EXPERTS[0][1]), tmp_path / "converted", NETWORKS).run()
+    assert ConversionToWanjax(open_source(tmp_path / EXPERTS[0][1]), tmp_path / "converted", NETWORKS).run()
     pipe = loading.load(tmp_path / "converted")
     assert pipe.model.spec.denoisers == ("transformer", "transformer_2")
     high, low = (np.asarray(pipe.components.get(name).proj_out.bias[...]) for name in pipe.model.spec.denoisers)

@@ -13,7 +13,7 @@ import wanjax
 from tests.support import tiny
 from tests.support.compare import error
 from tests.support.quick import quick
-from wanjax.checkpoints.convert import ToWanjax
+from wanjax.checkpoints.convert import ConversionToWanjax
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.layers.linear import Linear
 from wanjax.layers.placement import as_shapes
@@ -118,7 +118,9 @@ def test_first_latents_are_close_to_those_of_floats(checkpoint, model, precision
 def test_a_lora_has_the_same_effect_on_quantized_weights(checkpoint, precision, tmp_path):
     """The LoRA has the same effect on quantized weights as on float weights."""
     source, lora = checkpoint("wan"), str(tmp_path / "style.safetensors")
-    assert ToWanjax(open_source(source), tmp_path / "converted", NETWORKS, precision=PRECISIONS[precision]).run()
+    assert ConversionToWanjax(
+        open_source(source), tmp_path / "converted", NETWORKS, precision=PRECISIONS[precision]
+    ).run()
     base = wanjax.load(source, dtype="float32")
     random, tensors = np.random.default_rng(0), {}
     for module in (f"blocks.{block}.{name}" for block in range(2) for name in ("self_attn.q", "self_attn.o", "ffn.2")):

@@ -355,7 +355,7 @@ class Conversion(ABC):
                 _save_json(self.partial / name / config, component.config())
 
 
-class ToWanjax(Conversion):
+class ConversionToWanjax(Conversion):
     """A conversion from any layout to a wanjax checkpoint.
 
     Args:
@@ -481,7 +481,7 @@ class ToWanjax(Conversion):
         return match[1] if match else self.licence
 
 
-class ToDiffusers(Conversion):
+class ConversionToDiffusers(Conversion):
     """A conversion from a wanjax checkpoint to the layout of diffusers. Tensors keep their stored dtypes."""
 
     def __init__(self, source: Source, target: str | AnyPath, kinds: Kinds):

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 
-from wanjax.checkpoints.convert import Conversion, ToDiffusers, ToWanjax
+from wanjax.checkpoints.convert import Conversion, ConversionToDiffusers, ConversionToWanjax
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.checkpoints.manifest import Progress, verify
 from wanjax.checkpoints.network_kinds import network
@@ -51,12 +51,12 @@ def convert(
         checkpoint = description.source
     description = with_precision(description, precision)
     if to == "diffusers":
-        conversion: Conversion = ToDiffusers(checkpoint, folder, kinds())
+        conversion: Conversion = ConversionToDiffusers(checkpoint, folder, kinds())
     else:
         # the repository has several models, each in a file of its own
         shares_repository = preset is not None and checkpoint.published_name not in preset.sources
         is_bundled = preset is not None and Path(preset.source).exists()  # the folder exists only on this machine
-        conversion = ToWanjax(
+        conversion = ConversionToWanjax(
             checkpoint,
             folder,
             kinds(),

@@ -27,7 +27,7 @@ from wanjax import loading
 from wanjax.bench.measure import mesh_of_first_devices
 from wanjax.bench.operations import MAX_ATTENTION_ERRORS, check_attention, collective_program
 from wanjax.bench.suite import BenchSize, BenchSuite, Measurement, auto_mesh_axes, bench_settings, find_local_hardware
-from wanjax.checkpoints.convert import ToWanjax
+from wanjax.checkpoints.convert import ConversionToWanjax
 from wanjax.figures import format_mesh
 from wanjax.kernels import admission, admitted
 from wanjax.layers.tiling import Tiling
@@ -191,7 +191,7 @@ def check_checkpoint() -> Iterator[Check]:
     with cleanup_on_exit(remove), ExitStack() as stack:
         stack.callback(remove)
         source, _ = find_checkpoint(NANO)
-        ToWanjax(source, folder / NANO, kinds(), published_name=NANO).run(lambda *_: None, lambda *_: None)
+        ConversionToWanjax(source, folder / NANO, kinds(), published_name=NANO).run(lambda *_: None, lambda *_: None)
         written, bundled = (loading.load(name, dtype="float32") for name in (folder / NANO, NANO))
         for name in ("text_encoder", "transformer", "vae"):
             states = (nnx.state(pipe.components.get(name)) for pipe in (written, bundled))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from wanjax.checkpoints.convert import ToWanjax
+from wanjax.checkpoints.convert import ConversionToWanjax
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.checkpoints.lora import WANJAX_METADATA
 from wanjax.checkpoints.lora_scales import PEFT_METADATA
@@ -118,4 +118,4 @@ def save_checkpoint(
 
     components = {name: component(name, *entry) for name, entry in trained_networks.items()}
     replaced_fields = {"published_name": f"{source.published_name}, trained", "loras": (), "base": None}
-    ToWanjax(source.with_components(components, **replaced_fields), target, kinds).run()
+    ConversionToWanjax(source.with_components(components, **replaced_fields), target, kinds).run()
