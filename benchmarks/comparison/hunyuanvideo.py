@@ -33,12 +33,12 @@ from benchmarks.comparison.cases import (
 from wanjax.converters.qwen2_vl import SKIPPED_BLOCKS
 from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoConditioning
 from wanjax.pipelines.hunyuanvideo.programs import encode_chats
-from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH, TEMPLATE_TOKENS, TEXT_LENGTH
+from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH, NUM_TEMPLATE_TOKENS, TEXT_LENGTH
 
 MODEL = "hunyuanvideo1.5-480p-t2v"
 VIDEO: dict[str, Any] = {"height": 256, "width": 256, "frames": 17}  # of a step
 PROMPTS = {"short": 20, "long": TEXT_LENGTH}  # tokens
-CHAT = TEMPLATE_TOKENS + TEXT_LENGTH
+CHAT = NUM_TEMPLATE_TOKENS + TEXT_LENGTH
 TEXT: dict[str, Any] = {
     "vocab_size": 4096, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
     "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
@@ -61,7 +61,7 @@ def text(sizes: Sizes) -> Iterator[Case]:
     reference.norm = torch.nn.Identity()
 
     def theirs() -> torch.Tensor:
-        return reference(input_ids=torch.from_numpy(ids), use_cache=False).last_hidden_state[:, TEMPLATE_TOKENS:]
+        return reference(input_ids=torch.from_numpy(ids), use_cache=False).last_hidden_state[:, NUM_TEMPLATE_TOKENS:]
 
     yield Case(f"text encoder, {sizes.layers} layers of Qwen2.5-VL, 2 x {CHAT} tokens", 1.0, ours, theirs)
 

@@ -25,9 +25,9 @@ from tests.support.toy_tokenizer import AWKWARD_PROMPTS
 from tests.support.words import has_line_with
 from wanjax.pipelines.hunyuanvideo.text import (
     GLYPH_LENGTH,
+    NUM_TEMPLATE_TOKENS,
     SYSTEM_MESSAGE,
     TEMPLATE_END,
-    TEMPLATE_TOKENS,
     TEXT_LENGTH,
     chat,
     glyph_text,
@@ -56,12 +56,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizers(folder):
-    return AutoTokenizer.from_pretrained(folder), Tokenizer.load(folder, length=TEMPLATE_TOKENS + TEXT_LENGTH)
+    return AutoTokenizer.from_pretrained(folder), Tokenizer.load(folder, length=NUM_TEMPLATE_TOKENS + TEXT_LENGTH)
 
 
 def test_the_constants_are_those_of_diffusers():
     assert SETTINGS["system_message"].default == SYSTEM_MESSAGE
-    assert SETTINGS["crop_start"].default == TEMPLATE_TOKENS
+    assert SETTINGS["crop_start"].default == NUM_TEMPLATE_TOKENS
     assert SETTINGS["tokenizer_max_length"].default == TEXT_LENGTH
     glyphs = inspect.signature(HunyuanVideo15Pipeline._get_byt5_prompt_embeds).parameters
     assert glyphs["tokenizer_max_length"].default == GLYPH_LENGTH
@@ -79,7 +79,7 @@ def test_the_tokens_of_chats_equal_diffusers(tokenizers):
     prompts = PROMPTS + LONG
     expected = reference.apply_chat_template(
         format_text_input(prompts, SYSTEM_MESSAGE), add_generation_prompt=True, tokenize=True, return_dict=True,
-        padding="max_length", max_length=TEXT_LENGTH + TEMPLATE_TOKENS, truncation=True, return_tensors="np",
+        padding="max_length", max_length=TEXT_LENGTH + NUM_TEMPLATE_TOKENS, truncation=True, return_tensors="np",
     )  # fmt: skip
     batch = tokenize_chats(tokenizer, prompts)
     np.testing.assert_array_equal(batch.ids, expected["input_ids"])
@@ -100,7 +100,7 @@ def test_a_truncation_is_reported_in_tokens_of_the_prompt(tokenizers):
     _, tokenizer = tokenizers
     num_template_tokens = len(tokenizer.backend.encode(chat("a")).ids) - 1
     num_end_tokens = len(tokenizer.backend.encode(TEMPLATE_END).ids)
-    room = TEMPLATE_TOKENS + TEXT_LENGTH - num_template_tokens
+    room = NUM_TEMPLATE_TOKENS + TEXT_LENGTH - num_template_tokens
     digits = [
         ("1" * count)
         for count in (room, room + 1, room + num_end_tokens, room + num_end_tokens + 1, room + num_end_tokens + 7)
@@ -109,7 +109,7 @@ def test_a_truncation_is_reported_in_tokens_of_the_prompt(tokenizers):
     assert fitting == [None, None, None]
     assert (one_token.cut, seven.cut) == ("1", "1111111")
     assert seven.tokens - one_token.tokens == 6
-    assert one_token.tokens == num_template_tokens - TEMPLATE_TOKENS + room + 1
+    assert one_token.tokens == num_template_tokens - NUM_TEMPLATE_TOKENS + room + 1
     assert one_token.length == TEXT_LENGTH
     [cut] = tokenize_chats(tokenizer, LONG[:1]).truncated
     assert cut.cut.endswith("word the end")
@@ -169,8 +169,8 @@ def test_the_features_of_chats_equal_diffusers(tokenizers, tmp_path):
     )
     batch = tokenize_chats(tokenizers[1], PROMPTS[-4:] + LONG[:1])
     model = convert_reference(reference, QWEN2_VL, tmp_path)
-    result = nnx.jit(lambda model, ids: model(ids))(model, jnp.asarray(batch.ids))[:, TEMPLATE_TOKENS:]
-    mask_of_prompt = batch.mask[:, TEMPLATE_TOKENS:]
+    result = nnx.jit(lambda model, ids: model(ids))(model, jnp.asarray(batch.ids))[:, NUM_TEMPLATE_TOKENS:]
+    mask_of_prompt = batch.mask[:, NUM_TEMPLATE_TOKENS:]
     np.testing.assert_array_equal(mask_of_prompt, mask)
     error = relative_l2(result[mask_of_prompt], features.numpy()[mask_of_prompt])
     print(f"relative error {error:.1e}")

@@ -63,7 +63,7 @@ def models(request) -> Models:
 def pipe(models) -> Pipeline:
     """Return a pipeline of only the autoencoder."""
     shapes = TextToVideo(transformer=T2V_1_3B, vae=models.vae.config)
-    return Pipeline(Components({"vae": lambda room: models.vae}), shapes, presets()["wan2.1-t2v-1.3b"].defaults)
+    return Pipeline(Components({"vae": lambda make_room: models.vae}), shapes, presets()["wan2.1-t2v-1.3b"].defaults)
 
 
 @contextmanager

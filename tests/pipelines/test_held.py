@@ -138,7 +138,7 @@ def test_memory_is_counted_within_all_loops_and_calls_of_a_run():
         for name in primitive_names(jax.make_jaxpr(call.function)(*call.arguments).jaxpr)
     }
     assert "scan" in names
-    assert names <= {*live_bytes.CALL_PRIMITIVES, *live_bytes.LOOP_PRIMITIVES, "pallas_call"}
+    assert names <= {*live_bytes.CALL_PRIMITIVES, *live_bytes.CONTROL_FLOW_PRIMITIVES, "pallas_call"}
 
 
 def test_networks_that_are_freed_for_others_are_not_counted(tmp_path, machine):

@@ -29,7 +29,7 @@ from wanjax.pricing.card_costs import (
     LAUNCH_SECONDS,
     LINK_EFFICIENCY,
     count_kernels,
-    price_on_card,
+    price_on_gpu,
 )
 from wanjax.pricing.chips import CARD_SLICES, CARDS, abstract_mesh
 from wanjax.pricing.compile import (
@@ -75,7 +75,7 @@ def stored() -> Compiled:
 
 def cost_of(name: str, compiled: Compiled) -> float:
     """Return the typical seconds of a kernel, by its name in the program."""
-    return next(item.cost.mid for item in price_on_card(compiled).items if item.name == name)
+    return next(item.cost.mid for item in price_on_gpu(compiled).items if item.name == name)
 
 
 def plan(*arguments: str) -> dict:
@@ -91,7 +91,7 @@ def compile_one(abstract_call: AbstractCall, chip: str) -> Compiled:
 
 
 def test_kernels_are_counted_by_kind(stored):
-    assert count_kernels(stored, price_on_card(stored)) == {
+    assert count_kernels(stored, price_on_gpu(stored)) == {
         "all-gather": 2,
         "__cudnn$fmhaSoftmax": 1,
         "__cudnn$convForward": 1,
@@ -102,7 +102,7 @@ def test_kernels_are_counted_by_kind(stored):
 
 
 def test_operations_of_libraries_and_fusions_count(stored):
-    items = {item.name: item.flops for item in price_on_card(stored).items if item.flops}
+    items = {item.name: item.flops for item in price_on_gpu(stored).items if item.flops}
     assert items == FLOPS
 
 
@@ -128,7 +128,7 @@ def test_float32_products_have_half_the_peak(stored):
 @needs_cuda
 def test_the_compiler_still_writes_the_stored_program(stored):
     compiled = compile_one(on_cards(abstract_mesh(stored.slice, {"dp": 1, "sp": 1, "tp": 2})), "h100-2")
-    assert count_kernels(compiled, price_on_card(compiled)) == count_kernels(stored, price_on_card(stored))
+    assert count_kernels(compiled, price_on_gpu(compiled)) == count_kernels(stored, price_on_gpu(stored))
     assert compiled.memory == stored.memory
 
 
@@ -140,7 +140,7 @@ def test_the_compiler_reports_memory_and_time_follows_operations():
     array_bytes = 2 * size * size
     assert compiled.memory.arguments == 2 * array_bytes
     assert 4 * array_bytes <= compiled.memory.peak < 4 * array_bytes + 2**26  # and the workspace of a library
-    priced = price_on_card(compiled)
+    priced = price_on_gpu(compiled)
     assert priced.flops == 2 * 2 * size**3
     min_seconds = priced.flops / CARDS["h100"].flops
     assert min_seconds < priced.total.low < priced.total.mid < priced.total.high < 4 * min_seconds
@@ -251,7 +251,7 @@ def test_offloaded_blocks_take_no_memory_of_the_card():
     assert not compiled.rejected_options
     assert compiled.memory.arguments < block
     assert 2 * block <= compiled.memory.peak < 5 * block
-    priced = price_on_card(compiled)
+    priced = price_on_gpu(compiled)
     assert {item.bytes for item in priced.items if item.kind == "offload"} <= {block, 5 * block}
     assert sum(item.bytes for item in priced.items if item.kind == "offload") == (layers + 1) * block
 

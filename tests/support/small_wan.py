@@ -90,8 +90,8 @@ def causal_pipeline(heads, partitioner, *, chunk_frames=2, window=6, sink=0):
     config = CausalTransformerConfig(**sizes, chunk_frames=chunk_frames, window=window, sink=sink)
     components = Components(
         {
-            "transformer": lambda room: network(partial(WanCausalTransformer, config), partitioner),
-            "vae": lambda room: network(partial(WanVAE, VAE), partitioner),
+            "transformer": lambda make_room: network(partial(WanCausalTransformer, config), partitioner),
+            "vae": lambda make_room: network(partial(WanVAE, VAE), partitioner),
         }
     )
     model = CausalTextToVideo(transformer=config, vae=VAE, scheduler=Consistency())
@@ -103,7 +103,9 @@ def animate_pipeline(heads, partitioner, layers=2):
     """Return a pipeline that follows a driving clip, with random weights."""
     sizes = asdict(replace(transformer_config(heads), channels_in=10, layers=layers))
     config = AnimateTransformerConfig(**sizes, image_width=8, image_positions=None, clip_offset=(1, 0, -1))
-    components = Components({"transformer": lambda room: network(partial(WanAnimateTransformer, config), partitioner)})
+    components = Components(
+        {"transformer": lambda make_room: network(partial(WanAnimateTransformer, config), partitioner)}
+    )
     model = CharacterAnimation(transformer=config, vae=VAE, scheduler=FlowDPM())
     defaults = presets()["wan2.2-animate-2-14b"].defaults.updated({"dtype": "float32", "steps": 2})
     return Pipeline(components, model, defaults, partitioner)
@@ -132,7 +134,9 @@ def pose_pipeline(heads, partitioner, layers=2):
     faces = {"face_size": 16, "motion_channels": (4, 6, 5), "motion_width": 8, "motions": 3, "motion_space": 7}
     faces |= {"face_width": 6, "face_heads": 2, "face_stride": 2}
     config = PoseTransformerConfig(**sizes, image_width=8, image_positions=None, **faces)
-    components = Components({"transformer": lambda room: network(partial(WanPoseTransformer, config), partitioner)})
+    components = Components(
+        {"transformer": lambda make_room: network(partial(WanPoseTransformer, config), partitioner)}
+    )
     vae = replace(
         VAE, multipliers=(1, 2, 2), temporal_downsample=(True, True)
     )  # one latent frame has four frames, as in the face
@@ -167,8 +171,8 @@ def pipeline(heads, partitioner):
     config = transformer_config(heads)
     components = Components(
         {
-            "transformer": lambda room: network(partial(WanTransformer, config), partitioner),
-            "vae": lambda room: network(partial(WanVAE, VAE), partitioner),
+            "transformer": lambda make_room: network(partial(WanTransformer, config), partitioner),
+            "vae": lambda make_room: network(partial(WanVAE, VAE), partitioner),
         }
     )
     defaults = presets()["nano"].defaults.updated({"dtype": "float32"})

@@ -61,11 +61,11 @@ def call(
     x: Float[Array, "B T H W C"], gamma: Float[Array, " C"], dtype: jnp.dtype, interpret: bool
 ) -> Float[Array, "B T H W C"]:
     batch, frames, height, width, channels = x.shape
-    pixels, frames_per_pixel = height * width, batch * frames
-    x = jnp.moveaxis(x, (2, 3), (0, 1)).reshape(pixels, frames_per_pixel, channels)
+    pixels, num_frames = height * width, batch * frames
+    x = jnp.moveaxis(x, (2, 3), (0, 1)).reshape(pixels, num_frames, channels)
     lanes = round_up(channels, LANES)
-    block_pixels = min(pixels, max(1, BLOCK_BYTES // (4 * lanes * frames_per_pixel)))
-    x_spec = pl.BlockSpec((block_pixels, frames_per_pixel, channels), lambda i: (i, 0, 0))
+    block_pixels = min(pixels, max(1, BLOCK_BYTES // (4 * lanes * num_frames)))
+    x_spec = pl.BlockSpec((block_pixels, num_frames, channels), lambda i: (i, 0, 0))
     y = pl.pallas_call(
         _normed_silu_kernel,
         grid=(ceil_div(pixels, block_pixels),),

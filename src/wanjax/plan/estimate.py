@@ -235,7 +235,7 @@ def estimate_video(
     check_separate_forwards(settings.cache, axes["dp"] > 1 or batch_guidance)
     settings = replace(settings, cache=model.spec.cache_rule(settings))
     # only the weights decide which steps reuse
-    if not (settings.cache.is_known_before_run or settings.cache.decided_on_device):
+    if not (settings.cache.reuse_is_known_before_run or settings.cache.decided_on_device):
         doubts.append(
             f"which steps reuse cached values ({settings.cache}) is not known in advance: the price assumes one such "
             "step"

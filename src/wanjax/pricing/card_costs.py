@@ -116,7 +116,7 @@ class CardOperationPricer(OperationPricer):
         return 1.0 if any(dtype in DTYPES_OF_16_BITS for dtype in dtypes) else FLOAT32_FRACTION
 
 
-def price_on_card(compiled: Compiled, *, cheapest: bool = False) -> ItemizedPrice:
+def price_on_gpu(compiled: Compiled, *, cheapest: bool = False) -> ItemizedPrice:
     """Estimate one run of a program.
 
     Only the most expensive branch of a conditional counts. With `cheapest`, only the cheapest branch counts.

@@ -46,7 +46,7 @@ def concrete_mesh(topology: str, devices: int, axes: dict[str, int], card: str |
 def mark_host_memory(lowered: jax.stages.Lowered, arguments: Sequence[Any]) -> None:
     """Mark the arguments that are in the host's memory. An exported program records this only in their types.
 
-    A sharding could name this memory too, but described cards list no memories.
+    A sharding could name this memory too, but the devices of a GPU that is only described list no memories.
     """
     module: Any = lowered.compiler_ir("stablehlo")
     with module.context:

@@ -17,9 +17,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from wanjax.pricing.lowering import AbstractCall
 from wanjax.pricing.pallas_kernels import inner_jaxprs
 
-LOOP_PRIMITIVES = ("scan", "while", "cond")
+CONTROL_FLOW_PRIMITIVES = ("scan", "while", "cond")
 MATERIALIZED_PRIMITIVES = (
-    *LOOP_PRIMITIVES,
+    *CONTROL_FLOW_PRIMITIVES,
     "dot_general",
     "conv_general_dilated",
     "sort",
@@ -152,7 +152,7 @@ def _reusable_inputs(equation: JaxprEqn, inputs: list[VariableId | None]) -> lis
 
 def _inner_bytes(equation: JaxprEqn) -> int:
     """Return the peak bytes inside the body of a loop or a branch, without its inputs."""
-    if equation.primitive.name not in LOOP_PRIMITIVES:
+    if equation.primitive.name not in CONTROL_FLOW_PRIMITIVES:
         return 0
     first_reusable = (
         equation.params["num_consts"] if equation.primitive.name == "scan" else 0

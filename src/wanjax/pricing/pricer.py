@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from wanjax.pricing.card_costs import count_kernels, price_on_card
+from wanjax.pricing.card_costs import count_kernels, price_on_gpu
 from wanjax.pricing.chips import Card, Slice, abstract_mesh, find_slice
 from wanjax.pricing.compile import (
     COMPILER_CHECKS,
@@ -290,7 +290,7 @@ class Pricer:
             return Price(program.memory.arguments, program.memory.peak, compile_seconds=program.seconds)
         typical = {name: seconds.typical for name, seconds in kernels.items()}
         worst = {name: seconds.worst for name, seconds in kernels.items()}
-        price = price_on_card if on_card else partial(price_compiled, kernels=typical)
+        price = price_on_gpu if on_card else partial(price_compiled, kernels=typical)
         priced = price(program)
         total = priced.total
         breakdown: dict[str, float] = dict.fromkeys(BREAKDOWN_KEYS, 0.0)

@@ -268,7 +268,7 @@ def _write_columns(y_ref: Any, rows: Any, column_tile: Any, y: Float[Array, "_L 
         y_ref[part, rows, pl.ds(pl.multiple_of(start, size), size)] = y[:, offset : offset + size]
 
 
-def _norm_rows(ref: Refs, eps: float, heads: bool) -> None:
+def _norm_rows(ref: Refs, eps: float, per_head: bool) -> None:
     """Apply the RMS norm to whole rows of the result, or to each head. If there are cosines and sines, rotate the
     heads."""
     parts, tile_rows, width = ref["y"].shape
@@ -276,7 +276,7 @@ def _norm_rows(ref: Refs, eps: float, heads: bool) -> None:
 
     def norm_strip(i: Any, _: None) -> None:
         rows = _strip(i, strip)
-        row_inverse = None if heads else _inverse_rms(_row_squares(ref["y"], rows), parts * width, eps)
+        row_inverse = None if per_head else _inverse_rms(_row_squares(ref["y"], rows), parts * width, eps)
         tables = ()
         if "cos" in ref:
             cos, sin = ref["cos"][rows, :], ref["sin"][rows, :]

@@ -40,7 +40,7 @@ class CacheRule(ABC):
     """A rule that decides which steps reuse cached values. The first step of a network never reuses them."""
 
     name: ClassVar[str]
-    is_known_before_run: ClassVar[bool] = True
+    reuse_is_known_before_run: ClassVar[bool] = True
     """True if the rule can tell before the weights are loaded which steps reuse."""
     blocks: ClassVar[type[BlockCache]] = BlockCache
     """What each forward pass caches between its blocks, for a rule that caches each forward pass separately."""
@@ -63,7 +63,7 @@ class CacheRule(ABC):
     @abstractmethod
     def reused(self, phase: Phase, tables: CacheTables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
         """Return a flag for each step of a phase: True if the step reuses cached values. If the rule is not
-        `is_known_before_run`, True means that the step may reuse them."""
+        `reuse_is_known_before_run`, True means that the step may reuse them."""
 
     def cache(self, phase: Phase, reused: tuple[bool, ...]) -> StepCache:
         """Return the cache of a phase. The first entry of `reused` belongs to the video's first step."""
@@ -224,7 +224,7 @@ class TeaCache(CacheRule):
 
     name = "teacache"
     blocks = ResidualCache
-    is_known_before_run = False
+    reuse_is_known_before_run = False
     threshold: float | None = None
     mode: str | None = None
 
@@ -269,7 +269,7 @@ class EasyCache(CacheRule):
     """
 
     name = "easycache"
-    is_known_before_run = False
+    reuse_is_known_before_run = False
     decided_on_device = True
     threshold: float = 0.05
     first: int = 10
@@ -377,7 +377,7 @@ def min_steps(
 def _last_computed(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> tuple[int, int] | None:
     """Find a phase that computes no step after a step in its first half. Return the number of its computed steps and
     the number of all its steps, or None if there is no such phase."""
-    if not rule.is_known_before_run or rule.table_name is None:
+    if not rule.reuse_is_known_before_run or rule.table_name is None:
         return None
     for flags in map(list, reused):
         if True in flags and all(remaining := flags[flags.index(True) :]) and len(remaining) >= max(2, len(flags) / 2):

@@ -7,7 +7,7 @@ from wanjax.pipelines.hunyuanvideo.model import IMAGE_TO_VIDEO, HunyuanVideoMode
 from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
 from wanjax.pipelines.hunyuanvideo.presets import DISTILLATIONS, PRESETS, default_settings
 from wanjax.pipelines.hunyuanvideo.recognise import UNSUPPORTED
-from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH, TEMPLATE_TOKENS, TEXT_LENGTH
+from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH, NUM_TEMPLATE_TOKENS, TEXT_LENGTH
 from wanjax.pipelines.image_processor import StretchingImageProcessor
 from wanjax.pipelines.text.byt5 import ByT5Tokenizer
 from wanjax.pipelines.text.tokenizer import Tokenizer
@@ -20,7 +20,7 @@ FAMILY = Family(
     default_settings=default_settings,
     presets=PRESETS,
     loaders={
-        "tokenizer": lambda folder: Tokenizer.load(folder, length=TEMPLATE_TOKENS + TEXT_LENGTH),
+        "tokenizer": lambda folder: Tokenizer.load(folder, length=NUM_TEMPLATE_TOKENS + TEXT_LENGTH),
         "tokenizer_2": lambda folder: ByT5Tokenizer.load(folder, length=GLYPH_LENGTH),
         "feature_extractor": StretchingImageProcessor.load,
     },
@@ -28,7 +28,7 @@ FAMILY = Family(
     unsupported_models=UNSUPPORTED,
     distillations=DISTILLATIONS,
     prompt_lengths=lambda model: {
-        "tokenizer": (TEMPLATE_TOKENS + TEXT_LENGTH, TEMPLATE_TOKENS + model.prompt_tokens),
+        "tokenizer": (NUM_TEMPLATE_TOKENS + TEXT_LENGTH, NUM_TEMPLATE_TOKENS + model.prompt_tokens),
         "tokenizer_2": (GLYPH_LENGTH, GLYPH_LENGTH),
     },
 )

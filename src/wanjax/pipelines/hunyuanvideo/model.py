@@ -36,7 +36,7 @@ from wanjax.pipelines.hunyuanvideo.programs import (
     encode_images,
     make_context,
 )
-from wanjax.pipelines.hunyuanvideo.text import TEMPLATE_TOKENS, tokenize_chats, tokenize_glyphs
+from wanjax.pipelines.hunyuanvideo.text import NUM_TEMPLATE_TOKENS, tokenize_chats, tokenize_glyphs
 from wanjax.pipelines.model import ForwardCost, ModelSpec, VideoModel
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
@@ -178,7 +178,7 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
 
     def encode_text(self, runtime: Runtime, settings: Settings) -> HunyuanVideoConditioning:
         chats, glyph_tokens = self.tokenize(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
-        mask = chats.mask[:, TEMPLATE_TOKENS:]
+        mask = chats.mask[:, NUM_TEMPLATE_TOKENS:]
         graphdef, weights = runtime.split("text_encoder")
         embeds, glyph_embeds = (
             runtime.call(encode_chats, graphdef, chats.ids, mask, weights),

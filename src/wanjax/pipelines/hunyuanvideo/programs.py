@@ -16,7 +16,7 @@ from wanjax.models.hunyuanvideo.transformer import Context
 from wanjax.pipelines.denoiser import Denoiser, Latents
 from wanjax.pipelines.guidance import Groups, group_prompts
 from wanjax.pipelines.hunyuanvideo.conditioning import Lengths, Text
-from wanjax.pipelines.hunyuanvideo.text import TEMPLATE_TOKENS
+from wanjax.pipelines.hunyuanvideo.text import NUM_TEMPLATE_TOKENS
 from wanjax.schedulers.base import TRAIN_STEPS
 
 Features = Float[Array, "B S E"]
@@ -95,7 +95,7 @@ def encode_chats(graphdef: Any, ids: Int[Array, "B _S"], mask: Bool[Array, "B S"
         mask: True at real tokens after the template.
         weights: The network's weights.
     """
-    return _mask_and_split(nnx.merge(graphdef, weights)(ids)[:, TEMPLATE_TOKENS:], mask)
+    return _mask_and_split(nnx.merge(graphdef, weights)(ids)[:, NUM_TEMPLATE_TOKENS:], mask)
 
 
 @program(scan_options)

@@ -13,7 +13,7 @@ import numpy as np
 
 from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation
 
-TEMPLATE_TOKENS = 108
+NUM_TEMPLATE_TOKENS = 108
 """The number of chat tokens before the prompt. The transformer does not get their features."""
 TEXT_LENGTH = 1000
 """The number of prompt tokens that the transformer reads, including padding and the end of the chat."""
@@ -51,7 +51,7 @@ def glyph_text(prompt: str) -> str | None:
 
 def tokenize_chats(tokenizer: AnyTokenizer, prompts: Sequence[str]) -> TokenBatch:
     """Tokenize each prompt's chat. The reported truncation is the truncation of the prompt, not of the chat."""
-    batch = tokenizer.tokenize([chat(prompt) for prompt in prompts], TEMPLATE_TOKENS + TEXT_LENGTH)
+    batch = tokenizer.tokenize([chat(prompt) for prompt in prompts], NUM_TEMPLATE_TOKENS + TEXT_LENGTH)
     end_tokens = len(tokenizer.backend.encode(TEMPLATE_END).ids)
     return replace(batch, truncated=tuple(_prompt_truncation(truncation, end_tokens) for truncation in batch.truncated))
 
@@ -77,5 +77,5 @@ def _prompt_truncation(truncation: Truncation | None, end_tokens: int) -> Trunca
     if truncation is None or end_text.endswith(truncation.cut):
         return None
     return Truncation(
-        truncation.tokens - TEMPLATE_TOKENS - end_tokens, TEXT_LENGTH, truncation.cut.removesuffix(end_text).strip()
+        truncation.tokens - NUM_TEMPLATE_TOKENS - end_tokens, TEXT_LENGTH, truncation.cut.removesuffix(end_text).strip()
     )
