@@ -18,7 +18,7 @@ from tests.support.batches import read_manifest
 from tests.support.compare import error
 from tests.support.devices import free_port
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.jobs import multihost
 from wanjax.media import stage_files
@@ -230,5 +230,5 @@ def test_a_mistake_ends_the_other_processes(tmp_path):
     write_requests(tmp_path, 1, frames=4)
     message = stderr_of(runs := start_batch(tmp_path, "videos", 4, 2), 120)
     assert [run.returncode for run in runs] == [2, 0], message
-    assert has_line_with(message[0], "line 1 4 5")
+    assert has_line_with_words(message[0], "line 1 4 5")
     assert message[1] == ""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.documents import ROOT, blocks, commands
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 
 
 def readme_commands() -> list[list[str]]:
@@ -98,7 +98,7 @@ def test_missing_tools_are_reported(script, machine, tmp_path):
         fake_python(tmp_path / "bin", name, **kind)
     run = run_script(script, tmp_path, **variables)
     assert run.returncode == 2
-    assert has_line_with(run.stderr, words)
+    assert has_line_with_words(run.stderr, words)
     assert not (tmp_path / "venv").exists()
 
 

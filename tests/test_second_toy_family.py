@@ -20,7 +20,7 @@ from tests.support.families import registered
 from tests.support.quick import quick
 from tests.support.toy.checkpoint import write_checkpoint
 from tests.support.toy_sound import DRIVING, TOY_SOUND
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax import loading, registry
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
@@ -195,7 +195,7 @@ def test_settings_of_one_family_are_refused_by_the_other(folder, pipe, tmp_path,
     monkeypatch.chdir(tmp_path)
     write_clips(tmp_path / "clips", 1)
     refuse, words = REFUSED[name]
-    assert has_line_with(refuse(pipe, folder), words)
+    assert has_line_with_words(refuse(pipe, folder), words)
 
 
 def test_an_input_of_one_family_is_in_the_help():

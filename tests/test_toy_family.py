@@ -20,7 +20,7 @@ from tests.support.families import registered
 from tests.support.programs import num_compiled
 from tests.support.toy import LENGTH, TOY
 from tests.support.toy.checkpoint import write_checkpoint
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax import loading, registry
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main
@@ -93,7 +93,7 @@ def test_masked_tokens_change_nothing(toy):
 
 def test_a_truncated_prompt_is_reported(toy, tmp_path):
     message = run("encode", "a red circle moving right " * 5, "--model", toy, "--dir", tmp_path)
-    assert has_line_with(message.stderr, f"model {LENGTH}")
+    assert has_line_with_words(message.stderr, f"model {LENGTH}")
 
 
 def test_eight_devices_agree_with_one(toy):
@@ -196,7 +196,7 @@ def test_a_model_s_name_in_place_of_a_family_is_refused():
     """In a new process, where annotations are not checked."""
     code = "import wanjax; wanjax.register('nano')"
     message = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
-    assert has_line_with(message.splitlines()[-1], "WanjaxError Family 'nano' wanjax.load")
+    assert has_line_with_words(message.splitlines()[-1], "WanjaxError Family 'nano' wanjax.load")
 
 
 def library_error(call):
@@ -210,7 +210,7 @@ def test_settings_of_other_families_are_refused(toy, tmp_path, monkeypatch, name
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (32, 32)).save("x.png")
     refuse, words = REFUSED[name]
-    assert has_line_with(refuse(toy), words)
+    assert has_line_with_words(refuse(toy), words)
 
 
 @pytest.mark.parametrize("cache", ["magcache", "teacache", "easycache:9,2", "guidance:2"])

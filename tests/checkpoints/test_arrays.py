@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.support.arrays import save
 from tests.support.devices import most_bytes_on_a_device, nbytes_on_each, on_eight_devices
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.checkpoints import arrays as store
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.arrays import OrbaxCheckpoint, StoredArray, Writer, chunk_shape
@@ -141,7 +141,7 @@ def test_a_flipped_byte_is_detected_at_any_read(folder):
 def test_a_truncated_or_missing_chunk_is_detected(folder, size):
     last_chunk(folder).unlink() if size is None else os.truncate(last_chunk(folder), size)
     array = StoredArray(folder / "blocks.q.kernel")
-    assert has_line_with(error_message(array.read), "blocks.q.kernel damaged")
+    assert has_line_with_words(error_message(array.read), "blocks.q.kernel damaged")
     assert not all(array.is_written(piece) for piece in array.chunk_slices())
 
 
@@ -156,7 +156,7 @@ def test_a_digest_depends_on_values_shape_and_dtype(folder):
 )
 def test_a_broken_tree_is_named(folder, text):
     (folder / "_METADATA").unlink() if text is None else (folder / "_METADATA").write_text(text)
-    assert has_line_with(error_message(OrbaxCheckpoint, folder), f"{folder / '_METADATA'}")
+    assert has_line_with_words(error_message(OrbaxCheckpoint, folder), f"{folder / '_METADATA'}")
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc", "a/b", "", "a..b", "\x1b"])

@@ -20,7 +20,7 @@ from tests.support.tiny import (
     tiny_image_checkpoint,
     tiny_residual_checkpoint,
 )
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax import loading
 from wanjax.checkpoints import convert, modules
 from wanjax.checkpoints.convert import ConversionToDiffusers, ConversionToWanjax
@@ -206,5 +206,5 @@ def test_each_component_can_have_a_different_dtype(source, tmp_path):
 )
 def test_mistakes_are_reported(source, converted, tmp_path, arguments, message):
     paths = {"source": source, "converted": converted, "new": tmp_path / "new"}
-    assert has_line_with(refused(*(argument.format(**paths) for argument in arguments)), message)
+    assert has_line_with_words(refused(*(argument.format(**paths) for argument in arguments)), message)
     assert not os.listdir(tmp_path)

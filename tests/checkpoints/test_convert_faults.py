@@ -19,7 +19,7 @@ from tests.support.conversion import COMPONENTS, checksums, convert_command, fli
 from tests.support.disks import limit_file_size
 from tests.support.harm import WEIGHTS, corrupt, truncated, with_nan, with_other_keys, without_a_shard
 from tests.support.quick import quick
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.checkpoints import convert
 from wanjax.checkpoints.convert import ConversionToWanjax
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
@@ -48,7 +48,7 @@ def change(folder: Path, changed: Callable[[dict], dict]) -> None:
 
 def test_weights_that_are_not_finite_are_not_written(damaged, tmp_path):
     in_one_file(with_nan)(damaged)
-    assert has_line_with(refused(damaged, tmp_path / "new"), "proj_out.bias finite")
+    assert has_line_with_words(refused(damaged, tmp_path / "new"), "proj_out.bias finite")
     assert not (tmp_path / "new").exists()
 
 
@@ -79,7 +79,7 @@ def in_one_file(harm: Callable[[Path], None]) -> Callable[[Path], None]:
 )
 def test_a_fault_of_the_source_is_reported_and_leaves_nothing(damaged, tmp_path, harm, message):
     harm(damaged)
-    assert has_line_with(refused(damaged, tmp_path / "new"), message)
+    assert has_line_with_words(refused(damaged, tmp_path / "new"), message)
     assert os.listdir(tmp_path) == ["damaged"]
 
 
@@ -93,21 +93,21 @@ def test_a_damaged_download_is_reported_by_its_name_in_the_cache(source, damaged
     contents = bytearray(blob.read_bytes())
     contents[-1] ^= 1
     blob.write_bytes(contents)
-    assert has_line_with(refused(damaged, tmp_path / "bad"), f"{blob} damaged")
+    assert has_line_with_words(refused(damaged, tmp_path / "bad"), f"{blob} damaged")
     assert not (tmp_path / "bad").exists()
 
 
 def test_a_full_disk_is_reported_before_anything_is_written(source, tmp_path, machine):
     machine.has_disk(10_000)
     message = refused(source, tmp_path / "new", status=1)
-    assert has_line_with(message, "new 10 kB free 318 kB")
+    assert has_line_with_words(message, "new 10 kB free 318 kB")
     assert not (tmp_path / "new").exists()
 
 
 def test_a_disk_that_fills_is_reported_and_the_next_run_resumes(source, converted, tmp_path):
     with limit_file_size(7000):
         message = refused(source, tmp_path / "new", status=1)
-    assert has_line_with(message, f"{tmp_path / 'new'} File too large resumes")
+    assert has_line_with_words(message, f"{tmp_path / 'new'} File too large resumes")
     assert os.listdir(tmp_path) == [".new.partial"]
     assert list((tmp_path / ".new.partial").rglob("c/*"))
     convert_command(source, tmp_path / "new")
@@ -351,7 +351,7 @@ def test_damaged_weights_are_not_loaded(converted, tmp_path, monkeypatch, harm, 
         [getattr(pipe, network) for network in COMPONENTS]
     if words:
         options = ("generate", "a", "--model", folder, *(["--verify"] if verify else []))
-        assert has_line_with(commands.refused(*options), words)
+        assert has_line_with_words(commands.refused(*options), words)
 
 
 def cut(folder: Path) -> Path:

@@ -13,7 +13,7 @@ import pytest
 import wanjax
 from tests.support.comfy_files import block_scales, convrot, json_bytes, per_row
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.convert import ConversionToWanjax
 from wanjax.checkpoints.dequantized import DequantizedReader
@@ -311,7 +311,7 @@ REFUSED = [  # tensors, and the words of the message
 def test_other_formats_are_refused(tensors, words):
     with pytest.raises(WanjaxError) as caught:
         DequantizedReader(Tensors({key: x for key, x in tensors.items() if x is not None})).read("a.weight")
-    assert has_line_with(str(caught.value), words)
+    assert has_line_with_words(str(caught.value), words)
     assert "\n" not in str(caught.value)
 
 
@@ -379,7 +379,7 @@ def test_an_unsupported_quantizer_of_a_config_is_refused(method, checkpoint, tmp
         return
     with pytest.raises(WanjaxError) as refused:
         wanjax.load(folder)
-    assert has_line_with(str(refused.value), f"transformer's config.json {method} floats")
+    assert has_line_with_words(str(refused.value), f"transformer's config.json {method} floats")
 
 
 @pytest.mark.parametrize("in_metadata", [False, True])
@@ -442,7 +442,7 @@ def test_layers_that_contradict_their_format_are_refused(tensors, entries, words
     present = {key: x for key, x in named.items() if x is not None}
     with pytest.raises(WanjaxError) as caught:
         DequantizedReader(Tensors(present)).read("a.weight")
-    assert has_line_with(str(caught.value), words)
+    assert has_line_with_words(str(caught.value), words)
     assert "\n" not in str(caught.value)
 
 
@@ -510,7 +510,7 @@ def test_invalid_nvfp4_of_modelopt_is_refused(change, words):
     tensors = {key: x for key, x in (nvfp4("a", weight((5, 48)))[0] | change).items() if x is not None}
     with pytest.raises(WanjaxError) as caught:
         DequantizedReader(Tensors(tensors)).read("a.weight")
-    assert has_line_with(str(caught.value), words)
+    assert has_line_with_words(str(caught.value), words)
     assert "\n" not in str(caught.value)
 
 

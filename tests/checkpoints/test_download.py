@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub.utils import _http
 
 from tests.support.hub import FILES, ID, TRANSFORMER, VAE, checksum, download_components, files_in, wait_until
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.checkpoints import hub
 from wanjax.errors import WanjaxError
 from wanjax.registry import open_source
@@ -69,7 +69,7 @@ def test_a_busy_hub_is_retried(server, no_pauses):
 )
 def test_an_unreachable_file_is_reported(server, status, words):
     server.refusals = [status] * 100
-    assert has_line_with(error_message(["vae"]), words)
+    assert has_line_with_words(error_message(["vae"]), words)
     server.refusals = []
     assert files_in(download_components(ID, ["vae"])) == {"model_index.json"} | VAE
 
@@ -78,7 +78,7 @@ def test_an_unreachable_file_is_reported(server, status, words):
 def test_a_file_of_another_length_than_the_hub_lists_is_refused(server):
     download_components(ID, ())
     server.short = 7
-    assert has_line_with(error_message(["vae"]), "Consistency check failed")
+    assert has_line_with_words(error_message(["vae"]), "Consistency check failed")
     server.short = 0
     folder = download_components(ID, ["vae"])
     assert all((folder / name).read_bytes() == FILES[name] for name in VAE)
@@ -141,7 +141,7 @@ def test_a_file_that_differs_from_its_checksum_is_downloaded_again(server):
     expected = checksum(server.files[WEIGHTS])
     actual = checksum(server.files[WEIGHTS][:-1] + bytes([server.files[WEIGHTS][-1] ^ 1]))
     message = error_message(["vae"])
-    assert has_line_with(message, f"{WEIGHTS.rpartition('/')[2]} {expected} {actual}")
+    assert has_line_with_words(message, f"{WEIGHTS.rpartition('/')[2]} {expected} {actual}")
     assert len(message.splitlines()) == 1
     server.flip = None
     folder = download_components(ID, ["vae"])
@@ -154,7 +154,7 @@ def test_a_file_that_differs_from_its_checksum_is_downloaded_again(server):
 @pytest.mark.usefixtures("online")
 def test_a_disk_that_is_too_small_is_reported_before_the_first_byte(server, machine):
     machine.has_disk(100_000)
-    assert has_line_with(error_message(["transformer"]), "301 kB more 100 kB free")
+    assert has_line_with_words(error_message(["transformer"]), "301 kB more 100 kB free")
     assert not [name for name, _ in server.downloads if name.endswith(".safetensors")]
     source = open_source(ID)
     with pytest.raises(WanjaxError, match=line_with_words(f"{ID} room HF_HOME")):

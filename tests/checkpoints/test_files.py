@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from tests.support.disks import limit_file_size
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.checkpoints.files import (
     DTYPES,
     SafetensorsFile,
@@ -193,7 +193,7 @@ def test_numbers_that_are_not_finite_leave_the_old_file(tmp_path, dtype):
     path, values = tmp_path / "x.safetensors", np.zeros((3, 200_000), dtype)
     save_safetensors(path, {"a": values, "b": np.full(2, -1, np.int32)})
     values[2, -1] = np.nan
-    assert has_line_with(error_message(save_safetensors, path, {"a": values}), f"{path} 'a' finite")
+    assert has_line_with_words(error_message(save_safetensors, path, {"a": values}), f"{path} 'a' finite")
     assert not load_safetensors(path)["a"].any()
     assert os.listdir(tmp_path) == ["x.safetensors"]
 
@@ -203,7 +203,7 @@ def test_a_full_disk_leaves_only_the_old_file(tmp_path):
     save_safetensors(path, {"a": np.ones(1, np.float32)})
     with limit_file_size(1000):
         message = error_message(save_safetensors, path, {"a": np.zeros(5000, np.float32)})
-    assert has_line_with(message, f"{path} File too large")
+    assert has_line_with_words(message, f"{path} File too large")
     assert os.listdir(tmp_path) == ["x.safetensors"]
     assert_same(load_safetensors(path), {"a": np.ones(1, np.float32)})
 
@@ -323,7 +323,7 @@ FOLDERS = {  # the damage to a folder, and the words of the message
 def test_the_message_for_a_wrong_folder_names_its_error(tmp_path, name):
     harm, words = FOLDERS[name]
     harm(tmp_path)
-    assert has_line_with(error_message(SafetensorsFolder, tmp_path), words)
+    assert has_line_with_words(error_message(SafetensorsFolder, tmp_path), words)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_the_message_for_a_wrong_folder_names_its_error(tmp_path, name):
 def test_an_unreadable_or_unwritable_path_is_reported(tmp_path, monkeypatch, call, name, words):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
-    assert has_line_with(error_message(call, Path(name)), words)
+    assert has_line_with_words(error_message(call, Path(name)), words)
 
 
 def test_files_of_a_dead_process_are_removed(tmp_path):

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.ggufs import write_gguf
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.checkpoints import gguf_file
 from wanjax.checkpoints.gguf_blocks import FAST_DEQUANTIZERS
 from wanjax.checkpoints.gguf_file import GgufFile, dequantise
@@ -150,7 +150,7 @@ def test_a_broken_file_is_refused(content, words, tmp_path):
     (tmp_path / "a.gguf").write_bytes(content)
     with pytest.raises(WanjaxError) as caught:
         GgufFile(tmp_path / "a.gguf")
-    assert has_line_with(str(caught.value), f"a.gguf {words}")
+    assert has_line_with_words(str(caught.value), f"a.gguf {words}")
     assert "\n" not in str(caught.value)
 
 

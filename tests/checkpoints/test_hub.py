@@ -13,7 +13,7 @@ import pytest
 import wanjax
 from tests.support.disks import limit_file_size
 from tests.support.hub import COMMIT, FILES, ID, OLDER, TRANSFORMER, VAE, download_components, files_in
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.checkpoints import hub
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import WanjaxError, is_failure
@@ -128,7 +128,7 @@ def test_missing_repositories_and_files_are_reported(call, name, words, tmp_path
     monkeypatch.chdir(tmp_path)
     with pytest.raises(WanjaxError) as caught:
         call(name)
-    assert has_line_with(str(caught.value), words)
+    assert has_line_with_words(str(caught.value), words)
 
 
 def with_response(status, code):
@@ -170,7 +170,7 @@ def test_a_refusal_of_the_hub_is_explained(server, set_hub_url, harm, disk_limit
     harm(server)
     with limit_file_size(disk_limit) if disk_limit else nullcontext(), pytest.raises(WanjaxError) as caught:
         download_components(ID, ["transformer"]) if disk_limit else open_source(ID)
-    assert has_line_with(str(caught.value), words)
+    assert has_line_with_words(str(caught.value), words)
     assert is_failure(caught.value) == fails
 
 

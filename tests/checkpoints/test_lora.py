@@ -18,7 +18,7 @@ from tests.support.families import registered
 from tests.support.hub import ID
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax import registry
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.convert import ConversionToWanjax
@@ -96,7 +96,7 @@ def test_peft_s_alpha_is_read_for_a_file_a_folder_and_the_hub(location, checkpoi
     np.testing.assert_allclose(
         q_weight(merged), q_weight(wanjax.load(checkpoint)) + 2.5 * change(file), rtol=1e-6, atol=1e-6
     )
-    assert has_line_with(notes[0], "1 of 1 'v'")
+    assert has_line_with_words(notes[0], "1 of 1 'v'")
 
 
 def test_a_strength_of_0_changes_no_weight(checkpoint, file):
@@ -158,7 +158,7 @@ def test_another_lora_needs_another_folder(checkpoint, file, merged, tmp_path, m
     monkeypatch.chdir(tmp_path)
     paths = {"CHECKPOINT": checkpoint, "MERGED": merged, "FILE": file}
     options = re.sub("[A-Z]{4,}", lambda name: str(paths[name[0]]), arguments).split()
-    assert has_line_with(refused("convert", *options), words)
+    assert has_line_with_words(refused("convert", *options), words)
 
 
 def test_unmatched_changes_are_reported(checkpoint, file, tmp_path):
@@ -239,7 +239,7 @@ def test_each_half_of_a_file_goes_to_its_expert(halves, checkpoint, experts, fil
         for component, strength in zip(("transformer", "transformer_2"), strengths, strict=True):
             merged = adapted[component].tensors(rules).read(KEY)
             np.testing.assert_allclose(merged, base + strength * change(file), rtol=1e-6, atol=1e-6)
-        assert all(has_line_with(note, "1 of 1") for note in notes)
+        assert all(has_line_with_words(note, "1 of 1") for note in notes)
     with pytest.raises(WanjaxError, match=line_with_words("low=")):
         with_loras(source, [Lora(str(low), 1.0, "high")], NETWORKS)
 
@@ -269,7 +269,7 @@ def test_the_message_for_broken_metadata_names_the_lora(lora, checkpoint, file, 
     (tmp_path / "generation_config.json").write_text(json.dumps(metadata | {"lora": lora}))
     result = CliRunner().invoke(main, ["denoise", "--dir", str(tmp_path), *VIDEO])
     assert result.exit_code == 2
-    assert has_line_with(result.output, "generation_config.json lora")
+    assert has_line_with_words(result.output, "generation_config.json lora")
 
 
 FEW_STEPS = [name for name, preset in presets().items() if preset.loras and "lightx2v/" in preset.loras[0]]
@@ -337,7 +337,7 @@ def test_a_preset_with_a_lora_is_not_converted_without_it(checkpoint, tmp_path):
     with registered(presets=(preset,)):
         result = CliRunner().invoke(main, ["convert", "small-4step", str(tmp_path / "out")])
     assert result.exit_code == 2
-    assert has_line_with(result.output, "LoRA merge convert")
+    assert has_line_with_words(result.output, "LoRA merge convert")
 
 
 def test_a_preset_may_have_a_lora_and_another_scheduler(checkpoint, file):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.harm import unchecked
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.checkpoints import lora_scales
 from wanjax.checkpoints.files import Spec, Tensors, save_safetensors
 from wanjax.checkpoints.lora import LoraFile, MergedLoraReader
@@ -175,7 +175,7 @@ def test_peft_may_set_alpha_by_module(pattern, open_lora):
     config = {"transformer.lora_alpha": 8, "transformer.alpha_pattern": patterns, "text_encoder.lora_alpha": 9}
     file = open_lora(PEFT_PAIR, {PEFT_METADATA: json.dumps(config)})
     np.testing.assert_allclose(file.change("blocks.0.attn1.to_q.weight", 1.0, ZEROS), 5 / 2 * UP @ DOWN, rtol=1e-6)
-    assert has_line_with(str(file.matches), "'k' 'lin.*' '.*'")
+    assert has_line_with_words(str(file.matches), "'k' 'lin.*' '.*'")
     assert repr(pattern) not in str(file.matches)
 
 
@@ -224,11 +224,11 @@ def test_unmatched_tensors_are_reported(open_lora):
         "lora_te_text_model.lora_up.weight": UP,
     }
     message = str(open_lora(PAIR | extra).matches)
-    assert has_line_with(message, "1 2 merged model skipped lora_te_text_model.weight")
+    assert has_line_with_words(message, "1 2 merged model skipped lora_te_text_model.weight")
     assert str(open_lora(PAIR).matches).endswith("lora.safetensors: 1 of 1 change merged")
     patch = {"diffusion_model.patch_embedding.diff": np.ones((4, 36, 1, 2, 2), np.float32)}
     message = str(open_lora(PAIR | patch).matches)
-    assert has_line_with(message, "patch_embedding.weight [4, 36, 1, 2, 2] [4, 3, 1, 2, 2]")
+    assert has_line_with_words(message, "patch_embedding.weight [4, 36, 1, 2, 2] [4, 3, 1, 2, 2]")
 
 
 def test_half_of_a_file_s_changes_are_enough(open_lora):
@@ -290,7 +290,7 @@ CONFIGURED = [  # tensors of PEFT, their config, and the words of the message
 def test_a_file_that_cannot_be_merged_is_refused(tensors, config, words, open_lora, monkeypatch):
     monkeypatch.setattr(lora_scales, "PATTERN_SECONDS", 0.05)
     metadata = {PEFT_METADATA: config} if config else None
-    assert has_line_with(
+    assert has_line_with_words(
         refusal(open_lora, {key: np.asarray(x) for key, x in tensors.items()}, metadata=metadata), words
     )
 

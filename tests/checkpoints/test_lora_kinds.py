@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.harm import unchecked
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.checkpoints.dequantized import DequantizedReader
 from wanjax.checkpoints.files import Spec, Tensors, save_safetensors
 from wanjax.checkpoints.lora import LoraFile, MergedLoraReader
@@ -334,7 +334,7 @@ def test_a_file_without_a_change_is_refused(tensors, config, words, open_lora):
     metadata = [{PEFT_METADATA: json.dumps(config)}] if config else []
     with pytest.raises(WanjaxError) as caught:
         merged(open_lora({key: x for key, x in tensors.items() if x is not None}, *metadata), 2.0)
-    assert has_line_with(str(caught.value), words)
+    assert has_line_with_words(str(caught.value), words)
     assert "\n" not in str(caught.value)
 
 

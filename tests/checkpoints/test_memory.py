@@ -16,7 +16,7 @@ from tests.support.commands import wanjax as command
 from tests.support.hub import ID
 from tests.support.machine import RefuseExecution
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax import loading, registry
 from wanjax.checkpoints.sources import open_diffusers
 from wanjax.cli import stages
@@ -64,7 +64,7 @@ def test_a_model_of_the_hub_is_refused_before_its_weights_are_downloaded(
     with pytest.raises(WanjaxError, match=line_with_words(f"transformer {ID} needs machine")):
         wanjax.load(ID)
     output = refused("a", "--model", ID, "--size", "32x32", "--frames", "5")
-    assert has_line_with(output, f"transformer {ID} 42.9 kB weights bfloat16")
+    assert has_line_with_words(output, f"transformer {ID} 42.9 kB weights bfloat16")
     assert downloaded_weights(hub_with_model) == []
     machine.has_memory(minimum)
     assert wanjax.load(ID).components.sizes == {"transformer": minimum}  # the other configs need a download
@@ -129,7 +129,7 @@ def test_published_models_are_checked_against_the_memory(model, size, message, m
         return
     with pytest.raises(WanjaxError) as caught:
         wanjax.load(model)
-    assert has_line_with(str(caught.value), message)
+    assert has_line_with_words(str(caught.value), message)
     names = registry.models_that_fit(size)
     assert (names == []) == (model == "nano")
     assert model not in names
@@ -195,7 +195,7 @@ def test_the_message_lists_the_options_that_make_a_network_fit(size, host, optio
     text = str(caught.value)
     assert {option for option in (ROUND, OFFLOAD) if option in text} == options - {"both"}
     assert (f"{ROUND} {OFFLOAD}" in text) == ("both" in options)
-    assert has_line_with(text, "mesh sp tp")
+    assert has_line_with_words(text, "mesh sp tp")
     with pytest.raises(WanjaxError) as caught:  # a text encoder has no weights for a precision
         loading.check_memory("it", "text_encoder", network)
     assert ROUND not in str(caught.value)
@@ -262,7 +262,7 @@ def test_the_needed_memory_is_reported(tiny, tmp_path, monkeypatch):
     assert "denoising" not in str(estimate_note(pipe, settings, False))
     monkeypatch.setattr(stages, "LONG_RUN_SECONDS", 0.0)
     about = format_duration(4 * 2 * flops / roofline.cpu_machine().flops)
-    assert has_line_with(str(estimate_note(pipe, settings, False)), f"denoising about {about} 40 GFLOP/s core")
+    assert has_line_with_words(str(estimate_note(pipe, settings, False)), f"denoising about {about} 40 GFLOP/s core")
     sharded = wanjax.load(tiny, mesh="dp=2,sp=2,tp=2")
     assert least_seconds(sharded, settings, 4, "TPU v6e") == pytest.approx(flops / V6E.flops)
     windowed = wanjax.load(tiny, attention="chunked:window=4")

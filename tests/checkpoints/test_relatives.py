@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.published import hollow_file, text_encoder_keys, transformer_keys, vae_keys
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
 from wanjax.models.t5 import UMT5_XXL
@@ -97,7 +97,7 @@ def test_several_candidates_for_the_other_expert_are_named(tmp_path):
     for name in (*names, f"{LOW}.safetensors"):
         write_file(tmp_path / name, I2V_A14B)
     output = refusal(tmp_path / f"{LOW}.safetensors")
-    assert has_line_with(output, " ".join([f"{LOW}.safetensors", *names, f"{HIGH}.safetensors"]))
+    assert has_line_with_words(output, " ".join([f"{LOW}.safetensors", *names, f"{HIGH}.safetensors"]))
     (tmp_path / names[0]).unlink()
     assert has_two_experts(open_source(tmp_path / f"{LOW}.safetensors"))
 
@@ -167,7 +167,7 @@ def test_folders_of_block_files_of_two_experts_are_opened(tmp_path):
     for path in (tmp_path / f"{HIGH}_split").iterdir():
         path.unlink()
     (tmp_path / f"{HIGH}_split").rmdir()
-    assert has_line_with(refusal(tmp_path / f"{LOW}_split"), f"{LOW}_split {HIGH}_split")
+    assert has_line_with_words(refusal(tmp_path / f"{LOW}_split"), f"{LOW}_split {HIGH}_split")
 
 
 def test_experts_in_subfolders_of_block_files_are_opened(tmp_path):
@@ -193,9 +193,9 @@ def test_a_transformer_merged_from_two_experts_is_opened(tmp_path):
     assert (checkpoint.preset, settings.boundary, settings.guidance_scale_2) == (None, None, None)
     assert (settings.steps, settings.guidance_scale, settings.flow_shift) == (40, 3.5, 5.0)
     assert checkpoint.source.fallback_repo == "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
-    assert has_line_with(checkpoint.source.notes[0], "wan2.2-i2v-mega-aio.safetensors one two")
+    assert has_line_with_words(checkpoint.source.notes[0], "wan2.2-i2v-mega-aio.safetensors one two")
     name = "wan2.2_i2v_high_noise_14B.safetensors"
-    assert has_line_with(refusal(write_file(tmp_path / name, I2V_A14B)), f"{name} {name.replace('high', 'low')}")
+    assert has_line_with_words(refusal(write_file(tmp_path / name, I2V_A14B)), f"{name} {name.replace('high', 'low')}")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_unsupported_motion_is_reported(name, words, tmp_path):
     assert checkpoint.preset is not None
     assert checkpoint.preset.name == "wan2.1-i2v-14b-480p"
     [message] = checkpoint.source.notes
-    assert has_line_with(message, f"{name}.safetensors {words} not")
+    assert has_line_with_words(message, f"{name}.safetensors {words} not")
     assert not inspect_checkpoint(write_file(tmp_path / "wan2.1_i2v_480p_14B.safetensors", I2V_14B)).source.notes
 
 
@@ -346,7 +346,7 @@ REFUSED = {  # by file name: the function that writes it, and the words of the m
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_file_of_an_unsupported_model_is_identified(name, tmp_path):
     write, words = REFUSED[name]
-    assert has_line_with(refusal(write(tmp_path / f"{name}.safetensors")), words)
+    assert has_line_with_words(refusal(write(tmp_path / f"{name}.safetensors")), words)
 
 
 def test_notes_are_printed_when_a_model_is_loaded(tmp_path, monkeypatch):
@@ -354,4 +354,4 @@ def test_notes_are_printed_when_a_model_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr("wanjax.registry.check_complete", lambda source: None)
     notes = []
     open_for_loading(path, None, notes.append)
-    assert any(has_line_with(note, "ATI") for note in notes)
+    assert any(has_line_with_words(note, "ATI") for note in notes)

@@ -11,7 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import wanjax
 from tests.support.conversion import tensors
 from tests.support.stores import clear_memory_store, failing, objects
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.checkpoints.arrays import OrbaxCheckpoint
 from wanjax.checkpoints.convert import ConversionToDiffusers, ConversionToWanjax
 from wanjax.checkpoints.manifest import verify
@@ -75,16 +75,16 @@ def test_another_checkpoint_is_not_overwritten(source, stored):
     output = error_message(
         ConversionToWanjax(open_source(source), stored, NETWORKS, dtypes={"transformer": "bfloat16"}).run
     )
-    assert has_line_with(output, MODEL)
+    assert has_line_with_words(output, MODEL)
     assert objects() == before
 
 
 def test_an_interrupted_conversion_is_not_a_checkpoint_and_can_resume(source, converted):
     count = len(bytes_of(converted))
     with failing("put_file", LOST_CONNECTION, after=count // 2):
-        assert has_line_with(error_message(ConversionToWanjax(open_source(source), MODEL, NETWORKS).run), MODEL)
+        assert has_line_with_words(error_message(ConversionToWanjax(open_source(source), MODEL, NETWORKS).run), MODEL)
     assert 0 < len(objects()) < count
-    assert has_line_with(error_message(open_source, MODEL), f"{MODEL} wanjax.json")
+    assert has_line_with_words(error_message(open_source, MODEL), f"{MODEL} wanjax.json")
     with failing("put_file", LOST_CONNECTION, after=count + 1) as put:
         assert ConversionToWanjax(open_source(source), MODEL, NETWORKS).run()
     assert len(put) < count - count // 4
@@ -112,7 +112,7 @@ def test_a_replaced_checkpoint_is_not_mixed_with_the_cached_one(stored, tmp_path
     put("wanjax.json", json.dumps(manifest | {"licence": "another"}).encode())
     second = open_source(stored)
     assert not (second.root / "transformer").exists()  # no cached file of the first is used
-    assert has_line_with(
+    assert has_line_with_words(
         error_message(open_source, stored, first.revision), f"{MODEL} {first.revision} {second.revision}"
     )
 
@@ -160,4 +160,4 @@ DAMAGE = {  # the damage to a checkpoint, the words of the message, and the call
 @pytest.mark.parametrize(("damage", "words", "call"), DAMAGE.values(), ids=DAMAGE)
 def test_an_incomplete_checkpoint_in_a_store_is_refused(stored, damage, words, call):
     damage()
-    assert has_line_with(error_message(call, stored), words)
+    assert has_line_with_words(error_message(call, stored), words)

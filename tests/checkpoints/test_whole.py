@@ -18,7 +18,7 @@ from tests.support.conversion import split
 from tests.support.harm import WEIGHTS, truncated, without_a_shard
 from tests.support.hub import ID
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.checkpoints.hub import locate_file
 from wanjax.cli import main
 from wanjax.converters.wan import diffusers as wan
@@ -128,11 +128,11 @@ def test_every_command_names_missing_files(harm, checkpoint, tmp_path, monkeypat
     name = harm(folder)
     with pytest.raises(WanjaxError) as raised:
         wanjax.load(folder)
-    assert has_line_with(str(raised.value), name)
+    assert has_line_with_words(str(raised.value), name)
     assert "\n" not in str(raised.value)
     for words in COMMANDS.values():
         result = CliRunner().invoke(main, [word.format(folder) for word in words])
-        assert (result.exit_code, has_line_with(result.output, name)) == (2, True), (
+        assert (result.exit_code, has_line_with_words(result.output, name)) == (2, True), (
             words,
             result.output,
             result.exception,
@@ -161,10 +161,10 @@ def test_a_file_missing_in_the_hub_s_cache_is_reported_or_downloaded(hub_with_ch
     set_hub_url(hub_with_checkpoint.url, offline=True)
     with pytest.raises(WanjaxError) as raised:
         wanjax.load(ID)
-    assert has_line_with(str(raised.value), f"vae/{WEIGHTS}")
+    assert has_line_with_words(str(raised.value), f"vae/{WEIGHTS}")
     with pytest.raises(WanjaxError) as raised:
         locate_file(f"{ID}/vae/{WEIGHTS}")
-    assert has_line_with(str(raised.value), f"vae/{WEIGHTS}")
+    assert has_line_with_words(str(raised.value), f"vae/{WEIGHTS}")
     set_hub_url(hub_with_checkpoint.url)
     hub_with_checkpoint.downloads.clear()
     assert wanjax.load(ID).components.get("vae") is not None
@@ -211,7 +211,7 @@ def test_files_that_the_hub_lacks_are_reported_before_weights_are_downloaded(
     for _ in range(2):  # with an empty cache, and with a part of the files
         with pytest.raises(WanjaxError) as raised:
             wanjax.load(ID)
-        assert has_line_with(str(raised.value), f"{ID} {name}")
+        assert has_line_with_words(str(raised.value), f"{ID} {name}")
         assert "\n" not in str(raised.value)
     assert not [name for name, _ in hub_with_checkpoint.downloads if name.endswith(".safetensors")]
 
@@ -225,7 +225,7 @@ def test_an_unreachable_hub_is_reported_before_anything_is_computed(hub_with_che
     set_hub_url("http://127.0.0.1:9")
     with pytest.raises(WanjaxError) as raised:
         wanjax.load(ID)
-    assert has_line_with(str(raised.value), f"http://127.0.0.1:9 reached {ID}")
+    assert has_line_with_words(str(raised.value), f"http://127.0.0.1:9 reached {ID}")
     assert "\n" not in str(raised.value)
     set_hub_url(hub_with_checkpoint.url)
     assert wanjax.load(ID).components.get("vae") is not None
@@ -258,7 +258,7 @@ def test_missing_components_of_a_transformer_file_are_reported_before_anything_i
             continue
         with pytest.raises(WanjaxError) as raised:
             wanjax.load(transformer_file)
-        assert has_line_with(
+        assert has_line_with_words(
             str(raised.value), f"{ID} http://127.0.0.1:9 reached" if missing == "the hub" else f"{ID} {missing}"
         )
     assert not [name for name, _ in hub_with_checkpoint.downloads if name.endswith(".safetensors")]
@@ -301,7 +301,7 @@ def test_missing_files_of_an_authors_repository_are_reported(
     else:
         with pytest.raises(WanjaxError) as raised:
             wanjax.load(ID)
-        assert has_line_with(str(raised.value), words.format(url=hub_with_authors_layout.url))
+        assert has_line_with_words(str(raised.value), words.format(url=hub_with_authors_layout.url))
     assert TEXT_ENCODER not in [name for name, _ in hub_with_authors_layout.downloads]
 
 
@@ -314,7 +314,7 @@ def test_a_dangling_link_is_reported(command, checkpoint, tmp_path, monkeypatch)
     link.symlink_to("0a1b2c.incomplete")
     with pytest.raises(WanjaxError) as raised:
         wanjax.load(checkpoint, lora=str(link)) if command == "lora" else wanjax.load(link)
-    assert has_line_with(str(raised.value), f"{link} 0a1b2c.incomplete gone")
+    assert has_line_with_words(str(raised.value), f"{link} 0a1b2c.incomplete gone")
 
 
 def test_an_expert_requires_the_other_one(checkpoint, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from PIL import Image
 import wanjax as library
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.tiny import tiny_checkpoint, tiny_image_checkpoint
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.cli import catalogue
 from wanjax.media import stage_files
@@ -146,7 +146,7 @@ def test_files_without_metadata_are_refused(name, contents, message):
     elif contents is not None:
         Path(name).write_bytes(contents)
     for command in (["info", name], ["info", "--json", name], ["generate", "--from", name]):
-        assert has_line_with(refused(*command), message)
+        assert has_line_with_words(refused(*command), message)
     assert [path.name for path in Path().iterdir()] == ([name] if contents is not None else [])
 
 
@@ -156,18 +156,18 @@ def test_the_message_for_a_folder_of_videos_names_a_video_in_it(tmp_path):
     for count, name in enumerate(("two.mp4", "one.webp"), 1):
         (folder / name).write_bytes(b"film")
         for command in (["info", folder], ["generate", "--from", folder]):
-            assert has_line_with(refused(*map(str, command)), f"{folder} folder {count} {folder / name}")
+            assert has_line_with_words(refused(*map(str, command)), f"{folder} folder {count} {folder / name}")
 
 
 def test_the_message_for_a_checkpoint_names_the_command_that_describes_it():
     folder = Path("my model")
     folder.mkdir()
     (folder / "model_index.json").write_text("{}")
-    assert has_line_with(refused("info", str(folder)), "my model no video wanjax models 'my model'")
+    assert has_line_with_words(refused("info", str(folder)), "my model no video wanjax models 'my model'")
     (folder / "transformer").mkdir()
     (folder / "generation_config.json").write_text('{"steps": 4}')
     for path in (folder, folder / "generation_config.json"):
-        assert has_line_with(refused("info", str(path)), "my model is a checkpoint wanjax models 'my model'")
+        assert has_line_with_words(refused("info", str(path)), "my model is a checkpoint wanjax models 'my model'")
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_another_model_keeps_its_own_scheduler(text_model, tmp_path):
     copy = tiny_checkpoint(tmp_path / "other")
     succeeded(wanjax("a", "--model", text_model, *SMALL, "--scheduler", "euler", "--out", "one.mp4"))
     output = succeeded(wanjax("--from", "one.mp4", "--model", copy, "--out", "two.mp4")).stderr
-    assert has_line_with(output, f"note: settings video by {text_model} {copy}")
+    assert has_line_with_words(output, f"note: settings video by {text_model} {copy}")
     metadata, two = read_metadata("one.mp4"), read_metadata("two.mp4")
     assert [*two.pop("digests").values()] == [*metadata.pop("digests").values()]  # two copies of one model
     assert two == metadata | {"model": str(copy), "scheduler": "unipc"}
@@ -288,17 +288,17 @@ def test_missing_pictures_and_noise_are_reported(image_model, text_model):
     np.testing.assert_array_equal(frames("two.mp4"), frames("one.mp4"))
     os.rename("red.png", "blue.png")
     gone = Path("red.png").absolute()
-    assert has_line_with(refused("--from", "one.mp4", "--out", "three.mp4"), f"--image {gone} FILE")
+    assert has_line_with_words(refused("--from", "one.mp4", "--out", "three.mp4"), f"--image {gone} FILE")
     succeeded(wanjax("--from", "one.mp4", "--image", "blue.png", "--out", "three.mp4"))
     np.testing.assert_array_equal(frames("three.mp4"), frames("one.mp4"))
     noise = np.random.default_rng(0).normal(size=(1, 4, 2, 2, 4)).astype(np.float32)
     save_safetensors("noise.safetensors", {"noise": noise})
     succeeded(wanjax("a", "--model", text_model, *SMALL, "--noise", "noise.safetensors", "--out", "four.mp4"))
     os.unlink("noise.safetensors")
-    assert has_line_with(refused("--from", "four.mp4"), "--noise")
+    assert has_line_with_words(refused("--from", "four.mp4"), "--noise")
     pipe = library.load(text_model, dtype="float32")
     pipe("a", size=(16, 32), frames=5, steps=1, noise=noise).save("five.webp")
-    assert has_line_with(refused("--from", "five.webp"), "float32 [1, 4, 2, 2, 4] sha256")
+    assert has_line_with_words(refused("--from", "five.webp"), "float32 [1, 4, 2, 2, 4] sha256")
 
 
 FILE_PARAMETERS = (
@@ -346,19 +346,21 @@ def test_files_that_metadata_names_are_read_only_if_unchanged(image_model, tmp_p
             output = (
                 refused("--from", "other.json", "--model", "model", "--image", "red.png") if name != "image" else None
             )
-            assert has_line_with(output or refused("--from", "other.json", "--model", "model"), f"{option} {value}")
+            assert has_line_with_words(
+                output or refused("--from", "other.json", "--model", "model"), f"{option} {value}"
+            )
     for changed in ({"digests": {}}, {"digests": [3]}, {"digests": None}, {"digests": {metadata["image"]: "0" * 64}}):
         Path("other.json").write_text(json.dumps(metadata | changed))
-        assert has_line_with(refused("--from", "other.json", "--model", "model"), f"--image {metadata['image']}")
+        assert has_line_with_words(refused("--from", "other.json", "--model", "model"), f"--image {metadata['image']}")
     Image.fromarray(np.full((16, 32, 3), 100, np.uint8)).save("red.png")
-    assert has_line_with(refused("--from", "one.mp4"), f"--image {metadata['image']}")
+    assert has_line_with_words(refused("--from", "one.mp4"), f"--image {metadata['image']}")
     Path("model/transformer/config.json").write_text("{ }")
     for options in (
         ["--from", "one.mp4", "--image", "red.png"],
         ["decode", "--dir", "d", "--force"],
         ["denoise", "--dir", "d", "--force"],
     ):
-        assert has_line_with(refused(*options), f"--model {metadata['model']}")
+        assert has_line_with_words(refused(*options), f"--model {metadata['model']}")
 
 
 def test_other_devices_and_versions_are_reported(text_model):
@@ -368,7 +370,7 @@ def test_other_devices_and_versions_are_reported(text_model):
     metadata = read_metadata("one.mp4") | {"version": "0.0.1", "devices": "8 x TPU v6 lite"}
     stage_files.save_settings(Path("d"), metadata)
     output = succeeded(wanjax("--from", "d", "--out", "two.mp4", "--force")).stderr
-    assert has_line_with(output, "0.0.1 8 v6 last digits")
+    assert has_line_with_words(output, "0.0.1 8 v6 last digits")
 
 
 def test_tiles_of_unequal_height_and_width_are_reproduced():
@@ -408,7 +410,7 @@ def test_invalid_metadata_is_refused(change, message):
     Path("a.safetensors").write_bytes(b"another")
     metadata = json.dumps({"model": "nano", "prompt": "a", "steps": 1, **change})
     Path("one.json").write_text(metadata.replace("FOLDER", str(Path().absolute())))
-    assert has_line_with(refused("--from", "one.json"), message)
+    assert has_line_with_words(refused("--from", "one.json"), message)
 
 
 def test_metadata_of_older_scripts_is_read():
@@ -454,7 +456,7 @@ def test_a_truncated_video_is_reported(name):
     for length in (len(content) * 9 // 10, len(content) // 3, 60):
         Path(name).write_bytes(content[:length])
         result = wanjax("info", name)
-        assert has_line_with(result.stderr, f"{name} truncated"), (length, result.output)
+        assert has_line_with_words(result.stderr, f"{name} truncated"), (length, result.output)
         assert result.exit_code == 2 or "nano" in result.stdout
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 import wanjax as library
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.tiny import tiny_animate_checkpoint
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.media.pictures import read_clip
 from wanjax.media.video import Video
@@ -42,7 +42,7 @@ def video_arguments(folder: Path, *more: str | Path) -> tuple[str | Path, ...]:
 
 def test_a_video_is_as_long_as_the_clip_and_has_the_picture_s_proportions(folder, tmp_path):
     result = succeeded(wanjax(*video_arguments(folder, "--out", tmp_path / "whole.mp4")))
-    assert has_line_with(result.output, "window 2 of 2 48x64")
+    assert has_line_with_words(result.output, "window 2 of 2 48x64")
     frames = read_clip(tmp_path / "whole.mp4", 100, 24)
     assert frames.shape == (13, 64, 48, 3)
     succeeded(wanjax(*video_arguments(folder, "--windows", "1", "--out", tmp_path / "first.mp4")))
@@ -92,12 +92,12 @@ def test_noise_of_a_file_has_a_row_for_each_segment(folder, tmp_path):
 )
 def test_inputs_that_do_not_fit_a_character_are_refused(folder, arguments, words):
     changed = [folder / x if "." in x and x[0] not in "-0" else x for x in arguments]
-    assert has_line_with(refused(*video_arguments(folder, *changed)), words)
+    assert has_line_with_words(refused(*video_arguments(folder, *changed)), words)
 
 
 def test_a_driving_clip_is_required(folder):
     message = refused("a woman", "--model", folder / "model", "--image", folder / "character.png")
-    assert has_line_with(message, "driving clip --video")
+    assert has_line_with_words(message, "driving clip --video")
 
 
 def test_a_table_animates_a_character_by_several_clips(folder, tmp_path):

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import files, refused, succeeded, wanjax
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.cli import remote
 from wanjax.cli.existing import ExistingFile
 from wanjax.cli.report import Report
@@ -119,7 +119,7 @@ def test_progress_reports_each_window(monkeypatch):
 
 def test_a_cut_connection_leaves_no_video():
     with run_server(responses_with(), lambda path: 5 * path.endswith("content")) as url:
-        assert has_line_with(refused("a cat", "--at", url, "--out", "cat.mp4"), url)
+        assert has_line_with_words(refused("a cat", "--at", url, "--out", "cat.mp4"), url)
     assert files(".") == []
 
 
@@ -127,14 +127,14 @@ def test_the_message_for_a_stopped_server_names_the_requested_video(monkeypatch)
     monkeypatch.setattr(remote, "POLL_INTERVALS", (0, 0))
     with run_server(responses_with(job=iter([{"status": "queued"}]))) as url:
         output = refused("a cat", "--at", url, "--out", "cat.mp4", status=1)
-    assert has_line_with(output, f"{url} {ID} waits {url}{JOB_PATH}/content")
+    assert has_line_with_words(output, f"{url} {ID} waits {url}{JOB_PATH}/content")
     assert files(".") == []
 
 
 def test_without_a_server_the_message_says_what_to_start():
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-    assert has_line_with(refused("a cat", "--at", url, status=1), f"{url} refused: `wanjax serve` address")
+    assert has_line_with_words(refused("a cat", "--at", url, status=1), f"{url} refused: `wanjax serve` address")
 
 
 def test_https_to_a_server_of_http_suggests_http():
@@ -210,7 +210,7 @@ REFUSED = [  # changed responses of a server, the options of the command, and th
 def test_responses_and_options_that_are_refused(responses, options, words):
     written = [write_metadata(image=str(Path("gone.png").absolute()))]
     with run_server(responses_with(**responses)) as url:
-        assert has_line_with(refused("a cat", "--at", url, *options), words.format(url=url))
+        assert has_line_with_words(refused("a cat", "--at", url, *options), words.format(url=url))
     assert files(".") == written
 
 
@@ -226,7 +226,7 @@ def test_responses_and_options_that_are_refused(responses, options, words):
 def test_an_option_that_the_server_lacks_is_refused_from_any_source(options, server_options, message):
     arguments = ("a cat", *options.split(), "--out", "cat.mp4", "--at")
     with run_server(responses_with()) as url:
-        assert has_line_with(refused(*arguments, url), f"{message} server {url} none")
+        assert has_line_with_words(refused(*arguments, url), f"{message} server {url} none")
     with run_server(responses_with(models={"data": [MODEL | {"started_with": server_options}]})) as url:
         succeeded(wanjax(*arguments, url))
 
@@ -234,7 +234,7 @@ def test_an_option_that_the_server_lacks_is_refused_from_any_source(options, ser
 def test_a_failed_video_is_reported():
     with run_server(responses_with(job={"status": "failed", "error": {"message": "the lamp is out"}})) as url:
         result = wanjax("a cat", "--at", url)
-    assert has_line_with(result.stderr, f"{url} failed to make the video the lamp is out")
+    assert has_line_with_words(result.stderr, f"{url} failed to make the video the lamp is out")
     assert "done" not in result.stderr
 
 
@@ -256,7 +256,7 @@ def test_a_compiler_that_was_not_typed_need_not_match_the_server(options, server
         usual = server_options.get("compiler", "safe")
         succeeded(wanjax(*command, "--compiler", usual))
         different = "safe" if server_options else "fast"
-        assert has_line_with(refused(*command, "--compiler", different), f"--compiler {different} {url}")
+        assert has_line_with_words(refused(*command, "--compiler", different), f"--compiler {different} {url}")
     assert [(body["prompt"], body["seed"], body["steps"]) for _, body in posted] == [("a cat", 7, 3)] * 2
 
 
@@ -363,7 +363,7 @@ def test_a_failed_request_of_a_file_is_reported_and_the_others_are_made(broken, 
     with run_server(responses_for_jobs(DONE, broken, DONE), posted=posted) as url:
         result = wanjax("--prompts", "p.jsonl", "--at", url, "--steps", "2", "--out", "videos")
     assert result.exit_code == 1
-    assert has_line_with(result.stderr, f"line 2 failed {why}")
+    assert has_line_with_words(result.stderr, f"line 2 failed {why}")
     assert len(files("videos")) == 2 + len([MANIFEST])
     rows = [json.loads(line) for line in (Path("videos") / MANIFEST).read_text().splitlines()]
     assert [(row["row"], row["prompt"], row["seed"]) for row in rows] == [(1, "a", 42), (2, "b", 5), (3, "c", 42)]
@@ -390,14 +390,14 @@ def test_the_message_for_a_wrong_token_names_the_variable(monkeypatch, token, wo
         monkeypatch.setenv("WANJAX_TOKEN", token)
     with run_server({"/v1/models": (401, {"error": {"message": "the token is missing or wrong"}})}) as url:
         output = refused("generate", "a", "--at", url)
-    assert has_line_with(output, words)
+    assert has_line_with_words(output, words)
     assert token is None or token not in output
 
 
 @pytest.mark.parametrize(("status", "exit_status"), [(503, 1), (500, 1), (403, 2)])
 def test_a_failing_server_is_not_a_user_mistake(status, exit_status):
     with run_server(responses_with(models=status)) as url:
-        assert has_line_with(refused("a cat", "--at", url, status=exit_status), f"{url} {status}")
+        assert has_line_with_words(refused("a cat", "--at", url, status=exit_status), f"{url} {status}")
 
 
 def test_an_existing_video_of_a_server_is_not_replaced(monkeypatch):
@@ -407,7 +407,7 @@ def test_an_existing_video_of_a_server_is_not_replaced(monkeypatch):
         command = ("a cat", "--at", url, "--out", "cat.mp4")
         assert succeeded(wanjax(*command)).stdout == f"{Path('cat.mp4').absolute()}\n"
         for more, name in ((("--seed", "3"), "seed"), (("--steps", "4"), "steps"), (("--image", __file__), "file")):
-            assert has_line_with(refused(*command, *more), f"cat.mp4 another {name} --out --force")
+            assert has_line_with_words(refused(*command, *more), f"cat.mp4 another {name} --out --force")
         assert posted == []
         succeeded(wanjax(*command, "--force"))
 
@@ -419,10 +419,10 @@ def test_the_command_waits_for_a_full_queue_and_skips_a_wrong_request(monkeypatc
     with run_server(responses) as url:
         result = wanjax("a cat", "--at", url, "--seeds", "1..3", "--out", "cats")
     assert result.exit_code == 1
-    assert has_line_with(result.stderr, "cat-2- failed 422")
+    assert has_line_with_words(result.stderr, "cat-2- failed 422")
     assert len(files("cats")) == 2 + len([MANIFEST])
     with run_server(responses_with() | {"/v1/videos": 422}) as url:
-        assert has_line_with(refused("a cat", "--at", url, "--seeds", "1..3"), f"{url} 422")
+        assert has_line_with_words(refused("a cat", "--at", url, "--seeds", "1..3"), f"{url} 422")
 
 
 def test_ctrl_c_cancels_queued_jobs(monkeypatch):
@@ -457,5 +457,5 @@ def test_a_server_that_does_not_answer(behaviour, words, monkeypatch):
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         Thread(target=behaviour, args=(server,), daemon=True).start()
         message = refused("a cat", "--at", url.removeprefix("http://"), status=1)
-    assert has_line_with(message, f"{url} {words}")
+    assert has_line_with_words(message, f"{url} {words}")
     assert "None" not in message

@@ -29,7 +29,7 @@ from tests.support.harm import (
 )
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.cli import main
 from wanjax.media import stage_files
@@ -111,7 +111,7 @@ COMMANDS = [  # mistakes in a request itself are in tests/mistakes
 
 @pytest.mark.parametrize(("command", "message"), COMMANDS)
 def test_invalid_commands_are_refused(command, message):
-    assert has_line_with(refused(*command.split()), message)
+    assert has_line_with_words(refused(*command.split()), message)
     assert remaining_files() == []
 
 
@@ -143,8 +143,8 @@ def test_a_platform_without_devices_is_reported(platform, command):
     run = subprocess.run([sys.executable, *SCRIPTS[command]], env=environment, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (2, "")
     [message] = run.stderr.splitlines()
-    assert has_line_with(message, f"wanjax: JAX_PLATFORMS={platform}")
-    assert has_line_with(message, "without JAX_PLATFORMS")
+    assert has_line_with_words(message, f"wanjax: JAX_PLATFORMS={platform}")
+    assert has_line_with_words(message, "without JAX_PLATFORMS")
     assert re.search(WITHOUT_DEVICES[platform], message)
     assert remaining_files() == []
 
@@ -166,7 +166,7 @@ def test_a_missing_libtpu_is_reported_if_a_tpu_is_requested():
     environment = os.environ | {"JAX_PLATFORMS": "tpu"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     messages = [line for line in run.stderr.splitlines() if line.startswith("wanjax: ")]
-    assert [line for line in messages if has_line_with(line, "JAX_PLATFORMS=tpu libtpu '.[tpu]'")] == messages, (
+    assert [line for line in messages if has_line_with_words(line, "JAX_PLATFORMS=tpu libtpu '.[tpu]'")] == messages, (
         run.stderr
     )
     assert len(messages) == 5, run.stderr
@@ -180,7 +180,7 @@ def test_missing_processes_are_reported(intact):
     run = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (2, "")
     [message] = run.stderr.splitlines()
-    assert has_line_with(message, "wanjax: processes auto Slurm")
+    assert has_line_with_words(message, "wanjax: processes auto Slurm")
     assert remaining_files() == []
 
 
@@ -252,7 +252,7 @@ def test_damaged_checkpoints_are_refused(damaged, damage, messages):
     damage(damaged)
     output = refused("a", "--model", damaged, *SMALL)
     for message in messages:
-        assert has_line_with(output, message), output
+        assert has_line_with_words(output, message), output
     assert not [name for name in remaining_files() if name.endswith(".mp4")]
 
 
@@ -284,7 +284,7 @@ NOT_FINITE = {
 def test_tensors_of_a_wrong_shape_or_name_are_refused(intact, option, tensors, message):
     with unchecked():
         save_safetensors("tensors.safetensors", tensors)
-    assert has_line_with(refused("a", "--model", intact, *SMALL, option, "tensors.safetensors"), message)
+    assert has_line_with_words(refused("a", "--model", intact, *SMALL, option, "tensors.safetensors"), message)
     assert remaining_files() == ["tensors.safetensors"]
 
 
@@ -308,11 +308,11 @@ def test_stage_files_of_different_videos_are_refused(intact, stages):
     shutil.copytree(stages, "other")
     assert CliRunner().invoke(main, ["encode", "b", "--model", str(intact), "--dir", "other", "--force"]).exit_code == 0
     output = refused("decode", "--dir", "other")
-    assert has_line_with(
+    assert has_line_with_words(
         output, "stage2_latents.safetensors generation_config.json prompt 'a' 'b' wanjax denoise --dir other"
     )
     shutil.copy(stages / stage_files.EMBEDDINGS_FILE, Path("other") / stage_files.EMBEDDINGS_FILE)
-    assert has_line_with(
+    assert has_line_with_words(
         refused("denoise", "--dir", "other"), "stage1_embeddings.safetensors generation_config.json other"
     )
     assert not (Path("other") / stage_files.VIDEO_FILE).exists()
@@ -364,7 +364,7 @@ STAGES = {  # the command, the damage to the files, and the words of the message
 @pytest.mark.parametrize(("command", "harm", "message"), STAGES.values(), ids=STAGES)
 def test_stages_with_missing_or_invalid_files_are_refused(stages, command, harm, message):
     harm(stages)
-    assert has_line_with(refused(*command.split()), message)
+    assert has_line_with_words(refused(*command.split()), message)
 
 
 def test_stage_files_of_another_model_are_refused(stages):
@@ -375,7 +375,7 @@ def test_stage_files_of_another_model_are_refused(stages):
     assert re.search(message, refused("denoise"))
     assert (stages / stage_files.LATENTS_FILE).read_bytes() == before
     save_safetensors(stages / stage_files.LATENTS_FILE, {"latents": np.zeros((1, 16, 2, 2, 4), np.float32)})
-    assert has_line_with(refused("decode"), "stage2_latents.safetensors 16 channels 4")
+    assert has_line_with_words(refused("decode"), "stage2_latents.safetensors 16 channels 4")
 
 
 UNLESS_ROOT = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="nothing is forbidden to root")
@@ -392,7 +392,7 @@ UNLESS_ROOT = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0
 def test_folders_that_cannot_be_written_are_reported(intact, option, path, words):
     Path("file").write_text("")
     Path("mine").mkdir(mode=0o500)
-    assert has_line_with(refused("a", "--model", intact, *SMALL, option, path), words)
+    assert has_line_with_words(refused("a", "--model", intact, *SMALL, option, path), words)
     assert remaining_files() == ["file", "mine"]
 
 
@@ -400,7 +400,7 @@ def test_a_file_in_place_of_the_output_folder_is_refused():
     Path("circle.mp4").write_text("")
     run = wanjax("convert", "nano", "circle.mp4")
     assert run.exit_code == 2
-    assert has_line_with(run.stderr, "circle.mp4 new folder")
+    assert has_line_with_words(run.stderr, "circle.mp4 new folder")
     assert "parameters" not in run.stderr  # no table of weights, because nothing is written
     assert "completed work is kept" not in run.stderr  # repeating the command would not help
     assert remaining_files() == ["circle.mp4"]
@@ -418,7 +418,7 @@ def test_a_disk_that_fills_with_latents_is_reported(intact, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", sync)
     output = refused("a", "--model", intact, *SMALL, "--dir", "stage_outputs", status=1)
-    assert has_line_with(output, "stage_outputs/stage2_latents.safetensors No space left on device")
+    assert has_line_with_words(output, "stage_outputs/stage2_latents.safetensors No space left on device")
     assert remaining_files() == AFTER_ENCODING
 
 
@@ -436,5 +436,5 @@ def test_a_disk_that_fills_with_the_video_is_reported(intact, monkeypatch, full_
 
     monkeypatch.setattr(subprocess, "Popen", start)
     output = refused("a", "--model", intact, *SMALL, "--dir", "stage_outputs", status=1)
-    assert has_line_with(output, "output_video.mp4 written")
+    assert has_line_with_words(output, "output_video.mp4 written")
     assert remaining_files() == ([] if full_at_once else [*AFTER_ENCODING, "stage_outputs/stage2_latents.safetensors"])

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.support.commands import refused
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.media.inputs import IMAGE, REFERENCES, VIDEO
 from wanjax.media.pictures import read_pictures
@@ -166,7 +166,7 @@ def test_a_mistake_is_reported_before_jax_is_imported(results, arguments):
     assert status == 2
     assert message.startswith("wanjax: ")
     assert message.count("\n") == 1
-    assert has_line_with(message, MISTAKES[arguments])
+    assert has_line_with_words(message, MISTAKES[arguments])
     assert not imported
 
 
@@ -182,7 +182,7 @@ def test_a_mistake_is_reported_before_jax_is_imported(results, arguments):
 )
 def test_settings_that_a_model_refuses_are_reported_before_its_download(tmp_path, monkeypatch, option, value, message):
     monkeypatch.chdir(tmp_path)
-    assert has_line_with(refused("a", "--model", "wan2.1-t2v-1.3b", option, value), message)
+    assert has_line_with_words(refused("a", "--model", "wan2.1-t2v-1.3b", option, value), message)
 
 
 @pytest.mark.parametrize("kind", ["image", "images"])

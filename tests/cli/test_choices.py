@@ -10,7 +10,7 @@ import wanjax as library
 from tests.support.commands import Arguments, refused, succeeded, wanjax
 from tests.support.compare import error
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax import registry, schedulers
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.cli import planning, stages
@@ -135,7 +135,7 @@ def test_the_option_names_of_older_scripts_are_accepted(parsed, options, name, v
     ],
 )
 def test_invalid_or_contradictory_options_are_refused(model, options, words):
-    assert has_line_with(refused("a", "--model", model, *SMALL, *options.split()), words)
+    assert has_line_with_words(refused("a", "--model", model, *SMALL, *options.split()), words)
 
 
 def test_plan_takes_its_model_as_argument_or_option(parsed):
@@ -148,7 +148,9 @@ def test_plan_takes_its_model_as_argument_or_option(parsed):
         assert parsed["model"] == command[-1]
     succeeded(wanjax("plan"))
     assert parsed["model"] == "nano"
-    assert has_line_with(refused("plan", "nano", "--model", "wan2.1-t2v-14b"), "model nano --model wan2.1-t2v-14b")
+    assert has_line_with_words(
+        refused("plan", "nano", "--model", "wan2.1-t2v-14b"), "model nano --model wan2.1-t2v-14b"
+    )
 
 
 def test_a_window_confines_self_attention(model):

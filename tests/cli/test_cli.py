@@ -22,7 +22,7 @@ from PIL import Image
 from tests.support import listing
 from tests.support.commands import Arguments, files, refused, succeeded, wanjax
 from tests.support.tiny import compile_cache, tiny_checkpoint
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main, report, stages
 from wanjax.errors import SettingError
@@ -314,7 +314,7 @@ def test_noise_from_a_file_replaces_the_seed(model):
         latents.append(load_safetensors(Path("stage_outputs") / stage_files.LATENTS_FILE)["latents"].copy())
     np.testing.assert_array_equal(*latents)
     file = str(Path("noise.safetensors").absolute())
-    assert has_line_with(result.stderr, f"noise {file}")
+    assert has_line_with_words(result.stderr, f"noise {file}")
     assert video_files.read_metadata(Path("stage_outputs") / stage_files.VIDEO_FILE)["noise"] == file
 
 
@@ -327,7 +327,7 @@ def test_two_experts_share_the_steps(model):
     scales = ("--guidance-scale", "2", "--guidance-scale-2", "3")
     output = succeeded(wanjax("a", "--model", folder, *SMALL, *scales, *STAGE_FOLDER)).stderr
     assert "guidance 2 and 3" in output
-    assert has_line_with(output, "step 2 transformer_2 loaded")
+    assert has_line_with_words(output, "step 2 transformer_2 loaded")
     settings = json.loads((Path("stage_outputs") / stage_files.CONFIG).read_text())
     assert (settings["guidance_scale"], settings["guidance_scale_2"], settings["boundary"]) == (2.0, 3.0, 0.8)
 
@@ -350,12 +350,12 @@ def test_denoising_can_start_from_a_video(model):
         load_safetensors(Path("stage_outputs") / stage_files.LATENTS_FILE)["latents"], latents
     )
     stderr = wanjax("b", "--model", model, *options, "--strength", "0.4").stderr
-    assert has_line_with(stderr, "strength 0.4 2 steps 0.5")
+    assert has_line_with_words(stderr, "strength 0.4 2 steps 0.5")
 
 
 def test_unintended_settings_give_notes(model):
     output = wanjax("encode", "word " * 40 + "end", "--model", model).stderr
-    assert has_line_with(output, 'prompt tokens 24 "word')
+    assert has_line_with_words(output, 'prompt tokens 24 "word')
     output = wanjax(" ", "--allow-empty-prompt", "--model", model, *SMALL, "--guidance-scale", "1").stderr
     assert "the prompt is empty" in output
     assert "guidance is off" in output
@@ -367,7 +367,7 @@ def test_embeddings_of_226_tokens_give_a_note(model, failing_in):
     path = Path("stage_outputs") / stage_files.EMBEDDINGS_FILE
     save_safetensors(path, {"prompt_embeds": embeds, "negative_prompt_embeds": embeds})
     with failing_in("latents", KeyboardInterrupt()):  # after all notes are printed
-        assert has_line_with(wanjax("denoise", *SMALL).stderr, "226 tokens 512")
+        assert has_line_with_words(wanjax("denoise", *SMALL).stderr, "226 tokens 512")
 
 
 def test_latents_are_saved_before_decoding(model, failing_in):
@@ -423,7 +423,7 @@ def test_steps_of_other_settings_are_not_discarded(model, monkeypatch):
         assert wanjax("a", "--model", model, *SMALL, *STAGE_FOLDER).exit_code == 130
     changed = ("a", "--model", model, *SMALL, *STAGE_FOLDER, "--guidance-scale", "3")
     before = {name: (Path("stage_outputs") / name).read_bytes() for name in files("stage_outputs")}
-    assert has_line_with(refused(*changed), "stage2_state guidance scale --dir --force")
+    assert has_line_with_words(refused(*changed), "stage2_state guidance scale --dir --force")
     assert {name: (Path("stage_outputs") / name).read_bytes() for name in files("stage_outputs")} == before
     assert "resumed after 1 of 2 steps" in succeeded(wanjax("a", "--model", model, *SMALL, *STAGE_FOLDER)).stderr
     with monkeypatch.context() as patch:
@@ -462,7 +462,7 @@ def test_the_message_for_a_lack_of_memory_suggests_a_smaller_size(model, failing
     with failing_in("latents", error):
         result = wanjax("a", "--model", model, *SMALL)
     assert result.exit_code == 1
-    assert has_line_with(result.stderr.splitlines()[-2], "wanjax: memory --size")
+    assert has_line_with_words(result.stderr.splitlines()[-2], "wanjax: memory --size")
 
 
 def test_models_describes_one_model():
@@ -473,7 +473,7 @@ def test_models_describes_one_model():
     output = succeeded(wanjax("models", "wan2.2-i2v-a14b")).stdout
     assert re.search(r"^takes  +a prompt, --image \(needed\), --last-image$", output, re.MULTILINE)
     assert re.search(r"^sizes  +720p 1280x720, 480p 832x480", output, re.MULTILINE)
-    assert has_line_with(refused("models", "nan"), "'nan' nano")
+    assert has_line_with_words(refused("models", "nan"), "'nan' nano")
 
 
 def test_models_lists_all_models():

@@ -10,7 +10,7 @@ import pytest
 import wanjax as library
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.media import stage_files
 from wanjax.media.metadata import load_settings
@@ -73,7 +73,7 @@ def library_error(*arguments: str) -> str:
 def test_an_unknown_compiler_is_refused(command):
     name, *options = command.split()
     output = library_error(*options) if name == "load" else refused(name, *options, "--compiler", "quick")
-    assert has_line_with(output, "'quick' safe fast")
+    assert has_line_with_words(output, "'quick' safe fast")
 
 
 def test_the_library_warns_of_a_rejected_option(model):

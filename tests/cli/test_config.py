@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.commands import Arguments, refused, succeeded, wanjax
 from tests.support.tiny import compile_cache, tiny_checkpoint
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.cli import conversion, main, many, planning, stages
 from wanjax.kernels.attention import AttentionConfig
 from wanjax.kernels.attention.flash_tiles import Tiles
@@ -136,7 +136,7 @@ def test_metadata_overrides_the_config_file(parsed):
         assert parsed["attention"] is None
         assert parsed["out"] == "a.mp4"
     Path("my.toml").write_text("[generate]\nfrom = 'metadata.json'\n")
-    assert has_line_with(refused("a", "--config", "my.toml"), "'from'")
+    assert has_line_with_words(refused("a", "--config", "my.toml"), "'from'")
 
 
 def test_a_config_file_can_set_quiet_and_json(parsed):
@@ -194,7 +194,7 @@ def test_mistakes_in_a_config_file_are_refused(text, message):
         Path("my.toml").unlink()
     else:
         Path("my.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert has_line_with(refused("a", "--config", "my.toml"), message)
+    assert has_line_with_words(refused("a", "--config", "my.toml"), message)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import refused, succeeded, wanjax
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.jobs.rows import read_requests
 from wanjax.media import video as video_files
 
@@ -26,8 +26,8 @@ def _in_temporary_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("command", ["generate", "encode"])
 def test_an_empty_prompt_of_a_command_is_refused(command, prompt):
     output = refused(command, *prompt)
-    assert has_line_with(output, "prompt --allow-empty-prompt")
-    assert has_line_with(output, "empty" if prompt else "missing")
+    assert has_line_with_words(output, "prompt --allow-empty-prompt")
+    assert has_line_with_words(output, "empty" if prompt else "missing")
 
 
 def test_an_intended_empty_prompt_makes_a_video_that_its_metadata_reproduces():

@@ -15,7 +15,7 @@ from tests.support.chat import chatting, completion
 from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as run
 from tests.support.tiny import tiny_checkpoint, tiny_image_checkpoint
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.errors import WanjaxError, is_failure
 from wanjax.media.video import read_metadata
 from wanjax.pipelines.text import prompt_extension
@@ -84,7 +84,7 @@ def test_each_prompt_of_a_list_is_extended_once(model):
         Path("list.txt").write_text("a cat\na dog\na hen\n")
         message = succeeded(run("generate", *options, "--extend-prompt", chat.url)).stderr
         assert len(chat.requests) == 3
-    assert has_line_with(message, "2 made 4 exist")
+    assert has_line_with_words(message, "2 made 4 exist")
 
 
 @pytest.mark.slow
@@ -204,4 +204,4 @@ def test_a_url_with_a_key_and_a_key_of_two_lines_are_refused(url, key, monkeypat
     ],
 )
 def test_options_that_cannot_extend_a_prompt_are_refused(options, words, status):
-    assert has_line_with(refused("a cat", *SMALL, *options, status=status), words)
+    assert has_line_with_words(refused("a cat", *SMALL, *options, status=status), words)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.support.batches import read_manifest
 from tests.support.commands import refused
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.cli import main
 from wanjax.cli.many import find_missing
 from wanjax.cli.report import Report
@@ -79,10 +79,10 @@ def test_only_missing_videos_are_made(tmp_path):
     os.unlink(result[2])
     again = run(*options, input=PROMPTS)
     assert again.stdout.splitlines() == [result[2]]
-    assert has_line_with(again.stderr, "videos: 1 3 exist already")
+    assert has_line_with_words(again.stderr, "videos: 1 3 exist already")
     complete = run(*options, input=PROMPTS)
     assert complete.stdout == ""
-    assert has_line_with(complete.stderr, "all 4 videos exist already many")
+    assert has_line_with_words(complete.stderr, "all 4 videos exist already many")
     assert "videos: 0" not in complete.stderr
     assert len(run(*options, "--force", input=PROMPTS).stdout.splitlines()) == 4
     changed = run(*options, "--guidance-scale", 2, input=PROMPTS).stdout.splitlines()
@@ -134,7 +134,7 @@ def test_a_killed_run_makes_the_rest_when_it_is_repeated(tmp_path):
 def test_mistakes_in_several_prompts_and_seeds_are_refused(tmp_path, arguments, words):
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "wrong.jsonl").write_text('"a"\n{"prompt": "a", "steps": 0}\n')
-    assert has_line_with(run("generate", *arguments, *SMALL, status=2).stderr, words)
+    assert has_line_with_words(run("generate", *arguments, *SMALL, status=2).stderr, words)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_mistakes_of_a_batch_are_refused(arguments, words):
     Path("twice.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a", "steps": 1, "steps": 2}\n')
     Path("twice.json").write_text('[{"prompt": "a", "steps": 1, "steps": 2}]')
     Path("model.jsonl").write_text('{"prompt": "a", "model": "wan2.1-t2v-1.3b"}')
-    assert has_line_with(refused("batch", *map(str, arguments)), words)
+    assert has_line_with_words(refused("batch", *map(str, arguments)), words)
 
 
 def test_notes_are_printed_once_for_all_rows():
@@ -174,7 +174,7 @@ def test_notes_are_printed_once_for_all_rows():
     Path("rows.jsonl").write_text("\n".join(rows))
     messages = run("batch", "rows.jsonl", "--size", "32x32", "--frames", "5", "--steps", "2", "--out", "many").stderr
     [header] = [line for line in messages.splitlines() if line.startswith("nano: ")]
-    assert has_line_with(header, "5 frames seed 42 differ in size, steps and guidance")
+    assert has_line_with_words(header, "5 frames seed 42 differ in size, steps and guidance")
     assert not {"32x32", "16x16"} & {*header.replace(",", "").split()}
     for words in (
         "nano trained 64x64 32x32",
@@ -182,7 +182,7 @@ def test_notes_are_printed_once_for_all_rows():
         "nano does not know 'cat'",
         "guidance is off",
     ):
-        assert has_line_with(messages, words)
+        assert has_line_with_words(messages, words)
 
 
 def test_earlier_failures_are_tried_last(tmp_path):
@@ -216,7 +216,7 @@ def test_all_wrong_rows_are_reported_at_once(model, words):
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in WRONG))
     output = refused("batch", "rows.jsonl", *model, "--out", "videos")
     for line, words_of_line in zip(output.splitlines(), words, strict=True):
-        assert has_line_with(line, words_of_line), line
+        assert has_line_with_words(line, words_of_line), line
     assert not Path("videos").exists()
 
 
@@ -225,9 +225,9 @@ def test_wrong_rows_are_reported_before_jax_is_imported():
     code = "import sys; sys.modules['jax'] = None; from wanjax.cli import main; main(['batch', 'rows.jsonl'])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 2, result.stderr
-    assert has_line_with(result.stderr, "2 lines wrong")
-    assert has_line_with(result.stderr, "line 1: frames 4n + 1")
-    assert has_line_with(result.stderr, "line 2: steps 0")
+    assert has_line_with_words(result.stderr, "2 lines wrong")
+    assert has_line_with_words(result.stderr, "line 1: frames 4n + 1")
+    assert has_line_with_words(result.stderr, "line 2: steps 0")
 
 
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=5), st.integers(0, 9), st.integers(0, 9))
@@ -242,7 +242,7 @@ def test_lists_and_ranges_of_seeds_are_parsed(single, first, more):
 )
 def test_values_that_are_too_large_are_refused_at_once(option, value, message):
     output = refused("generate", "a", option, value)
-    assert has_line_with(output, f"{message}")
+    assert has_line_with_words(output, f"{message}")
     assert "memory" not in output
 
 

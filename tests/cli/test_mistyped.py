@@ -7,7 +7,7 @@ import click
 import pytest
 
 from tests.support.commands import Arguments, refused, succeeded, wanjax
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.cli import main, stages
 from wanjax.cli.arguments import OLD_SCRIPT_OPTIONS, OTHER_OPTION_NAMES
 
@@ -101,7 +101,7 @@ def parsed(tmp_path, monkeypatch, record_arguments) -> Arguments:
     ],
 )
 def test_a_mistyped_command_makes_no_video(parsed, arguments, message):
-    assert has_line_with(refused(*arguments), message)
+    assert has_line_with_words(refused(*arguments), message)
     assert not parsed
     assert list(Path().iterdir()) == []
 
@@ -129,9 +129,11 @@ def test_training_options_of_other_trainers_suggest_the_options_here():
     }
     assert {"lr", "rate", "average", "gradient-accumulation-steps"} <= replacements.keys()
     for old, new in replacements.items():
-        assert has_line_with(refused("train", "nano", "clips", "--out", "a", f"--{old}", "1"), f"--{old} --{new}")
+        assert has_line_with_words(refused("train", "nano", "clips", "--out", "a", f"--{old}", "1"), f"--{old} --{new}")
         Path("train.toml").write_text(f"[train]\n{old} = 1\n")
-        assert has_line_with(refused("train", "nano", "clips", "--out", "a", "--config", "train.toml"), f"{old} {new}")
+        assert has_line_with_words(
+            refused("train", "nano", "clips", "--out", "a", "--config", "train.toml"), f"{old} {new}"
+        )
 
 
 def test_hidden_options_are_never_suggested():
@@ -154,9 +156,9 @@ def test_other_words_are_prompts(parsed, prompt):
 def test_a_word_before_a_file_is_not_a_prompt(parsed):
     Path("x y.mp4").write_bytes(b"film")
     output = refused("show", "x y.mp4")
-    assert has_line_with(output, "command 'show' --from 'x y.mp4' info quotes")
+    assert has_line_with_words(output, "command 'show' --from 'x y.mp4' info quotes")
     assert not parsed
-    assert has_line_with(refused("show", "the", "film"), "prompt 3 quotes wanjax generate 'show the film'")
+    assert has_line_with_words(refused("show", "the", "film"), "prompt 3 quotes wanjax generate 'show the film'")
 
 
 def test_a_prompt_may_begin_with_a_dash(parsed):
@@ -177,7 +179,7 @@ def test_a_prompt_may_begin_with_a_dash(parsed):
     ],
 )
 def test_a_repeated_option_with_two_values_is_refused(parsed, arguments, message):
-    assert has_line_with(refused(*arguments), message)
+    assert has_line_with_words(refused(*arguments), message)
     assert not parsed
 
 
@@ -206,7 +208,7 @@ def test_an_option_may_be_repeated_with_the_same_value_or_if_it_takes_several(pa
 )
 def test_the_message_for_a_web_address_as_output_lists_valid_outputs(arguments, outputs):
     output = refused(*arguments, "http://foo/x")
-    assert has_line_with(output, f"http://foo/x {outputs}")
+    assert has_line_with_words(output, f"http://foo/x {outputs}")
     assert "curl" not in output
     assert ("s3://" in output) == ("s3://" in outputs)
     assert list(Path().iterdir()) == []
@@ -232,7 +234,7 @@ def test_a_file_is_not_a_prompt(tmp_path):
     for name in ("one.mp4", "two.mp4"):
         (tmp_path / name).write_bytes(b"film")
     output = refused("--image", "one.mp4", "two.mp4")
-    assert has_line_with(output, "two.mp4 file prompt --from --image --video")
+    assert has_line_with_words(output, "two.mp4 file prompt --from --image --video")
 
 
 @pytest.mark.parametrize(
@@ -264,7 +266,7 @@ def test_an_offload_may_have_a_value(parsed, arguments, offload):
     ],
 )
 def test_invalid_offloads_are_refused(parsed, arguments, message):
-    assert has_line_with(refused(*arguments), message)
+    assert has_line_with_words(refused(*arguments), message)
     assert not parsed
 
 

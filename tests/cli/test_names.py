@@ -24,7 +24,7 @@ from tests.support.commands import files, refused, succeeded, wanjax
 from tests.support.disks import limit_file_size
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.cli import names, runs
 from wanjax.cli import stages as cli_stages
 from wanjax.errors import WanjaxError
@@ -132,7 +132,7 @@ def test_existing_files_are_replaced_only_by_force(model):
     succeeded(wanjax("a", *options, "--out", "a.mp4"))
     before = contents()
     for file, command in stages.items():
-        assert has_line_with(succeeded(wanjax(*command, "--dir", "d")).stderr, f"{file} already exists --force")
+        assert has_line_with_words(succeeded(wanjax(*command, "--dir", "d")).stderr, f"{file} already exists --force")
     again = succeeded(wanjax("a", *options, "--out", "a.mp4", "--json"))
     assert json.loads(again.stdout)["file"] == str(Path("a.mp4").absolute())
     commands = {
@@ -143,7 +143,7 @@ def test_existing_files_are_replaced_only_by_force(model):
         "fps": ("decode", "--fps", "3"),
     }
     for name, command in commands.items():
-        assert has_line_with(refused(*command, "--dir", "d", started=False), f"d/ another {name} --force")
+        assert has_line_with_words(refused(*command, "--dir", "d", started=False), f"d/ another {name} --force")
     Path("foreign.mp4").write_bytes(b"a user's")
     before |= contents()
     for out, command, words in (
@@ -152,8 +152,10 @@ def test_existing_files_are_replaced_only_by_force(model):
         ("a.mp4", ("decode", "--dir", "d"), "steps"),
         ("foreign.mp4", ("generate", "a", *options), "not written"),
     ):
-        assert has_line_with(refused(*command, "--out", out, started=False), f"{out} {words} another --out --force")
-    assert has_line_with(
+        assert has_line_with_words(
+            refused(*command, "--out", out, started=False), f"{out} {words} another --out --force"
+        )
+    assert has_line_with_words(
         refused("generate", "b", *options, "--dir", "d", started=False), f"d/{stage_files.VIDEO_FILE} prompt --force"
     )
     assert contents() == before
@@ -164,7 +166,7 @@ def test_folders_are_created_but_none_at_the_root(model):
     succeeded(wanjax("a", "--model", model, *SMALL, "--out", "new/folder/a.mp4"))
     assert files("new/folder") == ["a.mp4"]
     for options in (("--out", "/nowhere-of-wanjax/b/a.mp4"), ("--dir", "/nowhere-of-wanjax/b")):
-        assert has_line_with(
+        assert has_line_with_words(
             refused("a", "--model", model, *SMALL, *options), "no folder /nowhere-of-wanjax path create"
         )
     assert not Path("/nowhere-of-wanjax").exists()
@@ -182,7 +184,9 @@ def test_force_replaces_existing_files(model):
 
 def test_another_prompt_does_not_replace_latents_without_a_video(model):
     succeeded(wanjax("a", "--model", model, *SMALL, "--dir", "d", "--out", "a.mp4"))
-    assert has_line_with(refused("generate", "b", "--model", model, "--dir", "d"), "d latents decode --dir --force")
+    assert has_line_with_words(
+        refused("generate", "b", "--model", model, "--dir", "d"), "d latents decode --dir --force"
+    )
 
 
 def test_nothing_is_loaded_if_the_output_exists(model, monkeypatch):
@@ -190,7 +194,7 @@ def test_nothing_is_loaded_if_the_output_exists(model, monkeypatch):
     Path("a.mp4").write_bytes(b"a user's")
     monkeypatch.setattr(cli_stages, "load", None)
     for command in (("a", "--model", "wan2.1-t2v-14b"), ("a", "--model", model)):
-        assert has_line_with(refused(*command, "--out", "a.mp4"), "a.mp4 --force")
+        assert has_line_with_words(refused(*command, "--out", "a.mp4"), "a.mp4 --force")
 
 
 @pytest.mark.parametrize("stage", ["latents", "frames"])
@@ -215,7 +219,7 @@ def test_a_stopped_run_resumes_to_the_same_file_name(
     assert Path(video).stem == folder.name
     assert not folder.exists()
     if has_home:
-        assert has_line_with(refused(*command), f"{folder} removed video")
+        assert has_line_with_words(refused(*command), f"{folder} removed video")
     assert list(tmp_path.glob(f"{runs.TEMP_PREFIX}*")) == []
 
 
@@ -241,7 +245,9 @@ def test_stage_settings_are_not_written_beside_the_frames_of_a_video(command):
     """`info` would show the settings of the stage as those of the frames."""
     Video(np.zeros((2, 16, 32, 3), np.uint8), 8, {"prompt": "a red circle"}).save("frames/")
     before = files("frames")
-    assert has_line_with(refused(*command, "--dir", "frames", started=False), "frames frame_00000.png --dir --force")
+    assert has_line_with_words(
+        refused(*command, "--dir", "frames", started=False), "frames frame_00000.png --dir --force"
+    )
     assert files("frames") == before
     assert read_metadata("frames")["prompt"] == "a red circle"
 
@@ -274,12 +280,12 @@ def test_a_folder_that_cannot_be_written_is_replaced_by_a_temporary_one(tmp_path
 def test_a_folder_that_cannot_be_locked_is_replaced_by_a_temporary_one(tmp_path, runs_folder, monkeypatch):
     """The home folders of some clusters have no locks."""
 
-    def without_locks(file: Path, *message: str) -> FileLock:
+    def lock_or_refuse(file: Path, *message: str) -> FileLock:
         if file.is_relative_to(runs_folder):
             raise WanjaxError(f"{file} cannot be written: locking protocol")
         return FileLock(file, *message)
 
-    monkeypatch.setattr(runs, "FileLock", without_locks)
+    monkeypatch.setattr(runs, "FileLock", lock_or_refuse)
     with closing_run(runs.create_run_folder(lambda: iter(["a"]))) as run:
         assert run.folder.parent.parent == tmp_path
     assert list(runs_folder.iterdir()) == []

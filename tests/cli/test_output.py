@@ -16,7 +16,7 @@ from tests.support.commands import refused, succeeded, wanjax
 from tests.support.disks import limit_file_size
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.cli.report import Report
 from wanjax.compile_cache.cache import compile_cache
 from wanjax.media import stage_files
@@ -56,7 +56,9 @@ def test_quiet_prints_only_the_path(model, option):
 
 @pytest.mark.parametrize("option", ["-q", "--json"])
 def test_quiet_prints_only_errors(model, option):
-    assert has_line_with(refused("a", "--model", model, "--size", "32x16", option, "--frames", "6"), "6 frames 4n + 1")
+    assert has_line_with_words(
+        refused("a", "--model", model, "--size", "32x16", option, "--frames", "6"), "6 frames 4n + 1"
+    )
 
 
 def test_quiet_prints_how_to_resume(model, failing_in):
@@ -135,7 +137,7 @@ def test_a_full_compilation_cache_is_reported_once(tmp_path, capsys):
         jax.config.update("jax_compilation_cache_dir", folder)
         compilation_cache.reset_cache()
     [line] = capsys.readouterr().err.splitlines()
-    assert has_line_with(line, "cache File too large")
+    assert has_line_with_words(line, "cache File too large")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_a_full_compilation_cache_is_reported_once(tmp_path, capsys):
 )
 def test_an_unwritable_output_is_reported_before_the_first_step(model, monkeypatch, options, words):
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", "false")
-    assert has_line_with(refused("a", "--model", model, *SMALL, *options, started=False), words)
+    assert has_line_with_words(refused("a", "--model", model, *SMALL, *options, started=False), words)
 
 
 def test_settings_that_a_folder_of_pictures_omits_are_reported_once(model):
@@ -156,7 +158,7 @@ def test_settings_that_a_folder_of_pictures_omits_are_reported_once(model):
     for name in (*(f"{i}.png" for i in range(5)), ".5.png", "notes.pdf"):
         Image.new("RGB", (32, 16)).save(Path("clip") / name, "PNG")
     messages = succeeded(wanjax("encode", "a", "--model", model, "--video", "clip", "--dtype", "float32")).stderr
-    assert len([line for line in messages.splitlines() if has_line_with(line, "clip 2 pictures")]) == 1
+    assert len([line for line in messages.splitlines() if has_line_with_words(line, "clip 2 pictures")]) == 1
 
 
 @pytest.mark.parametrize(
@@ -168,6 +170,6 @@ def test_a_stopped_command_says_what_is_complete(tmp_path, videos, words):
     assert report.outcome == ""
     report.enable_resume()
     report.videos = videos
-    assert has_line_with(report.outcome, words)
+    assert has_line_with_words(report.outcome, words)
     report.print_result(tmp_path / "a.mp4", {})
-    assert has_line_with(report.outcome, "completed is kept")
+    assert has_line_with_words(report.outcome, "completed is kept")

@@ -16,7 +16,7 @@ import wanjax
 from tests.support import commands
 from tests.support.recorded import counted, programs
 from tests.support.small_wan import TEXT, VIDEO, causal_pipeline, small_model
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AttentionConfig
@@ -121,7 +121,7 @@ def test_the_table_of_a_plan_says_what_it_counts():
 def test_an_impossible_request_is_refused_with_a_short_message(arguments, words):
     run = CliRunner().invoke(main, ["plan", "nano", *arguments])
     assert run.exit_code == 2
-    assert has_line_with(run.stderr, words)
+    assert has_line_with_words(run.stderr, words)
     assert len(run.stderr.strip().splitlines()) == 1
 
 
@@ -159,7 +159,7 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
     assert not result.fits
     assert result.step_seconds is result.total_seconds is result.mfu is None
     assert result.limit.startswith("the memory of a chip")
-    assert has_line_with(str(result.advice), "v6e-1 denoise 68.2 GiB chip 31.2 v6e-4 --tile decode")
+    assert has_line_with_words(str(result.advice), "v6e-1 denoise 68.2 GiB chip 31.2 v6e-4 --tile decode")
     model = model_description("wan2.1-t2v-14b")
     weights = model.family.network_of(model.model.spec.networks["transformer"]).parameters
     resident = result.stages["denoise"].kept_bytes_per_chip  # stay in memory while programs without weights run
@@ -178,7 +178,7 @@ def test_a_plan_lists_options_with_which_a_video_fits(monkeypatch):
     monkeypatch.setattr(Pricer, "prices", prices)
     result = estimate.estimate_video(model_description("wan2.1-t2v-14b"), "v6e-1")
     assert not result.fits
-    assert has_line_with(
+    assert has_line_with_words(
         str(result.advice), "does not fit v6e-1 --precision int8-weights --offload blocks needs about GiB"
     )
     assert "--tile" not in str(result.advice)  # decoding fits
@@ -194,9 +194,11 @@ def test_a_plan_lists_options_with_which_a_video_fits(monkeypatch):
 def test_sizes_of_memory_are_printed_if_requested(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     output = commands.succeeded(commands.wanjax("plan", "--chip", "cpu", "--fit")).output
-    assert has_line_with(" ".join(output.split()), "memory chip inputs 16 GiB as it is")
+    assert has_line_with_words(" ".join(output.split()), "memory chip inputs 16 GiB as it is")
     assert "memory a chip" not in commands.succeeded(commands.wanjax("plan", "--chip", "cpu")).output
-    assert has_line_with(commands.refused("plan", "--chip", "cpu", "--fit", "--train"), "--fit --train --requests")
+    assert has_line_with_words(
+        commands.refused("plan", "--chip", "cpu", "--fit", "--train"), "--fit --train --requests"
+    )
 
 
 def test_the_operations_of_a_trace_equal_the_formula():
@@ -262,7 +264,7 @@ def test_the_progress_bar_counts_only_compilations(monkeypatch):
 
 def test_progress_goes_to_stderr_unless_quiet():
     loud = CliRunner().invoke(main, ["plan", "nano", "--chip", "cpu"])
-    assert has_line_with(loud.stderr, "plan program of")
+    assert has_line_with_words(loud.stderr, "plan program of")
     silent = CliRunner().invoke(main, ["plan", "nano", "--chip", "cpu", "-q"])
     assert (silent.stdout, silent.stderr) == (loud.stdout, "")
 
@@ -306,7 +308,7 @@ def test_each_compiler_has_separate_cached_prices(monkeypatch):
     [safe], [fast] = keys["safe"], keys["fast"]
     assert len(set(safe) - set(fast)) == 3  # the step, and the decoder's two; the others have the same options in both
     output = CliRunner().invoke(main, ["plan", "nano", "--compiler", "fast"]).output
-    assert has_line_with(" ".join(output.split()), "fsdp fast compiler")
+    assert has_line_with_words(" ".join(output.split()), "fsdp fast compiler")
 
 
 def test_a_plan_uses_the_attention_kernel_of_the_planned_chip():
@@ -348,7 +350,7 @@ def test_a_lora_that_cannot_be_read_is_refused(name, tmp_path):
     options = ["plan", "nano", "--chip", "h100", "--lora", str(tmp_path / name)]
     output = CliRunner().invoke(main, options)
     assert output.exit_code == 2
-    assert has_line_with(output.output, name)
+    assert has_line_with_words(output.output, name)
 
 
 def test_a_narrow_terminal_cuts_no_word(monkeypatch):
@@ -364,4 +366,4 @@ def test_an_estimate_does_not_claim_that_a_video_cannot_fit(options):
     run = CliRunner().invoke(main, ["plan", "wan2.1-t2v-14b", "--chip", "h100", "--json", *options])
     planned = json.loads(run.stdout)
     assert planned["fits"] is None
-    assert has_line_with(planned["advice"], "may fit h100 nothing fused compiled warmup")
+    assert has_line_with_words(planned["advice"], "may fit h100 nothing fused compiled warmup")

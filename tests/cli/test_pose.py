@@ -12,7 +12,7 @@ from PIL import Image
 import wanjax as library
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.tiny import tiny_pose_checkpoint
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.media.pictures import read_clip
 from wanjax.media.video import Video
 
@@ -45,7 +45,7 @@ def video_arguments(folder: Path, *more: str | Path, face: bool = True) -> tuple
 
 def test_a_video_is_as_long_and_as_large_as_the_pose_clip(folder, tmp_path):
     result = succeeded(wanjax(*video_arguments(folder, "--out", tmp_path / "whole.mp4")))
-    assert has_line_with(result.output, "window 2 of 2")
+    assert has_line_with_words(result.output, "window 2 of 2")
     frames = read_clip(tmp_path / "whole.mp4", 100, 30)
     assert frames.shape == (13, 48, 64, 3)
     record = json.loads(succeeded(wanjax("info", tmp_path / "whole.mp4", "--json")).output)
@@ -92,8 +92,8 @@ def test_the_library_makes_the_same_frames_and_uses_every_input(folder):
 )
 def test_inputs_that_do_not_fit_a_character_are_refused(folder, arguments, words):
     changed = [folder / x if "." in x and x[0] not in "-0" else x for x in arguments]
-    assert has_line_with(refused(*video_arguments(folder, *changed)), words)
+    assert has_line_with_words(refused(*video_arguments(folder, *changed)), words)
 
 
 def test_a_face_is_required(folder):
-    assert has_line_with(refused(*video_arguments(folder, face=False)), "clip of the face --face")
+    assert has_line_with_words(refused(*video_arguments(folder, face=False)), "clip of the face --face")

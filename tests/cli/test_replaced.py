@@ -12,7 +12,7 @@ from PIL import Image
 
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.tiny import tiny_checkpoint, tiny_image_checkpoint
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.checkpoints.files import content_digest, save_safetensors
 from wanjax.media.video import read_metadata
 from wanjax.pipelines.caching.cache_tables import measured_file
@@ -74,7 +74,7 @@ def test_a_changed_picture_makes_another_video(image_model):
     assert make_videos(*options) == []
     picture("in.png", 100)
     assert result not in make_videos(*options)
-    assert has_line_with(refused("--from", result), "--image in.png")
+    assert has_line_with_words(refused("--from", result), "--image in.png")
     picture("in.png", 200)
     assert make_videos(*options) == []
 
@@ -86,14 +86,14 @@ def test_a_changed_lora_or_model_makes_another_video(text_model):
     [result] = make_videos(*options)
     adapter("style", 4)
     [again] = make_videos(*options)
-    assert has_line_with(refused("--from", result), "--lora style")
+    assert has_line_with_words(refused("--from", result), "--lora style")
     succeeded(wanjax("--from", again, "--out", "same.mp4"))
     weights = next(Path("model/vae").glob("*.safetensors"))
     body = bytearray(weights.read_bytes())
     body[-4:] = b"\0\0\0\0"
     weights.write_bytes(body)
     assert len(make_videos(*options)) == 1
-    assert has_line_with(refused("--from", again), "--model model")
+    assert has_line_with_words(refused("--from", again), "--model model")
 
 
 def test_a_changed_cache_table_makes_another_video(text_model):
@@ -102,7 +102,7 @@ def test_a_changed_cache_table_makes_another_video(text_model):
     [result] = make_videos(*options)
     table(text_model, 0.5)
     assert result not in make_videos(*options)
-    assert has_line_with(refused("--from", result), "table cache --cache")
+    assert has_line_with_words(refused("--from", result), "table cache --cache")
     table(text_model, 1.0)
     succeeded(wanjax("--from", result, "--out", "same.mp4"))
     assert read_metadata("same.mp4")["digests"] == read_metadata(result)["digests"]
@@ -116,7 +116,7 @@ def test_stages_of_two_pictures_do_not_belong_together(image_model):
     picture("in.png", 100)
     succeeded(wanjax(*options))
     shutil.copy("first.safetensors", "d/stage1_embeddings.safetensors")
-    assert has_line_with(refused("denoise", "--dir", "d"), "stage1_embeddings.safetensors in.png")
+    assert has_line_with_words(refused("denoise", "--dir", "d"), "stage1_embeddings.safetensors in.png")
 
 
 def test_large_files_are_identified_by_their_header_and_blocks():
@@ -135,4 +135,4 @@ def test_a_prompt_that_is_listed_twice_is_made_once(text_model):
     Path("prompts.txt").write_text("a\nb\n  a \na\n")
     result = wanjax("--prompts", "prompts.txt", "--model", text_model, *ONE_FRAME, "--out", "many")
     assert len(succeeded(result).stdout.splitlines()) == 2
-    assert has_line_with(result.stderr, "2 4 videos requested more than once")
+    assert has_line_with_words(result.stderr, "2 4 videos requested more than once")

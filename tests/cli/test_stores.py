@@ -14,7 +14,7 @@ from s3fs import S3FileSystem
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.quick import quick
 from tests.support.stores import BUCKET, GCS_BUCKET, running_gcs, running_s3
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.media.pictures import read_clip
 from wanjax.stores.paths import local_copy, parse_path
 
@@ -49,7 +49,7 @@ def bucket(request):
 @pytest.mark.filterwarnings("ignore:Sending a large body")  # by gcsfs
 def test_a_converted_model_in_a_bucket_makes_the_same_video_in_a_bucket(bucket):
     model, video = f"{bucket}/models/nano", f"{bucket}/videos/a.mp4"
-    assert has_line_with(succeeded(wanjax("convert", "nano", model)).stderr, f"{model} complete")
+    assert has_line_with_words(succeeded(wanjax("convert", "nano", model)).stderr, f"{model} complete")
     assert succeeded(wanjax("a red circle", "--model", model, *SMALL, "--out", video)).stdout == f"{video}\n"
     succeeded(wanjax("a red circle", *SMALL, "--out", "local.mp4"))
     np.testing.assert_array_equal(frames(video), read_clip("local.mp4", 5, 8))
@@ -81,7 +81,7 @@ def test_many_videos_in_a_bucket_are_made_once():
 @pytest.mark.parametrize("many", [[], ["--count", "2"]], ids=["one", "many"])
 def test_a_missing_bucket_is_reported_before_the_first_step(many):
     out = "s3://no-such-bucket/videos" if many else "s3://no-such-bucket/a.mp4"
-    assert has_line_with(
+    assert has_line_with_words(
         refused("a red circle", *SMALL, "--out", out, *many, started=False), "s3://no-such-bucket bucket"
     )
 
@@ -100,7 +100,7 @@ def test_a_server_reports_a_missing_bucket_before_it_loads_its_model(options):
         "local.sqlite",
         *options,
     )
-    assert has_line_with(output, "s3://no-such-bucket/served bucket")
+    assert has_line_with_words(output, "s3://no-such-bucket/served bucket")
 
 
 @contextmanager
@@ -148,7 +148,7 @@ def test_an_unwritable_store_is_reported_before_the_first_step(fault, words, s3,
             output = refused("a red circle", *SMALL, "--out", f"{BUCKET}/a.mp4", started=False)
     finally:
         S3FileSystem.clear_instance_cache()
-    assert has_line_with(output, words)
+    assert has_line_with_words(output, words)
     assert "a-secret" not in output
 
 

@@ -12,7 +12,7 @@ import wanjax
 from tests.support.tiny import tiny_causal_checkpoint
 from tests.support.warm import cached_program_names
 from tests.support.warm import wanjax as wanjax_command
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.cli import main
 from wanjax.media.stage_files import LATENTS_FILE
@@ -102,7 +102,7 @@ def test_settings_that_a_causal_model_lacks_are_refused(command, words, model, t
     (tmp_path / "data").mkdir()
     Image.new("RGB", (32, 32)).save("data/a.png")
     (tmp_path / "data" / "a.txt").write_text("a red circle")
-    assert has_line_with(run(*command.format(model).split(), status=2).stderr, words)
+    assert has_line_with_words(run(*command.format(model).split(), status=2).stderr, words)
 
 
 def test_a_causal_model_is_converted_and_back(model, video, tmp_path):

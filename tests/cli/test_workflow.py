@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.support.commands import files, refused, succeeded, wanjax
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from tests.support.workflows import TEMPLATES, api_form, graph_of, template, with_switch
 from wanjax.cli import workflow_options
 from wanjax.media.video import read_metadata
@@ -295,7 +295,7 @@ def test_workflows_of_a_folder_share_their_model():
     save_workflow(small_workflow(), "flows/a.json")
     Path("flows/b.json").write_text(Path("flows/a.json").read_text()[:100])
     for arguments in (("batch", "flows"), ("batch", "prompts.txt", "--from", "flows/b.json")):
-        assert has_line_with(refused(*arguments, "--model", "nano"), "flows/b.json not valid JSON complete copy")
+        assert has_line_with_words(refused(*arguments, "--model", "nano"), "flows/b.json not valid JSON complete copy")
     Path("flows/b.json").unlink()
     assert "give one of its files" in wanjax("batch", "flows", "--model", "nano", "--print-command").stderr
     assert "leave --count out" in wanjax("batch", "flows", "--model", "nano", "--count", "2").stderr
@@ -487,7 +487,7 @@ def test_an_option_replaces_a_wrong_number_of_steps(folder, steps):
     file = save_workflow(nodes)
     result = succeeded(wanjax("generate", "--from", file, "--model", "nano", "--steps", "7", "--print-command"))
     assert options_in(result.stdout)["--steps"] == "7"
-    assert has_line_with(refused("--from", file, "--model", "nano"), "node 3 KSampler steps --steps")
+    assert has_line_with_words(refused("--from", file, "--model", "nano"), "node 3 KSampler steps --steps")
 
 
 def test_an_option_replaces_the_model_of_a_plan(folder):
@@ -495,11 +495,13 @@ def test_an_option_replaces_the_model_of_a_plan(folder):
     output = succeeded(wanjax("plan", "--from", file, "--model", "nano", "--print-command")).stdout
     words = shlex.split(output)
     assert [words[i + 1] for i, word in enumerate(words) if word == "--model"] == ["nano"]
-    assert has_line_with(refused("plan", "nano", "--from", file, "--model", "wan2.1-t2v-1.3b"), "nano wan2.1-t2v-1.3b")
+    assert has_line_with_words(
+        refused("plan", "nano", "--from", file, "--model", "wan2.1-t2v-1.3b"), "nano wan2.1-t2v-1.3b"
+    )
 
 
 def test_an_option_replaces_a_wrong_value_of_metadata(folder):
     values = {"model": "nano", "prompt": "a red circle", "steps": "abc"}
     file = save_workflow(values, "generation_config.json")
-    assert has_line_with(refused("--from", file), "steps 'abc'")
-    assert has_line_with(refused("--from", file, "--steps", "0"), "--steps 0")
+    assert has_line_with_words(refused("--from", file), "steps 'abc'")
+    assert has_line_with_words(refused("--from", file, "--steps", "0"), "--steps 0")

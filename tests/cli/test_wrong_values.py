@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.clips import write_clips
 from tests.support.commands import refused, wanjax
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import WanjaxError
 from wanjax.loading import load
@@ -95,7 +95,7 @@ def test_a_file_without_permission_is_reported(name, monkeypatch):
 
     monkeypatch.setattr(io, "open", open_without_permission)
     inputs = file.parent if name == "denoise" else file
-    assert has_line_with(error_message(*COMMANDS[name], inputs), f"{file} Permission denied")
+    assert has_line_with_words(error_message(*COMMANDS[name], inputs), f"{file} Permission denied")
 
 
 VIDEO_NUMBERS = {  # of options that are no fields of a request
@@ -135,7 +135,7 @@ def test_invalid_numbers_of_a_training_are_refused(option):
 def test_an_unknown_option_beside_version_is_refused():
     run = wanjax("--version", "--foo")
     assert (run.exit_code, run.stdout) == (2, "")
-    assert has_line_with(run.stderr, "wanjax: --foo")
+    assert has_line_with_words(run.stderr, "wanjax: --foo")
 
 
 def test_a_folder_names_its_only_lora():
@@ -153,7 +153,9 @@ def test_a_picture_in_place_of_a_clip_needs_one_frame(tmp_path):
 
     Image.new("RGB", (64, 64)).save("picture.png")
     for more in ((), ("--image", "picture.png")):
-        assert has_line_with(error_message("generate", "a", "--video", "picture.png", *more), "1 frame picture image")
+        assert has_line_with_words(
+            error_message("generate", "a", "--video", "picture.png", *more), "1 frame picture image"
+        )
     _, chosen = load("nano").prepare(video="picture.png", frames=1)
     assert chosen.frames == 1
 
@@ -165,7 +167,7 @@ def test_a_video_larger_than_the_memory_is_refused_before_anything_is_loaded(mac
     required = weights + min_step_bytes(pipe.model, settings)
     machine.has_memory(required)
     pipe.prepare()
-    assert has_line_with(
+    assert has_line_with_words(
         error_message("generate", "a", "--size", "128x64", "--frames", "33"), "128x64 33 frames memory"
     )
     machine.has_memory(None)  # unknown

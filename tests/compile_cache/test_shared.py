@@ -21,7 +21,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from tests.support.commands import refused
 from tests.support.compilations import compilations
 from tests.support.stores import BUCKET, clear_memory_store, failing, running_s3
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.compile_cache import shared
 from wanjax.compile_cache.cache import SHARED_CACHE_VARIABLE, TRUST_CACHE_VARIABLE, compile_cache, set_cache_folder
 from wanjax.compile_cache.shared import SharedCache, share_cache
@@ -148,7 +148,7 @@ def test_a_cache_that_cannot_be_created_gives_a_warning(jax_cache_settings, monk
 
 def test_a_path_is_used_after_it_is_declared_trusted(jax_cache_settings, monkeypatch, tmp_path):
     output = refused("warmup", "--compile-cache", tmp_path / "cache")
-    assert has_line_with(output, f"{tmp_path}/cache --trust-compile-cache {TRUST_CACHE_VARIABLE}=1")
+    assert has_line_with_words(output, f"{tmp_path}/cache --trust-compile-cache {TRUST_CACHE_VARIABLE}=1")
     monkeypatch.setenv(SHARED_CACHE_VARIABLE, str(tmp_path / "cache"))
     with pytest.raises(WanjaxError, match=line_with_words(TRUST_CACHE_VARIABLE)):
         set_cache_folder()
@@ -170,7 +170,7 @@ def test_a_path_is_used_after_it_is_declared_trusted(jax_cache_settings, monkeyp
 )
 def test_unsupported_targets_are_reported_before_anything_is_compiled(jax_cache_settings, options, words):
     Path("file").write_text("")
-    assert has_line_with(refused("warmup", *options.split()), words)
+    assert has_line_with_words(refused("warmup", *options.split()), words)
 
 
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2", "--seed", "1", "-v")

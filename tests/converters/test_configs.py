@@ -15,7 +15,7 @@ from tests.support import tiny
 from tests.support.commands import refused
 from tests.support.quick import quick
 from tests.support.types import unchecked
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.checkpoints.files import Spec, Tensors
 from wanjax.checkpoints.network_kinds import read_network
 from wanjax.converters.cogvideox.vae import vae_config
@@ -85,7 +85,7 @@ def test_the_message_names_the_wrong_entry(tmp_path, monkeypatch, component, key
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     with unchecked():
         output = refused("generate", "a", "--model", model)
-        assert has_line_with(output, f"{component}'s config.json {key}")
+        assert has_line_with_words(output, f"{component}'s config.json {key}")
         with pytest.raises(WanjaxError, match=key):
             wanjax.load(model).vae, wanjax.load(model).text_encoder
 
@@ -120,7 +120,7 @@ def test_unpublished_numbers_of_heads_are_reported(width, heads):
         return
     with pytest.raises(WanjaxError) as raised:
         transformer_config(original.transformer_json(authors_specs(width), config))
-    assert has_line_with(str(raised.value), f"config.json {heads if isinstance(heads, int) else ''} {width}")
+    assert has_line_with_words(str(raised.value), f"config.json {heads if isinstance(heads, int) else ''} {width}")
 
 
 AUTOENCODER = {
@@ -152,4 +152,4 @@ WRONG_CONFIGS = [  # what reads a wrong config, and words of its message
 def test_impossible_values_are_reported(read, words):
     with pytest.raises(WanjaxError) as raised:
         read()
-    assert has_line_with(str(raised.value), words)
+    assert has_line_with_words(str(raised.value), words)

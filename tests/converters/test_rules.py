@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.support.compilations import compilations
 from tests.support.devices import most_bytes_on_a_device, nbytes_on_each, on_eight_devices
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.checkpoints import modules, to_devices
 from wanjax.checkpoints.files import SafetensorsFile, Tensors, aligned_empty
 from wanjax.converters import weight_rules
@@ -256,9 +256,9 @@ def test_all_errors_are_listed_at_once_and_nothing_is_read():
     )
     message = error_message(source)
     assert "missing: blocks.{0-1}.attn.to_q.weight, scale_shift_table;" in message
-    assert has_line_with(message, "unused blocks.{3,5-7}.extra lone")
-    assert has_line_with(message, "levels.1.conv.bias [4] [3]")
-    assert has_line_with(message, "patch_embedding.weight int8 float32")
+    assert has_line_with_words(message, "unused blocks.{3,5-7}.extra lone")
+    assert has_line_with_words(message, "levels.1.conv.bias [4] [3]")
+    assert has_line_with_words(message, "patch_embedding.weight int8 float32")
     assert "\n" not in message
     assert not source.keys_read
 
@@ -278,7 +278,7 @@ ERRORS = [  # tensors added to the checkpoint, the rules, and words of the messa
 
 @pytest.mark.parametrize(("tensors", "rules", "words"), ERRORS)
 def test_the_message_names_the_tensor_or_the_parameters(tensors, rules, words):
-    assert has_line_with(error_message(checkpoint(**tensors), rules), words)
+    assert has_line_with_words(error_message(checkpoint(**tensors), rules), words)
 
 
 def test_two_stacked_placeholders_are_refused():

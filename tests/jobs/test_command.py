@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.batches import read_manifest
 from tests.support.commands import refused
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.jobs.store import JobStore
 
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2")
@@ -36,7 +36,7 @@ SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2")
 def test_a_worker_with_missing_or_invalid_options_is_refused(tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WANJAX_DATABASE", raising=False)
-    assert has_line_with(refused("worker", *arguments), words)
+    assert has_line_with_words(refused("worker", *arguments), words)
     assert not list(tmp_path.iterdir())
 
 

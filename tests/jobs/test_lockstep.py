@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 from tests.support.jobs import run_tasks
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.cli import many
 from wanjax.errors import WanjaxError
 from wanjax.jobs.lockstep import Leader, OutOfSync, follow_leader
@@ -111,7 +111,7 @@ def test_no_host_starts_a_run_that_one_refuses(leader_and_followers, local_store
 
     monkeypatch.setattr(followers[1], "batch_setup", missing)
     jobs = {job.request["settings"]["prompt"]: job for job in run_tasks(local_store, leader, tasks, retries=1)}
-    assert has_line_with(jobs["b"].error["message"], "process 2 of 3 no such picture")
+    assert has_line_with_words(jobs["b"].error["message"], "process 2 of 3 no such picture")
     assert [jobs[prompt].attempts for prompt in "abc"] == [1, 2, 1]
     assert [jobs[prompt].status for prompt in "abc"] == ["completed", "failed", "completed"]
     assert leader.dismiss()
@@ -124,7 +124,7 @@ def test_a_run_that_the_leader_refuses_is_not_sent_to_the_others(leader_and_foll
     (task,) = tasks_for(leader, {"prompt": "a"})
     wrong = task._replace(request=replace(task.request, inputs={"image": "nowhere.png"}))
     (job,) = run_tasks(local_store, leader, [wrong])
-    assert has_line_with(job.error["message"], "nowhere.png")
+    assert has_line_with_words(job.error["message"], "nowhere.png")
     assert leader.dismiss()
     assert [run.result(PATIENCE) for run in running] == [None, None]
 

@@ -16,7 +16,7 @@ import pytest
 
 import wanjax
 from tests.support.batches import read_manifest
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.cli import many
 from wanjax.errors import WanjaxError
 from wanjax.jobs import maker
@@ -253,7 +253,7 @@ def test_videos_of_a_cluster_equal_those_of_one_process(cluster, tmp_path):
         assert len({(tmp_path / folder / name).read_bytes() for folder in ("videos", "single", "processes")}) == 1
     again, message = succeeded(batch(tmp_path, "--workers", "2", "--ray", cluster.address))
     assert again == ""
-    assert has_line_with(message, "4 videos exist already")
+    assert has_line_with_words(message, "4 videos exist already")
 
 
 @pytest.mark.slow
@@ -263,7 +263,7 @@ def test_a_request_that_the_model_refuses_is_reported_with_its_row(cluster, tmp_
     process = batch(tmp_path, "--workers", "2", "--ray", cluster.address)
     messages = process.communicate()[1]
     assert process.returncode == 2
-    assert has_line_with(messages, "line 2 4 5")
+    assert has_line_with_words(messages, "line 2 4 5")
     assert "Traceback" not in messages
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.jobs.rows import read_requests, with_seeds, with_shared
 from wanjax.pipelines.request import VideoRequest
@@ -293,7 +293,7 @@ def test_all_wrong_rows_are_reported_at_once(tmp_path, name):
     with pytest.raises(WanjaxError) as caught:
         read_requests(str(tmp_path / "r.jsonl"))
     for line, words_of_line in zip(str(caught.value).splitlines(), words, strict=True):
-        assert has_line_with(line, words_of_line), line
+        assert has_line_with_words(line, words_of_line), line
     assert len(str(caught.value)) < 3000
     assert str(caught.value).count("prompt is") <= 1  # a mistake of many rows is reported once
 
@@ -331,4 +331,4 @@ def test_a_column_of_integers_may_have_empty_cells(tmp_path):
     (tmp_path / "r.csv").write_text("prompt,steps\na,4.5\n")
     with pytest.raises(WanjaxError) as caught:
         read_requests(str(tmp_path / "r.csv"))
-    assert has_line_with(str(caught.value), "row 1 steps 4.5 whole")
+    assert has_line_with_words(str(caught.value), "row 1 steps 4.5 whole")

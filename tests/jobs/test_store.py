@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.postgres import PASSWORD, STRICT, Server
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.jobs import databases
 from wanjax.jobs import store as stores
@@ -572,7 +572,7 @@ def test_a_newer_database_is_refused_and_unchanged(store: JobStore, url: str) ->
     store._run(lambda db: db.execute("INSERT INTO schema_version VALUES (99)"))
     with pytest.raises(WanjaxError) as caught:
         JobStore(url)
-    assert has_line_with(str(caught.value), "99 --database")
+    assert has_line_with_words(str(caught.value), "99 --database")
 
 
 def test_concurrent_processes_create_a_database_once(url: str) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from tests.jobs.makers import FileMaker
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.jobs import worker as module
 from wanjax.jobs.sharing import BATCH_FILE, SERVE_FILE, join_namespace, try_join_namespace
 from wanjax.jobs.store import COMPLETED, FAILED, QUEUED, RUNNING, JobStore, NewJob, NotFound, Signal
@@ -87,7 +87,7 @@ def test_a_failing_job_does_not_fail_others(store, maker):
     once = (COMPLETED, None, 1)
     assert outcomes(store, 5) == [once, once, (FAILED, "error", 1), (FAILED, "error", 3), once]
     assert maker.started_ids().count("v0") == 1
-    assert has_line_with(store.get("v3").error["message"], "the device is gone")
+    assert has_line_with_words(store.get("v3").error["message"], "the device is gone")
 
 
 def test_a_full_disk_ends_the_worker_and_the_other_jobs_stay_queued(store, maker):
@@ -125,7 +125,7 @@ def test_a_job_that_kills_its_workers_fails(store, maker):
     assert outcomes(store, 2) == [(QUEUED, None, 2), (QUEUED, None, 0)]
     work(store, maker, attempts=2, until_empty=True)
     assert [end[:2] for end in outcomes(store, 2)] == [(FAILED, "server_stopped"), (COMPLETED, None)]
-    assert has_line_with(store.get("v0").error["message"], "2 times")
+    assert has_line_with_words(store.get("v0").error["message"], "2 times")
 
 
 @pytest.mark.parametrize("max_batch", [1, 32])
@@ -230,7 +230,9 @@ def test_a_worker_with_a_folder_of_another_database_takes_no_job(tmp_path, maker
     thread, exit_requested = start_worker(worker_store, maker, try_join_namespace=check, note=notes.append)
     time.sleep(0.2)
     assert (maker.started_ids(), outcomes(second, 1)) == ([], [(QUEUED, None, 0)])
-    assert [has_line_with(note, f"{folders[1]} wanjax batch {worker_store.name} --out") for note in notes] == [True]
+    assert [has_line_with_words(note, f"{folders[1]} wanjax batch {worker_store.name} --out") for note in notes] == [
+        True
+    ]
     join_namespace(store, folders[1], BATCH_FILE)
     fill(store, "b", "c")
     wait(lambda: store.get("v1").is_over)

@@ -15,7 +15,7 @@ import pytest
 import wanjax
 from tests.support import trial_kernels
 from tests.support.devices import free_port
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax import loading
 from wanjax.errors import WanjaxWarning
 from wanjax.execution import EXECUTE
@@ -92,7 +92,7 @@ def test_a_kernel_that_fails_is_not_used(fault, refused, words, pretend_accelera
         frames = video()
     messages = [str(warning.message) for warning in caught if issubclass(warning.category, WanjaxWarning)]
     assert len(messages) == 1
-    assert has_line_with(messages[0], f"{words} v6e jax libtpu report")
+    assert has_line_with_words(messages[0], f"{words} v6e jax libtpu report")
     assert sorted(admitted.rejected_kernels()) == refused
     np.testing.assert_array_equal(frames, expected_frames)
 

@@ -9,7 +9,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 
 from tests.support.attention import BOUND, exact, operands, run
 from tests.support.compare import error
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AttentionConfig, attention, choose_implementation, chunked, cudnn
 from wanjax.kernels.target import Target, target
@@ -95,7 +95,7 @@ def test_a_fallback_gives_its_reason(device, operand_options, implementation, wo
     with jax.sharding.use_abstract_mesh(mesh(device)):
         choice = choose_implementation(*shapes(**operand_options), implementation=implementation)
     assert choice.name == "chunked"
-    assert has_line_with(choice.reason, words)
+    assert has_line_with_words(choice.reason, words)
 
 
 def test_cards_of_other_makers_use_chunked_attention():

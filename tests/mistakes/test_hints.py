@@ -5,7 +5,7 @@ import pytest
 
 import wanjax
 from tests.support.types import unchecked
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.cli.arguments import message_with_option
 from wanjax.errors import SettingError, near_names
 from wanjax.pipelines.pipeline import Pipeline
@@ -50,19 +50,19 @@ def error_message(call, **keywords) -> str:
 
 
 def test_a_call_suggests_its_keywords(pipe):
-    assert has_line_with(error_message(pipe, reference=[]), "'reference' pipe(prompt, references=...)")
-    assert has_line_with(error_message(pipe, callbak=print), "'callbak' pipe(prompt, callback=...)")
-    assert has_line_with(error_message(pipe, stepz=2), "'stepz' use steps")
+    assert has_line_with_words(error_message(pipe, reference=[]), "'reference' pipe(prompt, references=...)")
+    assert has_line_with_words(error_message(pipe, callbak=print), "'callbak' pipe(prompt, callback=...)")
+    assert has_line_with_words(error_message(pipe, stepz=2), "'stepz' use steps")
     for method in (pipe, pipe.encode):
         assert "follow" not in error_message(method, foo=1)
-    assert has_line_with(error_message(pipe, length=5), "'length' frames")
-    assert has_line_with(error_message(pipe, num_steps=5), "'num_steps' steps")
+    assert has_line_with_words(error_message(pipe, length=5), "'length' frames")
+    assert has_line_with_words(error_message(pipe, num_steps=5), "'num_steps' steps")
     assert error_message(pipe, seconds=1) == "'seconds' is not a keyword here: use frames; fps frames make a second"
 
 
 def test_a_method_suggests_its_keywords(pipe):
     settings = pipe.settings()
-    assert has_line_with(error_message(pipe.encode_prompts, negative="a dog"), "'negative' negative_prompt")
+    assert has_line_with_words(error_message(pipe.encode_prompts, negative="a dog"), "'negative' negative_prompt")
     with unchecked(), pytest.raises(SettingError, match="use steps"):
         pipe.prepare(stepz=1)
     for method, keyword, words in (
@@ -72,7 +72,7 @@ def test_a_method_suggests_its_keywords(pipe):
     ):
         with unchecked(), pytest.raises(SettingError) as caught:
             method(settings, **{keyword: 1})
-        assert has_line_with(str(caught.value), words)
+        assert has_line_with_words(str(caught.value), words)
 
 
 @pytest.mark.parametrize("name", ["generate", "load_pipeline", "pipeline", "train", "WanPipeline", "from_pretrained"])

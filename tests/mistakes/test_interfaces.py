@@ -17,7 +17,7 @@ from tests.serve.conftest import Server
 from tests.support.commands import refused
 from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint
 from tests.support.types import unchecked
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.media.inputs import INPUT_SPECS
@@ -47,7 +47,7 @@ def request(mistake: Mistake) -> dict[str, Any]:
 def names_mistake(message: str, mistake: Mistake) -> bool:
     """Return whether a message has the words of the row, with fields as options or as keywords."""
     underscored = partial(re.sub, "(?<=[a-z])-(?=[a-z0-9])", "_")
-    return has_line_with(underscored(message), underscored(mistake.words))
+    return has_line_with_words(underscored(message), underscored(mistake.words))
 
 
 def as_in_toml(mistake: Mistake) -> Mistake:
@@ -112,7 +112,7 @@ def message_of_toml(fields: dict[str, Any]) -> str:
 def message_of_row(fields: dict[str, Any], **more: Any) -> str:
     Path("rows.jsonl").write_text(f"{json.dumps(VALID | more)}\n{json.dumps(as_json(fields))}\n")
     message = refused("batch", "rows.jsonl")
-    assert has_line_with(message, "line 2")
+    assert has_line_with_words(message, "line 2")
     return message
 
 
@@ -151,7 +151,7 @@ def test_a_file_of_options_with_a_mistake_is_refused(mistake):
     message = message_of_toml(request(mistake))
     assert names_mistake(message, as_in_toml(mistake))
     if any(option(name) not in OPTIONS or isinstance(x, bool | list) for name, x in mistake.fields.items()):
-        assert has_line_with(message, "my.toml")  # an entry that a file may not have
+        assert has_line_with_words(message, "my.toml")  # an entry that a file may not have
 
 
 @parametrize_mistakes("rows")

@@ -15,7 +15,7 @@ from tests.parity import hunyuan_authors
 from tests.support import tiny
 from tests.support.ggufs import as_llama_cpp, write_gguf
 from tests.support.published import text_encoder_keys
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax import loading, registry
 from wanjax.checkpoints import hub
 from wanjax.checkpoints import layout as checkpoint_layout
@@ -109,7 +109,7 @@ def test_umt5_beside_a_transformer_is_used(diffusers, spm, tmp_path):
     numbers = write_umt5(tmp_path / "umt5-xxl-encoder-Q8_0.gguf", tokenizer_fields(spm))
     source = open_source(tmp_path / "wan2.1-t2v-14b-Q4_K_M.gguf")
     assert source.missing_components == ["vae"]
-    assert has_line_with(source.notes[0], "umt5-xxl-encoder-Q8_0.gguf folder")
+    assert has_line_with_words(source.notes[0], "umt5-xxl-encoder-Q8_0.gguf folder")
     encoder, weights = source["text_encoder"], source["text_encoder"].weights()
     assert network(source, "text_encoder", NETWORKS).config == UMT5
     assert weights.specs.keys() == numbers.keys()
@@ -165,7 +165,7 @@ def test_a_damaged_tokenizer_is_refused(change, words, diffusers, spm, tmp_path)
     write_umt5(tmp_path / "umt5.gguf", tokenizer_fields(spm) | changed_fields)
     with pytest.raises(WanjaxError) as caught:
         open_source(tmp_path / "wan.gguf")["tokenizer"].files()
-    assert has_line_with(str(caught.value), words)
+    assert has_line_with_words(str(caught.value), words)
     assert "\n" not in str(caught.value)
 
 
@@ -175,7 +175,7 @@ def test_several_text_encoders_are_refused(diffusers, tmp_path):
         write_umt5(tmp_path / f"umt5-xxl-encoder-{kind}.gguf")
     with pytest.raises(WanjaxError) as caught:
         open_source(tmp_path / "wan.gguf")
-    assert has_line_with(str(caught.value), "umt5-xxl-encoder-Q4_K_M.gguf umt5-xxl-encoder-Q8_0.gguf")
+    assert has_line_with_words(str(caught.value), "umt5-xxl-encoder-Q4_K_M.gguf umt5-xxl-encoder-Q8_0.gguf")
 
 
 def test_umt5_in_the_authors_folder_is_used(diffusers, spm, tmp_path):
@@ -312,7 +312,7 @@ def test_qwen_beside_a_transformer_is_used(hunyuan, transformer, tmp_path, monke
     write_gguf(tmp_path / "mmproj-Qwen2.5-VL-7B-Instruct-F16.gguf", {"v.x": np.ones(3, np.float32)}, arch="clip")
     source = open_source(path)
     assert source.missing_components == ["text_encoder_2", "tokenizer", "tokenizer_2", "vae"]
-    assert has_line_with(source.notes[0], "Qwen2.5-VL-7B-Instruct-Q8_0.gguf folder")
+    assert has_line_with_words(source.notes[0], "Qwen2.5-VL-7B-Instruct-Q8_0.gguf folder")
     assert_is_qwen(source, numbers)
 
 
@@ -336,4 +336,4 @@ def test_another_language_model_is_refused(arch, missing, words, transformer, tm
         write_gguf(tmp_path / "qwen2.5-vl-7b.gguf", {"token_embd.weight": np.ones((4, 4), np.float32)}, arch=arch)
     with pytest.raises(WanjaxError) as caught:
         open_source(path)
-    assert has_line_with(str(caught.value), words)
+    assert has_line_with_words(str(caught.value), words)

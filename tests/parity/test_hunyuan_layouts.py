@@ -16,7 +16,7 @@ from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 from tests.parity import hunyuan_authors as authors
 from tests.support.quick import quick
 from tests.support.tiny import compile_cache, tiny_hunyuan_checkpoint
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax import loading
 from wanjax.checkpoints import layout as checkpoint_layout
 from wanjax.checkpoints import sources
@@ -187,7 +187,7 @@ def test_one_of_several_transformers_is_chosen_by_its_folder(folder, text_pair):
     authors.add_transformer(folder, "480p_i2v_distilled_sparse", tensors, ideal_resolution="480p", ideal_task="i2v")
     authors.add_transformer(folder, "1080p_sr_distilled", tensors, ideal_task=None)
     messages = refusal(folder)
-    assert has_line_with(messages, f"480p_t2v 720p_i2v_distilled {folder}/transformer/480p_t2v")
+    assert has_line_with_words(messages, f"480p_t2v 720p_i2v_distilled {folder}/transformer/480p_t2v")
     assert "sparse" not in messages
     source = open_source(folder / "transformer/720p_i2v_distilled")
     assert source.root == folder
@@ -199,7 +199,7 @@ def test_one_of_several_transformers_is_chosen_by_its_folder(folder, text_pair):
     shutil.rmtree(folder / "transformer/480p_t2v")
     assert open_source(folder)["guider"].config()["guidance_scale"] == 1.0
     for name in ("480p_i2v_distilled_sparse", "1080p_sr_distilled"):
-        assert has_line_with(refusal(folder / "transformer" / name), f"{name} 480p_t2v 480p_i2v")
+        assert has_line_with_words(refusal(folder / "transformer" / name), f"{name} 480p_t2v 480p_i2v")
 
 
 def test_the_config_in_a_renamed_folder_determines_the_model(folder, monkeypatch):
@@ -211,7 +211,7 @@ def test_the_config_in_a_renamed_folder_determines_the_model(folder, monkeypatch
     authors.write_json(renamed / "config.json", authors.config(ideal_task="i2v", use_meanflow=True))
     assert published_traits(open_source(renamed)) == traits_of("480p_i2v_step_distilled")
     authors.write_json(renamed / "config.json", authors.config(ideal_task=None, ideal_resolution=None))
-    assert has_line_with(refusal(renamed), "mine 480p_t2v")
+    assert has_line_with_words(refusal(renamed), "mine 480p_t2v")
     transformer_only = shutil.move(renamed, folder.parent / "alone")
     authors.write_json(transformer_only / "config.json", authors.config())
     assert set(open_source(transformer_only).missing_components) == {
@@ -227,7 +227,7 @@ def test_a_folder_of_only_a_transformer_lacks_the_other_components(folder, part)
     shutil.rmtree(folder / "text_encoder/llm")
     assert part in open_source(folder).missing_components
     assert len(open_source(folder).missing_components) == 4
-    assert has_line_with(refusal(folder, component(part)), f"{part} transformer")
+    assert has_line_with_words(refusal(folder, component(part)), f"{part} transformer")
 
 
 def component(name):
@@ -280,7 +280,7 @@ BROKEN_FOLDERS = {  # by words of the message: what breaks the authors' folder, 
 def test_contradictory_or_missing_files_are_reported(folder, words):
     break_folder, call = BROKEN_FOLDERS[words]
     break_folder(folder)
-    assert has_line_with(refusal(folder, call), words)
+    assert has_line_with_words(refusal(folder, call), words)
 
 
 class Shapes:
@@ -401,7 +401,7 @@ def test_a_file_of_no_supported_model_is_refused(wide_transformer, text_pair, tm
     save_safetensors(
         tmp_path / f"{name}.safetensors", tensors(authors.authors_transformer(wide_transformer[1]), autoencoder)
     )
-    assert has_line_with(refusal(tmp_path / f"{name}.safetensors"), words)
+    assert has_line_with_words(refusal(tmp_path / f"{name}.safetensors"), words)
 
 
 def test_a_file_may_contain_the_autoencoder_too(wide_transformer, text_pair, tmp_path):

@@ -15,7 +15,7 @@ from tests.parity import hunyuan_authors as authors
 from tests.parity.references import StateDict, randomise
 from tests.support.quick import quick
 from tests.support.tiny import HUNYUAN_TRANSFORMER
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.checkpoints import lora, lora_scales
 from wanjax.checkpoints.modules import ExportedTensors, parameters
 from wanjax.converters.hunyuanvideo.diffusers import transformer_config, transformer_weight_rules
@@ -287,5 +287,5 @@ def test_a_lora_for_another_model_is_refused(tmp_path):
     save_file(tensors, tmp_path / "old.safetensors")
     with pytest.raises(WanjaxError) as caught:
         open_lora(tmp_path / "old.safetensors")
-    assert has_line_with(str(caught.value), "double_blocks.0.img_attn_qkv.weight [144, 48] [96, 32]")
-    assert has_line_with(str(caught.value), "LoRA model")
+    assert has_line_with_words(str(caught.value), "double_blocks.0.img_attn_qkv.weight [144, 48] [96, 32]")
+    assert has_line_with_words(str(caught.value), "LoRA model")

@@ -22,7 +22,7 @@ from tests.parity.encoder_references import convert_reference, qwen_reference
 from tests.parity.references import convert_t5, relative_l2, t5_reference
 from tests.support.toy_chat_tokenizer import save_chat_tokenizer
 from tests.support.toy_tokenizer import AWKWARD_PROMPTS
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.pipelines.hunyuanvideo.text import (
     GLYPH_LENGTH,
     NUM_TEMPLATE_TOKENS,
@@ -157,7 +157,7 @@ def test_truncated_quoted_texts_are_reported(glyph_tokenizers):
     assert none is None
     assert fits is None
     assert (cut.tokens, cut.length) == (297 + len('Text " end". ') + 1, 256)
-    assert has_line_with(str(cut), "text 311 tokens model 256")
+    assert has_line_with_words(str(cut), "text 311 tokens model 256")
     assert cut.cut.endswith('雨 end".')
 
 

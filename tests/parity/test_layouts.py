@@ -21,7 +21,7 @@ from tests.support.commands import wanjax as command
 from tests.support.families import registered
 from tests.support.ggufs import write_gguf
 from tests.support.published import transformer_keys
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax import loading, registry
 from wanjax.checkpoints import layout as checkpoint_layout
 from wanjax.checkpoints.convert import ConversionToWanjax
@@ -467,7 +467,7 @@ def test_a_file_of_another_model_is_refused(tmp_path, diffusers, name, words):
         else {"double_blocks.0.weight": np.ones(2, np.float32)}
     )
     save_safetensors(tmp_path / f"{name}.safetensors", tensors)
-    assert has_line_with(refusal(tmp_path / f"{name}.safetensors"), words)
+    assert has_line_with_words(refusal(tmp_path / f"{name}.safetensors"), words)
 
 
 def test_an_image_encoder_of_the_authors_equals_that_of_transformers(tmp_path):

@@ -29,7 +29,7 @@ from tests.support.tiny import (
     tiny_hunyuan_checkpoint,
     tiny_residual_checkpoint,
 )
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
 from wanjax.media.video import read_metadata
@@ -258,9 +258,9 @@ def test_a_video_of_a_decoder_is_reproduced_from_its_metadata(tmp_path, monkeypa
     assert with_decoder != without
     tiny_weights = layers(16, 1, (1, 2, 2))
     torch.save(OrderedDict(tiny_weights | {"decoder.22.bias": tiny_weights["decoder.22.bias"] + 1}), "tae.pth")
-    assert has_line_with(refused("--from", "one", "--out", "four"), "decoder tae.pth contents changed --decoder")
+    assert has_line_with_words(refused("--from", "one", "--out", "four"), "decoder tae.pth contents changed --decoder")
     torch.save(OrderedDict(tiny_weights), "tae.safetensors")
-    assert has_line_with(refused("a red circle", "--decoder", "tae.safetensors"), "tae.safetensors")
+    assert has_line_with_words(refused("a red circle", "--decoder", "tae.safetensors"), "tae.safetensors")
 
 
 def test_the_command_line_writes_previews_with_a_decoder(tmp_path, monkeypatch):
@@ -268,7 +268,7 @@ def test_the_command_line_writes_previews_with_a_decoder(tmp_path, monkeypatch):
     torch.save(OrderedDict(layers(16, 1, (1, 2, 2))), "tae.pth")
     torch.save(OrderedDict(layers(32, 1, (1, 2, 2))), "other.pth")
     options = ("a red circle", "--steps", "1", "--dir", "one", "--preview-decoder")
-    assert has_line_with(refused(*options, "other.pth"), "latents 32 channels 16")
+    assert has_line_with_words(refused(*options, "other.pth"), "latents 32 channels 16")
     succeeded(command(*options, "tae.pth"))
     with Image.open("one/preview.png") as page:
         assert page.size == (2 * 5 * 64, 2 * 64)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.checkpoints import torch_file
 from wanjax.checkpoints.torch_file import TorchFile, describe
 from wanjax.errors import WanjaxError
@@ -236,7 +236,7 @@ BROKEN_FILES = {  # a function that writes a broken file, and words of the messa
 def test_a_broken_file_is_refused_with_the_reason(name, saved_path):
     break_file, words = BROKEN_FILES[name]
     break_file(saved_path)
-    assert has_line_with(refusal(saved_path), words)
+    assert has_line_with_words(refusal(saved_path), words)
 
 
 NESTED_PAIRS = b"\x80\x02}(K\x01q\x00" + b"".join(b"h%c\x86q%c" % (i, i + 1) if i else b"h\0\x86q\1" for i in range(60))
@@ -283,7 +283,7 @@ def test_a_damaged_file_is_read_or_refused(saved_path, tmp_path):
 @pytest.mark.parametrize(("limit", "words"), [("HEADER_LIMIT", "table of contents"), ("MAX_PICKLE_BYTES", "pickle 50")])
 def test_a_large_table_of_contents_is_refused(saved_path, monkeypatch, limit, words):
     monkeypatch.setattr(torch_file, limit, 50)
-    assert has_line_with(refusal(saved_path), words)
+    assert has_line_with_words(refusal(saved_path), words)
 
 
 def test_values_are_views_of_the_file(saved_path):

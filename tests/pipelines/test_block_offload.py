@@ -17,7 +17,7 @@ from tests.support.tiny import (
     tiny_hunyuan_checkpoint,
     tiny_image_checkpoint,
 )
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.layers.offload import AUTO_OFFLOAD, OFFLOADS, STAGES, Offload
 from wanjax.layers.placement import bytes_by_device, host_bytes
@@ -119,7 +119,7 @@ def test_offload_takes_a_number_of_blocks():
 def test_other_values_of_offload_are_refused(value):
     with pytest.raises(WanjaxError) as error:
         Offload.of(value)
-    assert has_line_with(str(error.value), f"offload none stages blocks:N {value!r}")
+    assert has_line_with_words(str(error.value), f"offload none stages blocks:N {value!r}")
 
 
 def test_offloaded_blocks_do_not_change_when_networks_are_freed():
@@ -134,7 +134,7 @@ def test_offloaded_blocks_do_not_change_when_networks_are_freed():
 def test_offloaded_blocks_on_several_devices_are_refused():
     with pytest.raises(WanjaxError) as error:
         wanjax.load("nano", offload="blocks", mesh=wanjax.make_mesh(tp=2, devices=jax.devices()[:2]))
-    assert has_line_with(str(error.value), "offload blocks one device 2 devices mesh")
+    assert has_line_with_words(str(error.value), "offload blocks one device 2 devices mesh")
     assert wanjax.load("nano", offload="blocks", mesh="auto").partitioner.mesh.size == 1
 
 
@@ -148,7 +148,7 @@ def test_blocks_that_exceed_the_host_s_memory_are_refused(monkeypatch):
 
     with pytest.raises(WanjaxError) as error:
         check_memory("nano", "transformer", network)
-    assert has_line_with(str(error.value), "transformer nano host offloaded 1 kB memory")
+    assert has_line_with_words(str(error.value), "transformer nano host offloaded 1 kB memory")
     assert "--precision" not in str(error.value)  # that precision does not fit either
     host = host_bytes(network)
     assert host_bytes(rounded) < 0.6 * host

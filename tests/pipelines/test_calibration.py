@@ -14,7 +14,7 @@ from tests.support.commands import wanjax as command
 from tests.support.compare import error
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.caching.cache_tables import CacheTables, MagCacheTable
 from wanjax.pipelines.caching.calibration import Measurements, measure, reused_steps, tables_from
@@ -83,7 +83,7 @@ def test_the_command_saves_tables_that_the_cache_reads(tmp_path, monkeypatch):
     folder = str(tiny_checkpoint(tmp_path / "model"))
     small = ("--size", "32x32", "--frames", "9", "--steps", "12", "--guidance-scale", "3")
     output = refused("a", "--model", folder, "--cache", "magcache")
-    assert has_line_with(output, f"table {folder} magcache calibrate")
+    assert has_line_with_words(output, f"table {folder} magcache calibrate")
     output = succeeded(command("calibrate", folder, *small, "--with-prompt", "a cat", "--with-prompt", "a dog")).stderr
     assert "prompt 2 of 2: a dog" in output
     (file,) = (tmp_path / "data" / "wanjax" / "caches").glob("model-*.json")
@@ -96,4 +96,4 @@ def test_the_command_saves_tables_that_the_cache_reads(tmp_path, monkeypatch):
     assert list(tables.changes.polynomial) == saved["teacache"]["polynomial"]
     file.write_text(json.dumps(saved | {"magcache": saved["magcache"] | {"prompt": [1.0]}}))
     output = refused("a", "--model", folder, "--cache", "magcache")
-    assert has_line_with(output, "1 ratio prompt 12 negative")
+    assert has_line_with_words(output, "1 ratio prompt 12 negative")

@@ -11,7 +11,7 @@ import pytest
 import wanjax
 from tests.support.commands import succeeded
 from tests.support.commands import wanjax as command
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import WanjaxWarning
@@ -129,8 +129,8 @@ def test_a_lora_has_the_settings_of_its_preset(name):
     preset_fields = {key: getattr(preset.defaults, key) for key in ("model", "height", "width", "frames")}
     assert described_model.settings.updated(preset_fields) == preset.defaults
     assert described_model.model.scheduler == model_description(name).model.scheduler
-    assert has_line_with(message, f"distilled 4 steps guidance 1 shift {preset.defaults.flow_shift:g}")
-    assert not has_line_with(message, "together")
+    assert has_line_with_words(message, f"distilled 4 steps guidance 1 shift {preset.defaults.flow_shift:g}")
+    assert not has_line_with_words(message, "together")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_lora_pair_changes_settings_and_half_a_pair_does_not():
     for half in (high, low):
         described_model, [messages] = apply_loras("wan2.2-t2v-a14b", half)
         assert described_model == model_description("wan2.2-t2v-a14b")
-        assert has_line_with(messages, f"{half} expert 40 steps")
+        assert has_line_with_words(messages, f"{half} expert 40 steps")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_the_newer_pairs_of_lightx2v_run_two_steps_each(model, names, noises):
     described_model, [messages] = apply_loras(
         model, *(f"{noise.lower()}={names.format(noise)}.safetensors" for noise in noises)
     )
-    assert has_line_with(messages, "distilled 4 steps guidance 1 shift 5 euler")
+    assert has_line_with_words(messages, "distilled 4 steps guidance 1 shift 5 euler")
     assert "together" not in messages
     schedule = described_model.model.spec.schedule(described_model.settings)
     np.testing.assert_allclose(schedule.timesteps, [1000, 937.5, 2500 / 3, 625], rtol=1e-6)
@@ -209,7 +209,7 @@ def test_a_guidance_lora_and_a_few_step_lora_combine_in_any_order():
             1.0,
             "euler",
         )
-        assert has_line_with(messages, f"{few_step_lora} distilled 4 steps guidance 1 shift 5")
+        assert has_line_with_words(messages, f"{few_step_lora} distilled 4 steps guidance 1 shift 5")
         assert "together" not in messages
     described_model, [messages] = apply_loras("wan2.1-t2v-14b", guidance_lora)
     assert (described_model.settings.steps, described_model.settings.guidance_scale) == (50, 1.0)
@@ -220,11 +220,11 @@ def test_several_distilled_loras_give_a_note():
     second_lora = "Wan21_AccVid_T2V_14B_lora_rank32_fp16.safetensors"
     described_model, [message] = apply_loras("wan2.1-t2v-14b", LIGHTX2V, second_lora)
     assert described_model.settings.steps == 4  # the first LoRA's steps
-    assert has_line_with(message, f"{LIGHTX2V} {second_lora} together")
+    assert has_line_with_words(message, f"{LIGHTX2V} {second_lora} together")
     for model in ("wan2.1-t2v-14b-4step", "wan2.1-t2v-14b-rcm-480p"):
         described_model, [message] = apply_loras(model, second_lora)
         assert described_model == model_description(model)
-        assert has_line_with(message, f"{second_lora} {model} itself keeps 4 steps")
+        assert has_line_with_words(message, f"{second_lora} {model} itself keeps 4 steps")
 
 
 @pytest.mark.parametrize("lora", [f"{LIGHTX2V}:0", f"{LIGHTX2V}:-0.5", "lightning_bolt.safetensors"])
@@ -264,7 +264,7 @@ def test_a_converted_checkpoint_keeps_the_settings_of_its_lora(lora, tmp_path):
     messages = []
     pipe = wanjax.load(tmp_path / "made", note=messages.append)
     assert (pipe.defaults.steps, pipe.defaults.guidance_scale, pipe.scheduler) == (4, 1.0, parse("euler"))
-    assert has_line_with(messages[0], "made distilled 4 steps")
+    assert has_line_with_words(messages[0], "made distilled 4 steps")
 
 
 def test_the_command_uses_settings_of_a_lora_and_reproduces_the_video(lora, tmp_path, monkeypatch):
@@ -273,7 +273,7 @@ def test_the_command_uses_settings_of_a_lora_and_reproduces_the_video(lora, tmp_
     Path("a.toml").write_text("[generate]\nsteps = 3\n")
     small = ("--size", "32x32", "--frames", "5", "--lora", lora)
     result = succeeded(command("generate", "a red circle", "--out", "a.mp4", *small))
-    assert has_line_with(result.stderr, f"{LIGHTX2V} distilled 4 steps")
+    assert has_line_with_words(result.stderr, f"{LIGHTX2V} distilled 4 steps")
     metadata = read_metadata("a.mp4")
     assert [metadata[x] for x in ("steps", "guidance_scale", "flow_shift", "scheduler")] == [4, 1.0, 5.0, "euler"]
     succeeded(command("generate", "a red circle", "--out", "b.mp4", "--config", "a.toml", *small))

@@ -17,7 +17,7 @@ from tests.support.tiny import (
     tiny_hunyuan_checkpoint,
     tiny_image_checkpoint,
 )
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.media.metadata import load_settings
 from wanjax.media.video import read_metadata
@@ -180,11 +180,11 @@ def test_later_stages_follow_as_the_encoding_does(cogvideox_1_5, image):
     for stage in ("denoise", "decode"):
         succeeded(wanjax(stage, "--dir", "d", *(SMALL[4:] if stage == "denoise" else ())))
     assert read_metadata("d/output_video.mp4")["follow"] == "diffusers"
-    assert has_line_with(refused("denoise", "--dir", "d", "--force", "--follow", "official"), "226 224")
+    assert has_line_with_words(refused("denoise", "--dir", "d", "--force", "--follow", "official"), "226 224")
 
     Image.fromarray(np.full((16, 48, 3), 90, np.uint8)).save("wide.png")
     succeeded(wanjax("encode", "a", "--model", image, "--image", "wide.png", *SMALL[:4], "--dir", "e"))
-    assert has_line_with(refused("denoise", "--dir", "e", "--follow", "diffusers"), "official --follow diffusers")
+    assert has_line_with_words(refused("denoise", "--dir", "e", "--follow", "diffusers"), "official --follow diffusers")
     succeeded(wanjax("denoise", "--dir", "e", "--sigmas", "diffusers", *SMALL[4:]))
     settings = load_settings(Path("e"))
     assert (settings["follow"], settings["sigmas"]) == ("official", "diffusers")

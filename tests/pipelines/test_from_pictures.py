@@ -18,7 +18,7 @@ from tests.support.tiny import (
     tiny_control_checkpoint,
     tiny_image_checkpoint,
 )
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main
 from wanjax.errors import WanjaxError, WanjaxWarning
@@ -139,7 +139,7 @@ def test_a_control_clip_and_references_are_encoded(models):
     save_safetensors("noise.safetensors", {"noise": noise})
     succeeded(run("denoise", "--noise", "noise.safetensors", "--force"))
     save_safetensors("noise.safetensors", {"noise": noise[:, :, 2:]})
-    assert has_line_with(refused("denoise", "--noise", "noise.safetensors", "--force"), "video [1, 4, 4, 4, 4]")
+    assert has_line_with_words(refused("denoise", "--noise", "noise.safetensors", "--force"), "video [1, 4, 4, 4, 4]")
 
 
 def test_the_library_takes_the_size_from_the_conditioning(models):
@@ -179,7 +179,7 @@ def test_the_library_takes_the_size_from_the_conditioning(models):
     ],
 )
 def test_unusable_pictures_are_refused(models, model, options, message):
-    assert has_line_with(refused("a", "--model", models[model], *options.split()), message)
+    assert has_line_with_words(refused("a", "--model", models[model], *options.split()), message)
     assert files(".") == []
 
 
@@ -205,7 +205,7 @@ ENCODE_OPTIONS = {  # of each model
 def test_settings_that_do_not_fit_the_conditioning_are_refused(models, encoding, options, denoising, words):
     succeeded(run("encode", "a", "--model", models[encoding], *ENCODE_OPTIONS[encoding]))
     model = ("--model", models[denoising]) if denoising else ()
-    assert has_line_with(refused("denoise", *options, *model), words)
+    assert has_line_with_words(refused("denoise", *options, *model), words)
 
 
 def change_json(file: Path, **entries) -> None:
@@ -253,7 +253,7 @@ def test_contradictory_configs_are_refused(models, tmp_path, model, file, entrie
     picture = ["--image", "../square.png"] if model == "image" else []
     result = CliRunner().invoke(main, ["a", "--model", str(damaged), *picture], prog_name="wanjax")
     assert result.exit_code == 2
-    assert has_line_with(result.stderr, message)
+    assert has_line_with_words(result.stderr, message)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from PIL import Image
 
 import wanjax
 from tests.support.types import unchecked
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.errors import WanjaxError, user_stack_level
 
 LATENTS = np.zeros((1, 16, 5, 8, 8), np.float32)  # of nano
@@ -139,7 +139,7 @@ PUBLIC: list[tuple[Any, tuple, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("function", "arguments", "keywords", "words"), PUBLIC)
 def test_a_mistake_in_a_public_function_is_reported(function, arguments, keywords, words):
-    assert has_line_with(refused(function, *arguments, **keywords), words)
+    assert has_line_with_words(refused(function, *arguments, **keywords), words)
 
 
 @pytest.fixture(scope="module")
@@ -157,17 +157,17 @@ def refused(call, *arguments: Any, **keywords: Any) -> str:
 
 @pytest.mark.parametrize(("keywords", "words"), CALLS, ids=lambda x: re.sub(" at 0x.*", "", str(x))[:40])
 def test_a_mistake_in_a_call_of_a_pipeline_is_reported(pipe, keywords, words):
-    assert has_line_with(refused(pipe, **{"prompt": "a red circle"} | keywords), words)
+    assert has_line_with_words(refused(pipe, **{"prompt": "a red circle"} | keywords), words)
 
 
 @pytest.mark.parametrize(("name", "arguments", "keywords", "words"), METHODS)
 def test_a_mistake_in_a_method_is_reported(pipe, name, arguments, keywords, words):
-    assert has_line_with(refused(getattr(pipe, name), *arguments, **keywords), words)
+    assert has_line_with_words(refused(getattr(pipe, name), *arguments, **keywords), words)
 
 
 @pytest.mark.parametrize(("model", "keywords", "words"), LOADS)
 def test_a_mistake_in_loading_is_reported(model, keywords, words):
-    assert has_line_with(refused(wanjax.load, model, **keywords), words)
+    assert has_line_with_words(refused(wanjax.load, model, **keywords), words)
 
 
 @pytest.mark.parametrize(
@@ -179,12 +179,12 @@ def test_a_mistake_in_loading_is_reported(model, keywords, words):
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_an_invalid_path_or_mesh_is_reported(call, options, words):
-    assert has_line_with(refused(call, options), words)
+    assert has_line_with_words(refused(call, options), words)
 
 
 @pytest.mark.parametrize(("latents", "words"), INVALID_LATENTS)
 def test_invalid_latents_are_refused_before_the_first_chunk(pipe, latents, words):
-    assert has_line_with(refused(lambda: next(pipe.decode_chunks(latents))), words)
+    assert has_line_with_words(refused(lambda: next(pipe.decode_chunks(latents))), words)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_invalid_latents_are_refused_before_the_first_chunk(pipe, latents, words
 def test_an_array_of_another_form_suggests_its_conversion_to_a_picture(pipe, name, array):
     """The expression in the message works, and its result is accepted."""
     message = refused(pipe, prompt="a red circle", **{name: array})
-    assert has_line_with(message, f"{array.dtype} {list(array.shape)} uint8")
+    assert has_line_with_words(message, f"{array.dtype} {list(array.shape)} uint8")
     picture = eval(message.rpartition("give ")[2], {"np": np, "x": array})
     assert picture.dtype == np.uint8
     pipe.prepare(prompt="a red circle", frames=1, **{name: picture})
@@ -232,7 +232,7 @@ def test_a_mistake_in_a_call_of_a_transformer_is_reported(pipe, mistake):
     arguments, words = NETWORK[mistake]
     valid_arguments: dict[str, Any] = {"latents": jnp.zeros((1, 2, 8, 8, 16)), "t": 1.0}
     valid_arguments |= {"context": jnp.zeros((1, 5, pipe.transformer.config.text_width))}
-    assert has_line_with(refused(pipe.transformer, **valid_arguments | arguments), words)
+    assert has_line_with_words(refused(pipe.transformer, **valid_arguments | arguments), words)
 
 
 @pytest.mark.parametrize(
@@ -244,12 +244,12 @@ def test_a_mistake_in_a_call_of_a_transformer_is_reported(pipe, mistake):
     ],
 )
 def test_an_array_that_is_not_a_picture_is_refused(pipe, array, words):
-    assert has_line_with(refused(pipe, prompt="a red circle", image=array), words)
+    assert has_line_with_words(refused(pipe, prompt="a red circle", image=array), words)
 
 
 @pytest.mark.parametrize(("name", "words"), [("fps", "'fps' pipe(prompt, fps=...)"), ("quality", "'quality' path")])
 def test_saving_a_video_takes_no_settings(tmp_path, name, words):
-    assert has_line_with(refused(wanjax.Video(CLIP, 8, {}).save, tmp_path / "a.mp4", **{name: 30}), words)
+    assert has_line_with_words(refused(wanjax.Video(CLIP, 8, {}).save, tmp_path / "a.mp4", **{name: 30}), words)
     assert list(tmp_path.iterdir()) == []
 
 

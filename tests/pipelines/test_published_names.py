@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from tests.support.published import hollow_file, transformer_keys, vae_keys
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.converters.wan import original
 from wanjax.models.wan.config import I2V_14B, I2V_A14B, T2V_1_3B, T2V_14B, TI2V_5B, VAE_2_1, VAE_2_2
 from wanjax.pipelines.distillation import model_name_in
@@ -151,7 +151,7 @@ def test_a_distilled_file_has_its_publisher_s_settings(config, name, base, steps
     assert (checkpoint.preset.name, checkpoint.settings.size) == (base, presets()[base].defaults.size)
     assert (checkpoint.settings.steps, checkpoint.settings.guidance_scale) == (steps, 1.0)
     assert (checkpoint.settings.flow_shift, name_of(checkpoint.model.scheduler)) == (shift, solver)
-    assert has_line_with(describe_distillation(name, checkpoint) or "", f"{name} distilled {steps} steps")
+    assert has_line_with_words(describe_distillation(name, checkpoint) or "", f"{name} distilled {steps} steps")
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,11 @@ def test_an_ambiguous_name_is_reported(name, is_reported, tmp_path):
     checkpoint = inspect_checkpoint(single_file(tmp_path / name, T2V_14B))
     assert checkpoint.distillation is None
     sentence = describe_distillation(name, checkpoint)
-    assert has_line_with(sentence or "", f"{name} distilled 50 steps guidance 5") if is_reported else sentence is None
+    assert (
+        has_line_with_words(sentence or "", f"{name} distilled 50 steps guidance 5")
+        if is_reported
+        else sentence is None
+    )
 
 
 @pytest.mark.parametrize(

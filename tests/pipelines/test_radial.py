@@ -25,7 +25,7 @@ from tests.support.tiny import (
     tiny_cogvideox_checkpoint,
     tiny_control_checkpoint,
 )
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.kernels.attention import AUTO, AttentionConfig, attention
 from wanjax.kernels.attention.radial import Radial
@@ -169,18 +169,20 @@ def test_the_command_denoises_with_radial_attention(folder, tmp_path):
     ],
 )
 def test_invalid_radial_options_are_reported(folder, options, words):
-    assert has_line_with(refused("a", "--model", str(folder), *options.split()), words)
+    assert has_line_with_words(refused("a", "--model", str(folder), *options.split()), words)
 
 
 @pytest.mark.parametrize("make", [tiny_cogvideox_checkpoint, tiny_control_checkpoint, tiny_causal_checkpoint])
 def test_models_without_radial_attention_refuse_it(make, tmp_path):
-    assert has_line_with(
+    assert has_line_with_words(
         refused("a", "--model", str(make(tmp_path)), "--attention", "radial"), "radial attention --attention auto"
     )
 
 
 def test_a_plan_prices_dense_and_radial_steps():
-    assert has_line_with(refused("plan", "cogvideox-2b", "--attention", "radial"), "cogvideox-2b radial attention")
+    assert has_line_with_words(
+        refused("plan", "cogvideox-2b", "--attention", "radial"), "cogvideox-2b radial attention"
+    )
     arguments = ("plan", "wan2.1-t2v-1.3b", "--chip", "cpu", "--steps", "50", "--attention", "radial", "--json")
     radial, dense = (json.loads(succeeded(run(*options)).stdout) for options in (arguments, (*arguments[:6], "--json")))
     assert (radial["dense_steps"], dense["dense_steps"], dense["dense_step_seconds"]) == (12, 0, None)

@@ -17,7 +17,7 @@ import wanjax
 from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as run
 from tests.support.tiny import compile_cache, tiny_checkpoint
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.execution import partitionable_prng
 from wanjax.media.metadata import load_settings
@@ -142,7 +142,7 @@ def test_invalid_seeds_are_refused(model, seed):
 
 @pytest.mark.parametrize("seed", ["100000000000000000000", "-2", "many", "1.5"])
 def test_invalid_seeds_are_refused_by_the_command(model, seed):
-    assert has_line_with(refused("a", "--model", model, *OPTIONS, "--seed", seed), f"seed {seed} whole number")
+    assert has_line_with_words(refused("a", "--model", model, *OPTIONS, "--seed", seed), f"seed {seed} whole number")
 
 
 @pytest.mark.parametrize("seed", [np.int64(3), np.uint8(3), jnp.int32(3)])

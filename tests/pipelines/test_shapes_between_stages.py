@@ -23,7 +23,7 @@ from tests.support.tiny import (
     tiny_image_checkpoint,
     tiny_residual_checkpoint,
 )
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.media import stage_files
@@ -107,17 +107,21 @@ def test_the_commands_refuse_another_shape(control, tmp_path, monkeypatch):
     file = Path("made") / stage_files.EMBEDDINGS_FILE
     assert "video_shape" not in load_safetensors(file)  # the settings in the file have the shape
     for arguments in (("--frames", "9"), ("--frames", "13"), ("--size", "48x32"), ("--height", "48")):
-        assert has_line_with(refused("denoise", "--dir", "made", *arguments), "32x32 5 frames 2 references encode")
+        assert has_line_with_words(
+            refused("denoise", "--dir", "made", *arguments), "32x32 5 frames 2 references encode"
+        )
     folder = Path(shutil.copytree("made", "without"))
     config = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps({**config, "references": None}))
-    assert has_line_with(refused("denoise", "--dir", "without"), "references encode")
+    assert has_line_with_words(refused("denoise", "--dir", "without"), "references encode")
     succeeded(run("denoise", "--dir", "made", "--steps", "1"))
     latents = load_safetensors(Path("made") / stage_files.LATENTS_FILE)["latents"]
     assert latents.shape == (1, 4, 2, 4, 4)
     metadata = {"settings": json.dumps(load_settings(Path("made")))}
     save_safetensors(Path("made") / stage_files.LATENTS_FILE, {"latents": latents[:, :, :1]}, metadata)
-    assert has_line_with(refused("decode", "--dir", "made"), "[1, 4, 1, 4, 4] 32x32 5 frames [1, 4, 2, 4, 4] denoise")
+    assert has_line_with_words(
+        refused("decode", "--dir", "made"), "[1, 4, 1, 4, 4] 32x32 5 frames [1, 4, 2, 4, 4] denoise"
+    )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

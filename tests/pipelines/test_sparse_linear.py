@@ -16,7 +16,7 @@ from tests.support.clips import write_clips
 from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as command
 from tests.support.compare import error
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.modules import parameters
 from wanjax.errors import UnsupportedError, WanjaxError, WanjaxWarning
@@ -66,7 +66,7 @@ def test_other_attention_is_refused(requested, checkpoint, tmp_path, monkeypatch
     words = "radial --attention auto" if requested == "radial" else "sparse-linear --attention auto sla:top=0.15"
     with pytest.raises(UnsupportedError, match=line_with_words(words)):
         wanjax.load(checkpoint, attention=requested)
-    assert has_line_with(refused("a cat", "--model", str(checkpoint), "--attention", requested), words)
+    assert has_line_with_words(refused("a cat", "--model", str(checkpoint), "--attention", requested), words)
 
 
 def test_eight_devices_agree_with_one():

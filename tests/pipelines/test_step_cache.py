@@ -24,7 +24,7 @@ from tests.support.tiny import (
     tiny_experts_checkpoint,
     tiny_hunyuan_checkpoint,
 )
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.layers.stack import block_at
 from wanjax.pipelines.hunyuanvideo.programs import with_condition
 from wanjax.pipelines.observers import Step
@@ -153,7 +153,7 @@ def test_the_metadata_contains_the_cache(tmp_path, monkeypatch):
 @pytest.mark.slow  # tests/plan/test_estimate.py has quick tests
 def test_a_plan_prices_steps_that_reuse():
     output = succeeded(run("plan", "nano", "--chip", "cpu", "--steps", "20", "--cache", "deepcache:2,18,4")).stdout
-    assert has_line_with(output, "12 20 steps kept (deepcache:2,18,4)")
+    assert has_line_with_words(output, "12 20 steps kept (deepcache:2,18,4)")
     options = ("plan", "nano", "--chip", "cpu", "--steps", "20", "--json")
     uncached = json.loads(succeeded(run(*options)).stdout)
     cached = json.loads(succeeded(run(*options, "--cache", "deepcache:2,18,4")).stdout)

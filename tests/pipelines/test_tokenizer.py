@@ -11,7 +11,7 @@ from flax import nnx
 
 from tests.support.configs import UMT5
 from tests.support.toy_tokenizer import save_tokenizer
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.models.t5 import T5Encoder
 from wanjax.pipelines.text.tokenizer import Tokenizer, clean_prompt
@@ -61,10 +61,10 @@ def test_truncation_is_reported(tokenizer):
     assert fits is None
     assert (cut.tokens, cut.length) == (601, 512)
     assert cut.cut == " ".join(["cat"] * 88 + ["piano"])
-    assert has_line_with(str(cut), 'prompt 601 tokens model 512 "cat')
+    assert has_line_with_words(str(cut), 'prompt 601 tokens model 512 "cat')
     assert len(str(cut)) < 140
     short = tokenizer.tokenize(["the cat on the piano"], length=4)
-    assert has_line_with(str(short.truncated[0]), 'prompt 6 tokens model 4 "the piano"')
+    assert has_line_with_words(str(short.truncated[0]), 'prompt 6 tokens model 4 "the piano"')
     assert tokenizer.backend.id_to_token(int(short.ids[0, -1])) == "</s>"
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.support.quick import quick
 from tests.support.small_wan import TEXT, VIDEO, small_model
 from tests.support.tabled import TABLES
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.kernels.attention import AttentionConfig
 from wanjax.layers.offload import Offload
 from wanjax.layers.tiling import Tiling
@@ -71,8 +71,8 @@ def test_a_plan_with_teacache_counts_one_reused_step():
 
 def test_a_window_that_is_not_priced_is_reported():
     window = AttentionConfig.parse("auto:window=2")
-    assert has_line_with("\n".join(estimate(attention=window).doubts), "window 2 tokens")
-    assert not has_line_with("\n".join(estimate().doubts), "window")
+    assert has_line_with_words("\n".join(estimate(attention=window).doubts), "window 2 tokens")
+    assert not has_line_with_words("\n".join(estimate().doubts), "window")
 
 
 def test_loaded_networks_are_counted_in_each_stage():

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.small_wan import VIDEO, small_model
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.plan import scale
 from wanjax.plan.estimate import estimate_video
 from wanjax.plan.scale import Option, Rejected, ScaleEstimate, Workload, chip_seconds, estimate_at_scale
@@ -159,7 +159,7 @@ def test_a_slice_that_is_too_small_is_rejected_with_a_larger_one(priced_slices):
     estimate = estimate_many(Workload(10, HOUR))
     assert best_and_quickest(estimate) == (None, None)
     assert {option.plan.advice for option in estimate.rejected} == {"v6e-16 should"}
-    assert has_line_with(succeeded(command("--requests", "5")).stdout, "v6e-16 should")
+    assert has_line_with_words(succeeded(command("--requests", "5")).stdout, "v6e-16 should")
 
 
 def command(*arguments: str):
@@ -168,20 +168,20 @@ def command(*arguments: str):
 
 def test_the_command_prints_a_table_with_reasons(priced_slices):
     messages = succeeded(command("--requests", "10000", "--deadline", "12h", "--price", "2.7")).stdout
-    assert has_line_with(messages, "10,000 videos 12 h 2.7 priced not measured")
+    assert has_line_with_words(messages, "10,000 videos 12 h 2.7 priced not measured")
     for name in SECONDS:
         assert len(re.findall(rf"^{name} .*\d$", messages, re.MULTILINE)) == 2
     assert max(map(len, messages[: messages.index("best")].splitlines())) <= 80
-    assert has_line_with(messages, "slices hours cost of 1,000")
-    assert has_line_with(messages, "best throughput: v6e-1 of v6e-8 8 workers")
-    assert has_line_with(messages, "why: 100 chip-seconds v6e-1 160 v6e-8 soonest collectives")
-    assert has_line_with(messages, "in doubt: v6e-1 v6e-4")
-    assert has_line_with(messages, "5 min (estimated) 200 MB/s (estimated) 580 MB/s (measured)")
+    assert has_line_with_words(messages, "slices hours cost of 1,000")
+    assert has_line_with_words(messages, "best throughput: v6e-1 of v6e-8 8 workers")
+    assert has_line_with_words(messages, "why: 100 chip-seconds v6e-1 160 v6e-8 soonest collectives")
+    assert has_line_with_words(messages, "in doubt: v6e-1 v6e-4")
+    assert has_line_with_words(messages, "5 min (estimated) 200 MB/s (estimated) 580 MB/s (measured)")
     options = ("--start-time", "90s", "--download-rate", "1.5GB/s", "--compile-time", "1h30min")
     messages = succeeded(command("--requests", "10", *options)).stdout
-    assert has_line_with(messages, "1 min 30 s (given) 1.5 GB/s (given) 1 h 30 min (given)")
+    assert has_line_with_words(messages, "1 min 30 s (given) 1.5 GB/s (given) 1 h 30 min (given)")
     assert "cost" not in messages
-    assert has_line_with(messages, "slices hours chip-hours")
+    assert has_line_with_words(messages, "slices hours chip-hours")
 
 
 def test_json_contains_the_options_with_their_plans(priced_slices):
@@ -216,7 +216,7 @@ def test_a_config_file_sets_the_workload(priced_slices, tmp_path):
 )
 def test_workloads_that_cannot_be_planned_are_refused(options, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert has_line_with(refused("plan", "nano", "-q", "--chip", "cpu", *options), words)
+    assert has_line_with_words(refused("plan", "nano", "-q", "--chip", "cpu", *options), words)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90min", 5400), ("1d12h", 129600), ("1.5h", 5400), ("1h 30m", 5400)])

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.support.plan_programs import on_cards, on_shapes
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import offload_options
@@ -157,9 +157,9 @@ def test_a_plan_lists_kernels_and_marks_its_times_as_estimates(monkeypatch):
     monkeypatch.setattr("wanjax.plan.estimate.JAX_MEMORY_FRACTION", 0)  # so that any peak exceeds it
     run = CliRunner().invoke(main, ["plan", "nano", "--chip", "h100", "--programs"])
     assert run.exit_code == 0, run.output
-    assert has_line_with(run.output, "estimate not measured memory compiler")
-    assert has_line_with(run.output, "kernels step __cudnn$fmhaSoftmax fusion")
-    assert has_line_with(run.output, "JAX default XLA_CLIENT_MEM_FRACTION")
+    assert has_line_with_words(run.output, "estimate not measured memory compiler")
+    assert has_line_with_words(run.output, "kernels step __cudnn$fmhaSoftmax fusion")
+    assert has_line_with_words(run.output, "JAX default XLA_CLIENT_MEM_FRACTION")
 
 
 @needs_cuda
@@ -171,7 +171,7 @@ def test_a_t4_has_no_cudnn_attention():
 
 def test_a_plan_without_the_compiler_recommends_it(monkeypatch):
     monkeypatch.setattr(hardware, "has_cuda_compiler", lambda: False)
-    assert has_line_with(" ".join(plan("nano", "--chip", "h100")["doubts"]), "plan-cuda memory")
+    assert has_line_with_words(" ".join(plan("nano", "--chip", "h100")["doubts"]), "plan-cuda memory")
     assert plan("nano", "--chip", "a100")["priced_by"] == "a stated model"
     monkeypatch.setattr(compiling, "find_spec", lambda name: None)
     with pytest.raises(
@@ -268,7 +268,7 @@ def test_a_model_of_14b_fits_a_card_of_24_gib_with_offloaded_blocks(model):
     size = ("--size", "832x480", "--chip", "4090")
     resident, offloaded = (plan(model, *size, "--offload", offload) for offload in ("stages", "blocks"))
     assert not resident["fits"]
-    assert has_line_with(resident["advice"], "--offload blocks")
+    assert has_line_with_words(resident["advice"], "--offload blocks")
     assert offloaded["fits"]
     assert offloaded["step_breakdown"]["offload"] < 0.1 * offloaded["step_seconds"]
     assert 25 * 2**30 < offloaded["host_bytes"] < 30 * 2**30  # only one of two networks is in memory

@@ -18,7 +18,7 @@ from tests.support.quick import quick
 from tests.support.served import PROMPT, serving
 from tests.support.video_files import write_clip
 from tests.support.warm import wanjax
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from tests.support.workflows import TEMPLATES, request_of
 
 PAGE = ROOT / "src/wanjax/serve/page"
@@ -289,12 +289,12 @@ def test_pictures_are_dropped_pasted_or_chosen(new_tab, server_client):
     page.evaluate(DISPATCH_FILE, ["#prompt", "paste", file["name"], file["mimeType"], base64_of(file["buffer"])])
     page.wait_for_selector("[data-input=image] .thumbnail img")
     page.evaluate(DISPATCH_FILE, [".composer", "drop", "a.txt", "text/plain", base64_of(b"text")])
-    assert has_line_with(
+    assert has_line_with_words(
         page.wait_for_selector(".go .refused").inner_text(), "a.txt picture PNG JPEG WebP clip MP4 MKV"
     )
     page.evaluate(DISPATCH_FILE, ["[data-input=image]", "drop", "a.txt", "text/plain", base64_of(b"text")])
     message = page.wait_for_selector("[data-input=image] .wrong").inner_text()
-    assert has_line_with(message, "a.txt picture PNG JPEG WebP First")
+    assert has_line_with_words(message, "a.txt picture PNG JPEG WebP First")
     page.set_input_files("#file-image", {"name": "README.md", "mimeType": "text/markdown", "buffer": b"# text"})
     assert "README.md" in page.wait_for_selector("[data-input=image] .wrong:has-text('README.md')").inner_text()
     page.fill("#prompt", "a red circle moving up")
@@ -390,7 +390,7 @@ def test_a_workflow_fills_the_form(new_tab):
     page.evaluate(
         DISPATCH_FILE, [".composer", "drop", "dancer.json", "application/json", base64_of(dancer.read_bytes())]
     )
-    assert has_line_with(page.wait_for_selector(".request .wrong").inner_text(), "dancer.json WanDancerVideo")
+    assert has_line_with_words(page.wait_for_selector(".request .wrong").inner_text(), "dancer.json WanDancerVideo")
     assert page.input_value("#seed") == str(nodes_seed(WORKFLOW))  # the form has not changed
     page.evaluate(
         DISPATCH_FILE, [".composer", "drop", "again.json", "application/json", base64_of(WORKFLOW.read_bytes())]
@@ -435,7 +435,7 @@ def test_again_vary_extend_and_last_frame_fill_the_form(new_tab, server_client, 
     assert values == {"width": "64", "height": "32", "frames": "5", "steps": "2"}
     click_action("vary")
     wait_until(lambda: (page.input_value("#seed"), page.input_value("#count")) == ("6", "4"))
-    assert has_line_with(page.inner_text("#make"), "4 variations")
+    assert has_line_with_words(page.inner_text("#make"), "4 variations")
     assert page.is_visible(".source img")
     click_action("extend")
     wait_until(lambda: page.input_value("[name=windows]") == "2")
@@ -446,7 +446,7 @@ def test_again_vary_extend_and_last_frame_fill_the_form(new_tab, server_client, 
     assert not page.is_visible(".windows")
     click_action("extend")
     page.fill("[name=then]", "a red circle moving left")
-    assert has_line_with(page.inner_text("#make"), "longer")
+    assert has_line_with_words(page.inner_text("#make"), "longer")
     page.click("#make")
     wait_until(lambda: server_client.get("/v1/videos").json()["data"][0]["settings"]["windows"] == 2)
     longer_video = server_client.get("/v1/videos").json()["data"][0]
@@ -557,7 +557,7 @@ def test_a_scrolled_page_links_to_the_running_job(new_tab, server_client, video_
     card = wait_for_completed_card(page, "a green dog")
     card.query_selector(".open").click()
     page.wait_for_selector("dialog[open] .about")
-    assert has_line_with(page.inner_text("dialog .about"), "nano does not know 'dog'")
+    assert has_line_with_words(page.inner_text("dialog .about"), "nano does not know 'dog'")
     [video] = [video for video in server_client.get("/v1/videos").json()["data"] if video["prompt"] == "a green dog"]
     server_client.delete(f"/v1/videos/{video['id']}")
 
@@ -727,7 +727,7 @@ def test_mistakes_are_shown_at_their_fields(new_tab, server_client):
             page.click("#make")
             page.wait_for_selector(f"[name={field}][aria-invalid]:focus")
             message = page.locator(f"#wrong-{field}")
-            assert has_line_with(message.inner_text(), words), (field, value, message.inner_text())
+            assert has_line_with_words(message.inner_text(), words), (field, value, message.inner_text())
             if not page.is_visible(".presets"):
                 page.click(".drawer > summary")
         page.fill(f"[name={field}]", before)
@@ -780,7 +780,7 @@ def test_a_reload_keeps_the_form_without_its_files(new_tab, server_client, video
     assert values == [PROMPT, "5..7", "64", "32", "5", "9", "euler", "3"]
     assert page.is_checked("[name=shape][value=own]")
     assert page.query_selector(".thumbnail") is None
-    assert has_line_with(page.inner_text("[data-input=image] .lost"), "choose again")
+    assert has_line_with_words(page.inner_text("[data-input=image] .lost"), "choose again")
     page.set_input_files("#file-image", [picture()])
     page.wait_for_selector("[data-input=image] .lost", state="detached")
     page.click(".reset")
@@ -811,7 +811,7 @@ def test_a_warning_about_a_picture_with_a_clip_is_shown_with_its_video(new_tab, 
     wait_until(lambda: server_client.get(f"/v1/videos/{id}").json()["status"] == "completed")
     page = new_tab().goto()
     page.click(f"[data-id={id}] .open")
-    assert has_line_with(page.wait_for_selector("dialog .note").inner_text(), "picture clip together")
+    assert has_line_with_words(page.wait_for_selector("dialog .note").inner_text(), "picture clip together")
     server_client.delete(f"/v1/videos/{id}")
 
 
@@ -822,11 +822,11 @@ def test_the_form_shows_the_estimates_of_plan(new_tab):
     tab.page.route("**/v1/videos?*", lambda route: route.fulfill(json=none))
     page = tab.goto()
     page.click(".drawer > summary")
-    has_line_with(page.inner_text("[data-preset=published]"), "20 steps estimated")
+    has_line_with_words(page.inner_text("[data-preset=published]"), "20 steps estimated")
     seconds = [page.inner_text(f"[data-preset={name}] .cost") for name in ("published", "draft")]
     assert all(re.search(r"\d+ s, estimated", text) for text in seconds)
     assert seconds[0] != seconds[1]
-    has_line_with(page.inner_text(".go .cost"), "estimated")
+    has_line_with_words(page.inner_text(".go .cost"), "estimated")
     page.check("[name=shape][value=own]", force=True)
     for width, has_time in (("0", False), ("33", False), ("64", True)):  # invalid sizes have no estimate
         page.fill("[name=width]", width)

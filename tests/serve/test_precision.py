@@ -3,7 +3,7 @@
 
 import wanjax
 from tests.support.served import SMALL
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.media.video import read_metadata
 from wanjax.serve.served_models import LoadedModels
 
@@ -14,7 +14,9 @@ def test_a_server_has_one_precision(start, tmp_path):
     assert model["started_with"]["precision"] == "int8"
     assert "precision" not in model["settings"]
     for precision in ("none", "int4"):  # the server's own precision is accepted, so that metadata can be sent unchanged
-        assert has_line_with(server.refused(422, json=SMALL | {"precision": precision}), "precision started leave out")
+        assert has_line_with_words(
+            server.refused(422, json=SMALL | {"precision": precision}), "precision started leave out"
+        )
     video = server.wait_until_finished(server.post_video(steps=1)["id"])
     assert (video["status"], video["settings"]["precision"]) == ("completed", "int8")
     (tmp_path / "a.mp4").write_bytes(server.content(video["id"]))

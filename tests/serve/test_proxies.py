@@ -11,7 +11,7 @@ from tests.support.commands import succeeded, wanjax
 from tests.support.proxies import NGINX_1_29_7_LINES, NGINX_LINES, running_proxy
 from tests.support.quick import quick
 from tests.support.served import PROMPT, SMALL, serving
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 
 TOKEN = "a-token-of-the-tests"
 AUTHORIZED = {"authorization": f"Bearer {TOKEN}"}
@@ -115,7 +115,7 @@ def test_a_page_behind_a_proxy_without_headers_says_what_is_missing(browser, wit
         page.goto(url.replace("127.0.0.1", "videos.example"))
         page.wait_for_selector("#state:has-text('--token')")
         page.screenshot(path=tmp_path / "page.png")
-        assert has_line_with(page.inner_text("#state"), "'videos.example' proxy --token")
+        assert has_line_with_words(page.inner_text("#state"), "'videos.example' proxy --token")
         assert page.query_selector("[name=shape]") is None  # nothing can be requested
         assert statuses["v1/models"] == 403
         fetch_videos = "fetch('v1/videos').then(answer => answer.status)"

@@ -24,7 +24,7 @@ from tests.support.documents import ROOT, blocks
 from tests.support.quick import quick
 from tests.support.served import PROMPT, SMALL, serving, wait_until_finished
 from tests.support.video_files import ANIMATIONS, CONTAINERS, FRAMES, names_broken_frame, write_clip, write_damaged
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.cli.report import Report
 from wanjax.jobs.sharing import SERVE_FILE, join_namespace
 from wanjax.jobs.store import JobStore
@@ -86,7 +86,7 @@ def test_a_busy_server_ends_at_a_signal_and_resumes(tmp_path):
                 if '"stage": "denoise"' in line:
                     process.terminate()
         assert process.wait(60) == 0
-        assert has_line_with(process.stderr.read(), "stopped waiting videos started again")
+        assert has_line_with_words(process.stderr.read(), "stopped waiting videos started again")
     with serving(tmp_path, "--no-rehearse") as (client, _):
         assert wait_until_finished(client, id)["status"] == "completed"
 
@@ -242,8 +242,8 @@ def test_the_command_requests_a_video_from_a_server(server_client, tmp_path, mon
         "--out a.png": "a.png one",
     }
     for options, message in refusals.items():
-        assert has_line_with(refused("a", *at_option, *options.split()), message)
-    assert has_line_with(refused("a", "--at", "http://127.0.0.1:1", status=1), "http://127.0.0.1:1 refused")
+        assert has_line_with_words(refused("a", *at_option, *options.split()), message)
+    assert has_line_with_words(refused("a", "--at", "http://127.0.0.1:1", status=1), "http://127.0.0.1:1 refused")
 
 
 def test_the_command_gets_the_same_files_from_a_server(server_client, tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from PIL import Image
 from tests.serve.conftest import SMALL
 from tests.support.commands import refused
 from tests.support.video_files import write_clip, write_damaged
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.cli import serving
 from wanjax.errors import SettingError
 from wanjax.media.inputs import INPUT_SPECS
@@ -103,7 +103,7 @@ def test_no_other_site_sends_requests_through_the_browser(start, origin):
         assert response.status_code == 200
     else:
         assert response.status_code == 403
-        assert has_line_with(response.json()["error"]["message"], "another site --token --origin")
+        assert has_line_with_words(response.json()["error"]["message"], "another site --token --origin")
 
 
 def blank(side):
@@ -134,7 +134,7 @@ BAD_REQUESTS = {  # the request, the status of the response, and the words of th
 def test_unusable_requests_are_refused(start, name):
     request, status, words = BAD_REQUESTS[name]
     server = start(work=False, upload=100_000)
-    assert has_line_with(server.refused(status, **request()), words)
+    assert has_line_with_words(server.refused(status, **request()), words)
     assert not any(server.folder.glob("video_*"))
 
 
@@ -160,7 +160,7 @@ def test_a_truncated_clip_is_refused_as_truncated(start, tmp_path):
         response = server.client.post("/v1/videos", data={"prompt": "a", "frames": "5"}, files={"video": part})
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (422, "video"), error
-        assert has_line_with(error["message"], words), error["message"]
+        assert has_line_with_words(error["message"], words), error["message"]
         assert not server.jobs()
         assert not any(server.folder.glob("video_*"))
 
@@ -196,14 +196,14 @@ def test_a_file_of_another_kind_than_its_field_is_named(start, field, data, more
     request = SMALL | more | {field: "data:;base64," + base64.b64encode(data).decode()}
     error = server.client.post("/v1/videos", json=request).json()["error"]
     assert (error["param"], error["code"]) == (field, "invalid_request")
-    assert has_line_with(error["message"], words)
+    assert has_line_with_words(error["message"], words)
     assert not server.jobs()
 
 
 def test_clips_with_too_many_pixels_are_refused(start, machine):
     server = start(work=False)
     machine.reads_at_most(max_pixels=64 * 64, clip_factor=2)
-    assert has_line_with(server.refused(422, json=SMALL | {"video": animated(64)}), "3 frames 64x64 8,192")
+    assert has_line_with_words(server.refused(422, json=SMALL | {"video": animated(64)}), "3 frames 64x64 8,192")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_repeated_field_of_json_is_named(start):
     body = b'{"prompt": "a", "steps": 2, "steps": 3}'
     response = start(work=False).client.post("/v1/videos", content=body, headers={"content-type": "application/json"})
     assert response.json()["error"]["param"] == "steps"
-    assert has_line_with(response.json()["error"]["message"], "steps twice")
+    assert has_line_with_words(response.json()["error"]["message"], "steps twice")
 
 
 @pytest.mark.parametrize("field", ["image", "video", "references[]", "mask"])
@@ -244,10 +244,10 @@ def test_an_empty_file_is_refused(start, field):
     data = {key: str(value) for key, value in SMALL.items()}
     response = server.client.post("/v1/videos", data=data, files={field: ("empty.png", b"")})
     assert (response.status_code, response.json()["error"]["param"]) == (422, name)
-    assert has_line_with(response.json()["error"]["message"], f"{name} empty")
+    assert has_line_with_words(response.json()["error"]["message"], f"{name} empty")
     error = server.client.post("/v1/videos", json=SMALL | {"image": "data:image/png;base64,"}).json()["error"]
     assert error["param"] == "image"
-    assert has_line_with(error["message"], "image empty")
+    assert has_line_with_words(error["message"], "image empty")
     assert not server.jobs()
 
 
@@ -328,7 +328,7 @@ def test_an_unknown_path_lists_the_valid_ones(start, path):
     response = start(work=False).client.get(path)
     error = response.json()["error"]
     assert (response.status_code, error["type"], error["code"]) == (404, "invalid_request_error", "not_found")
-    assert has_line_with(error["message"], PATHS[path])
+    assert has_line_with_words(error["message"], PATHS[path])
 
 
 PARAMETERS = {  # the path, the wrong parameter or field, and the words of the message
@@ -354,7 +354,7 @@ def test_the_wrong_parameter_of_a_path_or_query_is_named(start, path):
     error = start(work=False).client.get(path).json()["error"]
     name, words = PARAMETERS[path]
     assert error["param"] == name
-    assert has_line_with(error["message"], words), error["message"]
+    assert has_line_with_words(error["message"], words), error["message"]
 
 
 FIELDS = {  # fields beside the prompt, as JSON; the wrong field; the words of the message
@@ -397,7 +397,7 @@ def test_a_wrong_field_of_json_is_named_with_its_value_as_json(start, fields):
     )
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (422, name)
-    assert has_line_with(error["message"], words), error["message"]
+    assert has_line_with_words(error["message"], words), error["message"]
     assert not re.search(r"keyword|wanjax\.load|True|False|None", error["message"])
 
 
@@ -405,7 +405,7 @@ def test_a_wrong_field_of_json_is_named_with_its_value_as_json(start, fields):
 def test_a_text_field_uploaded_as_a_file_is_named(start, name):
     response = start(work=False).client.post("/v1/videos", data={"seed": "1"}, files={name: b"20"})
     assert (response.status_code, response.json()["error"]["param"]) == (422, name)
-    assert has_line_with(response.json()["error"]["message"], f"{name} file text")
+    assert has_line_with_words(response.json()["error"]["message"], f"{name} file text")
 
 
 @pytest.mark.parametrize(
@@ -418,12 +418,12 @@ def test_a_text_field_uploaded_as_a_file_is_named(start, name):
     ],
 )
 def test_an_unreadable_body_names_the_accepted_formats(start, kind, body, words):
-    assert has_line_with(start(work=False).refused(400, content=body, headers={"content-type": kind}), words)
+    assert has_line_with_words(start(work=False).refused(400, content=body, headers={"content-type": kind}), words)
 
 
 def test_a_compressed_body_is_not_read_as_uncompressed(start):
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
-    assert has_line_with(
+    assert has_line_with_words(
         start(work=False).refused(415, content=gzip.compress(b"{}"), headers=headers), "'gzip' without"
     )
 
@@ -440,7 +440,7 @@ def test_a_compressed_body_is_not_read_as_uncompressed(start):
 def test_a_refused_login_gives_its_reason(start, status, request_options, words):
     response = start(work=False, token=TOKEN).client.post("/login", **request_options)
     assert response.status_code == status
-    assert has_line_with(response.json()["error"]["message"], words)
+    assert has_line_with_words(response.json()["error"]["message"], words)
 
 
 VARIANTS = {  # of a video without a picture or clip
@@ -460,7 +460,7 @@ def test_a_missing_variant_gives_its_reason_and_lists_the_existing_ones(start, v
     response = server.client.get(f"/v1/videos/{id}/content", params={"variant": variant})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (422, "variant")
-    assert has_line_with(
+    assert has_line_with_words(
         error["message"], VARIANTS[variant].replace("references thumbnail", "reference images thumbnail")
     )
     assert ("without" in error["message"]) == (variant in ("image", "clip", "last_image", "references_1"))
@@ -472,13 +472,13 @@ def test_a_missing_file_of_a_video_gives_its_reason(start):
     url = f"/v1/videos/{id}/content"
     response = server.client.get(url, params={"variant": "preview"})
     assert response.status_code == 404
-    assert has_line_with(response.json()["error"]["message"], "preview --no-preview steps")
-    assert has_line_with(server.client.get(url).json()["error"]["message"], "queued completed")
+    assert has_line_with_words(response.json()["error"]["message"], "preview --no-preview steps")
+    assert has_line_with_words(server.client.get(url).json()["error"]["message"], "queued completed")
     server.client.post(f"/v1/videos/{id}/cancel")
     for path in (url, f"/v1/videos/{id}/record"):
         response = server.client.get(path)
         assert response.status_code == 409
-        assert has_line_with(response.json()["error"]["message"], "cancelled files POST")
+        assert has_line_with_words(response.json()["error"]["message"], "cancelled files POST")
 
 
 @pytest.mark.parametrize(
@@ -496,7 +496,7 @@ def test_an_unsupported_method_lists_the_supported_ones(start, method, path, met
     error = response.json()["error"]
     assert (response.status_code, error["type"], error["code"]) == (405, "invalid_request_error", "not_allowed")
     assert {*response.headers["allow"].split(", ")} == methods
-    assert has_line_with(error["message"], " ".join([path, method, *sorted(methods)]))
+    assert has_line_with_words(error["message"], " ".join([path, method, *sorted(methods)]))
 
 
 def test_a_model_is_shown_by_its_id(start):
@@ -533,7 +533,7 @@ def test_forwarded_requests_are_not_local(start, name):
     for path in ("/", "/v1/videos", "/metrics", "/health", "/page/app.js"):
         result = forwarded.get(path, headers={name: "127.0.0.1"})
         assert result.status_code == 403
-        assert has_line_with(result.json()["error"]["message"], f"{name.lower()} token --token")
+        assert has_line_with_words(result.json()["error"]["message"], f"{name.lower()} token --token")
     assert forwarded.post("/v1/videos", json=SMALL, headers={name: ""}).status_code == 403
     assert not server.jobs()
 
@@ -546,7 +546,7 @@ def test_a_page_of_another_site_reads_nothing_without_a_token(start, name):
         for more in ({}, {"sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"}):
             response = client.get(path, headers={name: "https://videos.example", **more})
             assert response.status_code == 403
-            assert has_line_with(response.json()["error"]["message"], "'videos.example' proxy --token")
+            assert has_line_with_words(response.json()["error"]["message"], "'videos.example' proxy --token")
     for page in ("http://localhost:3000", "http://[::1]:8000", "http://127.0.0.1", "null", "http://[", ""):
         assert client.get("/v1/videos", headers={name: page}).status_code == 200
 
@@ -592,7 +592,7 @@ def test_the_page_behind_a_proxy_may_send_requests(start, origin):
     headers |= {f"x-forwarded-{name}": value for name, value in proxy_headers.items()}
     response = server.client.post("/v1/videos", json=SMALL, headers=headers)
     assert response.status_code == (200 if accepted else 403)
-    assert accepted or has_line_with(response.json()["error"]["message"], "--origin")
+    assert accepted or has_line_with_words(response.json()["error"]["message"], "--origin")
 
 
 def test_a_page_of_another_site_may_send_no_header_of_a_proxy(start):
@@ -644,7 +644,7 @@ def test_unsupported_paths_of_openai_are_named(start, path, method):
     assert response.status_code == 400
     error = response.json()["error"]
     assert (set(error), error["code"]) == ({"message", "type", "param", "code"}, "not_offered")
-    assert has_line_with(error["message"], f"{path.rpartition('/')[2]} /v1/videos")
+    assert has_line_with_words(error["message"], f"{path.rpartition('/')[2]} /v1/videos")
 
 
 @pytest.mark.parametrize("wrong", ["", "a", TOKEN[:-1], TOKEN + "s", TOKEN.upper()])
@@ -720,14 +720,14 @@ def test_invalid_options_of_the_command_are_refused(tmp_path, monkeypatch, optio
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         output = refused("serve", *(option.replace("{taken}", port) for option in options))
-    assert has_line_with(output, words.replace("{taken}", port))
+    assert has_line_with_words(output, words.replace("{taken}", port))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_message_for_missing_libraries_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(serving, "find_spec", lambda name: None)
-    assert has_line_with(refused("serve"), "pip install '.[serve]'")
+    assert has_line_with_words(refused("serve"), "pip install '.[serve]'")
 
 
 @pytest.mark.parametrize(
@@ -740,7 +740,7 @@ def test_the_message_for_missing_libraries_says_what_to_install(tmp_path, monkey
 )
 def test_the_message_for_a_video_too_large_lists_valid_sizes(start, fields, words):
     server = start(work=False, pixels=40_000)
-    assert has_line_with(server.refused(422, json=SMALL | fields), words)
+    assert has_line_with_words(server.refused(422, json=SMALL | fields), words)
 
 
 @pytest.mark.parametrize(
@@ -756,7 +756,7 @@ def test_the_message_for_a_video_too_large_names_the_field(start, fields, name):
     options = {key: value for key, value in SMALL.items() if key not in ("frames", "size")} | fields
     error = start(work=False, pixels=400_000).client.post("/v1/videos", json=options).json()["error"]
     assert error["param"] == name
-    assert name != "seconds" or has_line_with(error["message"], "3600 s 400,000 at most s")
+    assert name != "seconds" or has_line_with_words(error["message"], "3600 s 400,000 at most s")
 
 
 def test_a_similar_parameter_is_suggested(start):

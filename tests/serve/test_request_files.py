@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from tests.support.workflows import api_form, graph_of, template, template_text
 from wanjax.media.video import write_video
 
@@ -77,7 +77,7 @@ def test_settings_that_the_model_lacks_are_noted(server):
     fields, notes = read_request(server, "a.json", template_text("video_wan2_2_14B_i2v").encode())
     assert "guidance_scale_2" not in fields
     assert "nano does not use guidance scale 2, boundary step" in notes
-    assert any(has_line_with(note, "an image choose video_wan2_2_14B_i2v_input_image.jpg") for note in notes)
+    assert any(has_line_with_words(note, "an image choose video_wan2_2_14B_i2v_input_image.jpg") for note in notes)
     nodes = api_form(graph_of(template(T2V)))
     nodes["3"]["inputs"] |= {"sampler_name": "res_multistep", "steps": 5000}
     nodes["48"]["inputs"]["model"] = ["L", 0]
@@ -87,14 +87,14 @@ def test_settings_that_the_model_lacks_are_noted(server):
     }
     fields, notes = read_request(server, "a.json", json.dumps(nodes).encode())
     assert not {"scheduler", "steps", "lora"} & fields.keys()
-    assert any(has_line_with(note, "res_multistep") for note in notes)
-    assert any(has_line_with(note, "steps 200 5000") for note in notes)
+    assert any(has_line_with_words(note, "res_multistep") for note in notes)
+    assert any(has_line_with_words(note, "steps 200 5000") for note in notes)
     assert "this server has no LoRA speed" in notes
 
 
 def test_a_composed_clip_is_noted(server):
     _, notes = read_request(server, "a.json", template_text("video_wan_vace_inpainting").encode())
-    assert any(has_line_with(note, "ImageCompositeMasked composes video") for note in notes)
+    assert any(has_line_with_words(note, "ImageCompositeMasked composes video") for note in notes)
 
 
 def test_a_video_of_the_server_fills_a_request_with_its_settings(start):
@@ -127,9 +127,9 @@ def test_files_that_metadata_names_are_not_read(server, tmp_path):
     write_video(tmp_path / "a.mp4", np.zeros((5, 16, 16, 3), np.uint8), 8, metadata)
     fields, notes = read_request(server, "a.mp4", (tmp_path / "a.mp4").read_bytes())
     assert fields == {"model": "nano", "prompt": "a"}
-    assert any(has_line_with(note, "an image choose secret.png") for note in notes)
+    assert any(has_line_with_words(note, "an image choose secret.png") for note in notes)
     assert {"this server has no LoRA x", "this server has no LoRA y"} <= {*notes}
-    assert any(has_line_with(note, "steps 'many'") for note in notes)
+    assert any(has_line_with_words(note, "steps 'many'") for note in notes)
     assert not any(str(tmp_path) in note for note in notes)
 
 
@@ -150,12 +150,12 @@ def test_files_that_metadata_names_are_not_read(server, tmp_path):
     ],
 )
 def test_an_unreadable_file_is_refused(server, name, data, words):
-    assert has_line_with(error_message(server, name, data), words)
+    assert has_line_with_words(error_message(server, name, data), words)
 
 
 def test_a_form_with_anything_else_is_refused(server):
     for form in ({"data": {"file": "a"}}, {"files": [("file", ("a.json", b"{}"))] * 2}, {"files": {"other": b"a"}}):
         response = server.client.post("/v1/requests", **form)
         assert response.status_code in (400, 415), response.text
-        assert has_line_with(response.json()["error"]["message"], "file")
+        assert has_line_with_words(response.json()["error"]["message"], "file")
     assert server.client.post("/v1/requests", json={}).status_code == 415

@@ -14,7 +14,7 @@ from PIL import Image
 from tests.support.media import picture
 from tests.support.quick import quick
 from tests.support.stores import BUCKET, clear_memory_store, failing, objects, running_s3
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.cli.serving import check_host, open_store
 from wanjax.errors import WanjaxError
 from wanjax.jobs.sharing import SERVE_FILE
@@ -178,7 +178,7 @@ def test_a_video_that_the_store_lacks_is_not_found(start_server, endpoint):
     (server.folder / id / "video.mp4").remove()
     response = server.client.get(f"/v1/videos/{id}/{endpoint}")
     assert response.status_code == 404
-    assert has_line_with(response.json()["error"]["message"], "video.mp4")
+    assert has_line_with_words(response.json()["error"]["message"], "video.mp4")
 
 
 def test_a_restarted_server_has_its_videos_in_the_store(start_server):

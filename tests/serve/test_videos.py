@@ -26,7 +26,7 @@ from tests.support.quick import quick
 from tests.support.tiny import tiny_animate_checkpoint, tiny_control_checkpoint, tiny_pose_checkpoint
 from tests.support.toy.checkpoint import write_checkpoint
 from tests.support.toy_sound import DRIVING, TOY_SOUND
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax import registry
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.checkpoints.lora_source import Lora
@@ -148,7 +148,7 @@ def test_a_warning_of_the_library_is_a_note_of_only_its_video(start, tmp_path):
     second_id = server.post_video()["id"]
     id = response.json()["id"]
     (note,) = (text for text in server.wait_until_finished(id)["notes"] if "clip" in text)
-    assert has_line_with(note, "picture clip together")
+    assert has_line_with_words(note, "picture clip together")
     assert note in server.client.get(f"/v1/videos/{id}/events").text
     assert not any("clip" in text for text in server.wait_until_finished(second_id)["notes"])
 
@@ -173,7 +173,7 @@ def test_valid_invalid_and_unsatisfiable_ranges_are_answered(start):
         assert (response.status_code, response.content) == (status, content[part]), header
     response = server.client.get(url, headers={"range": "bytes=99999999-"})
     assert (response.status_code, response.headers["content-range"]) == (416, f"bytes */{len(content)}")
-    assert has_line_with(response.json()["error"]["message"], f"'bytes=99999999-' outside {len(content):,}")
+    assert has_line_with_words(response.json()["error"]["message"], f"'bytes=99999999-' outside {len(content):,}")
 
 
 def test_unintended_settings_are_noted(start):
@@ -182,12 +182,12 @@ def test_unintended_settings_are_noted(start):
     notes = server.wait_until_finished(server.post_video(**prompts, guidance_scale=1, negative_prompt="grey")["id"])[
         "notes"
     ]
-    assert any(has_line_with(note, "nano 'dog', 'mountain' trained") for note in notes)
-    assert any(has_line_with(note, "nano 64x64 17 frames 32x32 5 frames") for note in notes)
-    assert any(has_line_with(note, "guidance negative prompt no effect") for note in notes)
+    assert any(has_line_with_words(note, "nano 'dog', 'mountain' trained") for note in notes)
+    assert any(has_line_with_words(note, "nano 64x64 17 frames 32x32 5 frames") for note in notes)
+    assert any(has_line_with_words(note, "guidance negative prompt no effect") for note in notes)
     unguided_notes = server.wait_until_finished(server.post_video(guidance_scale=1)["id"])["notes"]
     assert not any(
-        has_line_with(note, "guidance") for note in unguided_notes
+        has_line_with_words(note, "guidance") for note in unguided_notes
     )  # without a negative prompt, guidance needs no note
 
 
@@ -279,9 +279,9 @@ def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, with_worker
     assert list(model["pictures"]) == ["image", "last_image", "video", "mask", "references"]
     assert "strength" not in model["settings"]
     assert model["settings"]["outpaint"]["default"] == "0,0,0,0"
-    assert has_line_with(server.refused(422, json=SMALL | {"outpaint": "8,8"}), "outpaint four 120,0,120,0")
+    assert has_line_with_words(server.refused(422, json=SMALL | {"outpaint": "8,8"}), "outpaint four 120,0,120,0")
     message = server.refused(422, json=SMALL | {"references": ["data:;base64,AAAA"] * 9})
-    assert has_line_with(message, "9 references 4")
+    assert has_line_with_words(message, "9 references 4")
     fields = {"video": url(write_clip(tmp_path / "a.mp4", 5).read_bytes()), "mask": url(picture((32, 32)))}
     fields |= {"references": [url(picture()), url(picture((20, 20)))]}
     requested = server.post_video(**fields, fps=8, outpaint="8,0,8,0")
@@ -306,7 +306,7 @@ def test_a_character_moves_as_in_a_driving_clip(start, tmp_path):
     assert [name for name, schema in model["pictures"].items() if schema["required"]] == ["image", "video"]
     assert "clip_prompt" in model["settings"]
     settings = {"prompt": "a woman", "steps": 2, "seed": 3, "clip_prompt": "a dancer"}
-    assert has_line_with(server.refused(422, json=settings | {"image": url(character)}), "driving clip video")
+    assert has_line_with_words(server.refused(422, json=settings | {"image": url(character)}), "driving clip video")
     response = server.client.post(
         "/v1/videos",
         data={name: str(value) for name, value in settings.items()},
@@ -498,7 +498,7 @@ def test_metadata_is_a_valid_request(start, pipe):
     assert response.status_code == 200, response.text
     video = response.json()
     assert (video["settings"]["seed"], video["settings"]["steps"]) == (7, 2)
-    assert has_line_with(server.refused(422, json=SMALL | {"dtype": "float64"}), "'dtype' server started_with")
+    assert has_line_with_words(server.refused(422, json=SMALL | {"dtype": "float64"}), "'dtype' server started_with")
 
 
 def test_metadata_names_no_folder(start, tmp_path, monkeypatch):
@@ -535,9 +535,9 @@ def test_metadata_names_no_folder(start, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "elsewhere")
     options: list[str] = []
     for name, option, file in (("image.png", "--image", png), ("red.safetensors", "--lora", lora)):
-        assert has_line_with(refused("generate", "--from", str(video_file), *options), f"{name} {option}")
+        assert has_line_with_words(refused("generate", "--from", str(video_file), *options), f"{name} {option}")
         options += [option, f"{file}:2" if option == "--lora" else str(file)]
-    assert has_line_with(refused("generate", "--from", str(video_file), *options), "my-nano --model")
+    assert has_line_with_words(refused("generate", "--from", str(video_file), *options), "my-nano --model")
     succeeded(
         wanjax_command("generate", "--from", video_file, *options, "--model", model, "--out", tmp_path / "again.mp4")
     )
@@ -551,8 +551,8 @@ def test_a_request_may_choose_the_strength_of_a_lora(start, tmp_path):
     server, encoder = start(loaded_models=variants), variants.model(None).text_encoder
     assert server.client.get("/v1/models").json()["data"][0]["loras"] == [{"name": "more_red", "strength": 0.5}]
     for wrong, words in (("more_red", "lora 'more_red' more_red:0.5"), ({"x": 1}, "LoRA 'x' more_red")):
-        assert has_line_with(server.refused(422, json=SMALL | {"lora": wrong}), words)
-    assert has_line_with(server.refused(422, json=SMALL | {"lora": {"more_red": True}}), "lora true")
+        assert has_line_with_words(server.refused(422, json=SMALL | {"lora": wrong}), words)
+    assert has_line_with_words(server.refused(422, json=SMALL | {"lora": {"more_red": True}}), "lora true")
     requested = [{}, {"lora": "more_red:2"}, {"lora": {"more_red": 0}}, {}]
     result = [server.wait_until_finished(server.post_video(seed=3, **more)["id"]) for more in requested]
     assert [job["lora"] for job in result] == [[{"name": "more_red", "strength": x}] for x in (0.5, 2.0, 0.0, 0.5)]
@@ -703,7 +703,7 @@ def test_no_path_of_the_server_is_revealed(start, tmp_path):
     assert response.status_code == 422
     failed = server.wait_until_finished(with_clip)
     assert failed["status"] == "failed"
-    assert has_line_with(failed["error"]["message"], "clip.mp4")
+    assert has_line_with_words(failed["error"]["message"], "clip.mp4")
     everything = response.text + server.client.get("/v1/videos").text + server.client.get("/v1/models").text
     assert str(server.folder) not in everything
 

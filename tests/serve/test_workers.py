@@ -21,7 +21,7 @@ from tests.support.media import picture
 from tests.support.quick import quick
 from tests.support.served import SMALL, serving, wait_until_finished
 from tests.support.stores import BUCKET, running_s3
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.jobs.batch import Batch, Manifest
 from wanjax.jobs.databases import ENV_VARIABLE
 from wanjax.jobs.maker import VideoMaker
@@ -164,7 +164,7 @@ def test_a_busy_service_ends_at_a_signal_and_resumes(tmp_path):
         second = [sys.executable, "-m", "wanjax", "serve", "--port", "0", "--dir", str(tmp_path), "--workers", "1"]
         refused = subprocess.run(second, capture_output=True, text=True)
         assert refused.returncode == 2
-        assert has_line_with(refused.stderr, f"server {tmp_path} --dir")
+        assert has_line_with_words(refused.stderr, f"server {tmp_path} --dir")
         ids = [client.post("/v1/videos", json=SMALL | {"steps": 200, "seed": n}).json()["id"] for n in range(2)]
         with client.stream("GET", f"/v1/videos/{ids[0]}/events") as stream:
             assert any('"stage": "denoise"' in line for line in stream.iter_lines())
@@ -238,7 +238,7 @@ def test_an_unknown_model_is_reported(tmp_path, workers):
     command = [sys.executable, "-m", "wanjax", "serve", "--model", "nothing", "--workers", workers]
     refused = subprocess.run([*command, "--dir", str(tmp_path), "--port", "0"], capture_output=True, text=True)
     assert refused.returncode == 2
-    assert has_line_with(refused.stderr, "nothing models")
+    assert has_line_with_words(refused.stderr, "nothing models")
     assert "Traceback" not in refused.stderr
 
 
@@ -249,11 +249,11 @@ def test_an_unreachable_database_is_reported_without_its_password(tmp_path, monk
     if options == "environment":
         monkeypatch.setenv(ENV_VARIABLE, url)
     output = refused_command("serve", "--port", "0", *(["--database", url] if options == "option" else []))
-    assert has_line_with(output, "postgresql://me@127.0.0.1:1/jobs connection refused")
+    assert has_line_with_words(output, "postgresql://me@127.0.0.1:1/jobs connection refused")
     assert "a-secret" not in output
 
 
 @pytest.mark.parametrize(("old", "new"), [("--replicas=2", "--workers"), ("--table=here", "--database")])
 def test_the_message_for_an_old_option_names_the_new_one(tmp_path, monkeypatch, old, new):
     monkeypatch.chdir(tmp_path)
-    assert has_line_with(refused_command("serve", old), f"{old.partition('=')[0]} {new}")
+    assert has_line_with_words(refused_command("serve", old), f"{old.partition('=')[0]} {new}")

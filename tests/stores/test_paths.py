@@ -14,7 +14,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.support.stores import GCS_BUCKET, clear_memory_store, failing, objects, running_gcs
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.media.metadata import find_metadata
 from wanjax.media.video import Video, read_metadata, write_trial_video, write_video
@@ -84,7 +84,7 @@ def test_an_invalid_name_in_a_store_is_reported(monkeypatch, name, words):
     if name.startswith("gs:"):  # as if its library were not installed
         monkeypatch.setattr("wanjax.stores.paths.find_spec", lambda name: None)
     output = refused(write_trial_video, name, 5, (32, 32), 8, RECORD)
-    assert has_line_with(output, words), output
+    assert has_line_with_words(output, words), output
     assert "a-secret" not in output
 
 
@@ -105,7 +105,7 @@ def test_the_message_names_the_failing_store(tmp_path, name):
     operation, error, call, words = FAILING_CALLS[name]
     with failing(operation, error):
         output = refused(call)
-    assert has_line_with(output, words)
+    assert has_line_with_words(output, words)
     assert len(output) < 300
     assert os.listdir(tmp_path) == []
 
@@ -121,7 +121,7 @@ def test_a_full_local_disk_is_not_reported_as_an_error_of_the_store(tmp_path):
 def test_a_video_that_cannot_be_published_stays_local(tmp_path):
     with failing("put_file", DENIED):
         output = refused(write_video, "memory://videos/a.mp4", clip(), 8, RECORD)
-    assert has_line_with(output, "memory://videos/a.mp4 Access Denied")
+    assert has_line_with_words(output, "memory://videos/a.mp4 Access Denied")
     assert objects() == {}
     [temporary_file] = tmp_path.glob("wanjax-*/a.mp4")
     assert str(temporary_file) in output
@@ -203,10 +203,10 @@ def test_uploads_to_google_cloud_storage_are_complete(tmp_path):
         (tmp_path / "b").write_bytes(b"b")
         folder.upload_all({"b": tmp_path / "b", "below/c": tmp_path / "b"})
         assert folder.files() == {"a": 2**21, "b": 1, "below/c": 1}
-        assert has_line_with(refused((folder / "d").write, b"1\n--==0=="), f"{folder}/d")
+        assert has_line_with_words(refused((folder / "d").write, b"1\n--==0=="), f"{folder}/d")
         folder.remove_all()
         assert not folder.exists()
-        assert has_line_with(refused(parse_path("gs://no-such-bucket/a").read_object, 9), "gs://no-such-bucket/a")
+        assert has_line_with_words(refused(parse_path("gs://no-such-bucket/a").read_object, 9), "gs://no-such-bucket/a")
 
 
 def test_only_one_process_creates_an_object():
@@ -214,4 +214,4 @@ def test_only_one_process_creates_an_object():
     assert lease.create(b"1")
     assert not lease.create(b"2")
     assert lease.read_object(10) == b"1"
-    assert has_line_with(refused(lease.read_object, 0), "memory://cache/lease 0")
+    assert has_line_with_words(refused(lease.read_object, 0), "memory://cache/lease 0")

@@ -13,6 +13,6 @@ def line_with_words(words: str) -> str:
     return "(?m)^" + "".join(f"(?=.*?{pattern})" for pattern in patterns)
 
 
-def has_line_with(output: str, words: str) -> bool:
+def has_line_with_words(output: str, words: str) -> bool:
     """Return whether one line has all of these words."""
     return re.search(line_with_words(words), output) is not None

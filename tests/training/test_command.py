@@ -11,7 +11,7 @@ from click.testing import CliRunner
 import wanjax
 from tests.support.clips import write_clips
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import has_line_with
+from tests.support.words import has_line_with_words
 from wanjax.cli import main
 from wanjax.cli.training import clip_size
 
@@ -39,9 +39,9 @@ def test_train_writes_a_lora_and_resumes(model, tmp_path):
     assert "2 clips: 2 of 32x32, 5 frames" in result.stderr
     wanjax.load(model, lora=result_json["file"], note=lambda text: None)
     resumed = run("train", model, data, "--out", tmp_path / "out", *SMALL)
-    assert has_line_with(resumed.stderr, "after 2 of 2 steps")
+    assert has_line_with_words(resumed.stderr, "after 2 of 2 steps")
     refusal = run("train", model, data, "--out", tmp_path / "out", *SMALL, "--seed", 1, status=2)
-    assert has_line_with(refusal.stderr, "seed 0 1 another --out (--seed)")
+    assert has_line_with_words(refusal.stderr, "seed 0 1 another --out (--seed)")
     assert "goes on" not in refusal.stderr  # the same command would be refused again
     assert "Traceback" not in refusal.stderr
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.clips import CAPTIONS, write_clips
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.media.video import write_video
 from wanjax.training.batches import Batches
@@ -27,8 +27,8 @@ def test_a_folder_of_clips_and_captions(tmp_path):
     dataset = list_data(folder)
     assert [(x.file.name, x.caption) for x in dataset.examples] == [(f"{i}.gif", CAPTIONS[i]) for i in range(3)]
     assert len(dataset.skipped) == 2
-    assert has_line_with(dataset.skipped[0], "mute.png caption")
-    assert has_line_with(dataset.skipped[1], "alone.txt clip")
+    assert has_line_with_words(dataset.skipped[0], "mute.png caption")
+    assert has_line_with_words(dataset.skipped[1], "alone.txt clip")
 
 
 def test_clips_have_a_natural_order_and_other_files_are_ignored(tmp_path):
@@ -93,7 +93,9 @@ def test_a_clip_with_an_unreadable_caption_is_skipped(data, tmp_path):
     else:
         assert captions == [CAPTIONS[0]]
         [message] = dataset.skipped
-        assert has_line_with(message, "1.gif empty" if data in EMPTY else "1.gif 1.txt UTF-8") or "UTF-16" in message
+        assert (
+            has_line_with_words(message, "1.gif empty" if data in EMPTY else "1.gif 1.txt UTF-8") or "UTF-16" in message
+        )
 
 
 def test_captions_are_found_by_names_in_other_spellings(tmp_path):
@@ -109,7 +111,7 @@ def test_captions_are_found_by_names_in_other_spellings(tmp_path):
     dataset = list_data(folder)
     assert {x.file.name: x.caption for x in dataset.examples} == pairs
     [message] = dataset.skipped
-    assert has_line_with(message, "X.txt clip")
+    assert has_line_with_words(message, "X.txt clip")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_incomplete_rows_of_a_table_are_skipped(table, captions, tmp_path):
     dataset = list_data(tmp_path)
     assert sorted(x.caption for x in dataset.examples) == sorted(filter(None, captions))
     assert len(dataset.skipped) == (captions.count(None) or len(captions) - 2)
-    assert all(has_line_with(messages, "metadata.csv row") or "0.gif" in messages for messages in dataset.skipped)
+    assert all(has_line_with_words(messages, "metadata.csv row") or "0.gif" in messages for messages in dataset.skipped)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "gbk"])
@@ -293,7 +295,7 @@ def test_a_generated_video_has_its_prompt_as_caption(tmp_path):
     captions = {example.file.name: example.caption for example in dataset.examples}
     expected = {name: f"a {name}" for name in ("film.mp4", "moving.gif", "still.png")}
     assert captions == {**expected, "captioned.mp4": "its own caption"}
-    assert [has_line_with(sentence, "0.gif caption") for sentence in dataset.skipped] == [True]
+    assert [has_line_with_words(sentence, "0.gif caption") for sentence in dataset.skipped] == [True]
 
 
 def test_captions_are_dropped_at_their_rate(tmp_path):

@@ -25,7 +25,7 @@ from tests.support.tiny import (
     tiny_hunyuan_checkpoint,
     tiny_image_checkpoint,
 )
-from tests.support.words import has_line_with, line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.checkpoints.files import SafetensorsFile, load_safetensors
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.stores.locks import FileLock
@@ -185,7 +185,9 @@ def test_a_stopped_training_ends_with_the_same_weights(tmp_path, data, wan, expe
             report_progress=stop,
         ).run()
     lora_file, messages = train(wan, data, tmp_path / "b", **RESUMABLE_SETTINGS)
-    assert any(has_line_with(text, "resuming after 2 of 3 steps") for text in messages)  # only the last step remains
+    assert any(
+        has_line_with_words(text, "resuming after 2 of 3 steps") for text in messages
+    )  # only the last step remains
     resumed = load_safetensors(lora_file)
     assert all(np.array_equal(expected_factors[name], resumed[name]) for name in resumed)
     with pytest.raises(WanjaxError, match=line_with_words("seed 0 1")):
@@ -246,7 +248,7 @@ def test_numbers_that_are_not_finite_are_never_written(nan_step, tmp_path, data,
     lower_rate, messages = train(
         wan, data, tmp_path / "lower", **options, optimizer=OptimizerConfig(learning_rate=1e-3)
     )
-    assert nan_step == 1 or any(has_line_with(text, f"0.01 0.001 step {nan_step}") for text in messages)
+    assert nan_step == 1 or any(has_line_with_words(text, f"0.01 0.001 step {nan_step}") for text in messages)
     assert all_finite(tmp_path / "lower")
     same_rate = load_safetensors(train(wan, data, tmp_path / "out", **options)[0])
     expected = (
@@ -296,7 +298,7 @@ def test_a_finished_training_continues_with_more_steps(tmp_path, data, wan):
     out = tmp_path / "out"
     train(wan, data, out)
     continued_file, messages = train(wan, data, out, steps=5)
-    assert any(has_line_with(text, "3 steps 5 constant rate 0.01 step 4") for text in messages)
+    assert any(has_line_with_words(text, "3 steps 5 constant rate 0.01 step 4") for text in messages)
     uninterrupted, _ = train(wan, data, tmp_path / "whole", steps=5)
     continued_factors, expected = load_safetensors(continued_file), load_safetensors(uninterrupted)
     assert all(np.array_equal(continued_factors[name], expected[name]) for name in expected)
@@ -364,7 +366,7 @@ def test_all_skipped_clips_are_listed(tmp_path, wan):
         (folder / f"bad {number}.txt").write_text("bad")
     messages: list[str] = []
     Training(wanjax.load(wan), folder, out := tmp_path / "out", SMALL, note=messages.append).encode()
-    assert any(has_line_with(sentence, "7 skipped 2 more left_out.txt") for sentence in messages)
+    assert any(has_line_with_words(sentence, "7 skipped 2 more left_out.txt") for sentence in messages)
     assert [line.partition(":")[0] for line in (out / "left_out.txt").read_text().splitlines()] == [
         f"bad {number}.mp4" for number in range(7)
     ]
@@ -382,7 +384,7 @@ def test_a_truncated_caption_is_reported(tmp_path, wan):
     for _ in range(2):
         with pytest.warns(WanjaxWarning) as caught:
             Training(wanjax.load(wan), folder, tmp_path / "out", SMALL).encode()
-        assert [has_line_with(str(entry.message), "2 captions 0.gif 2.gif 24") for entry in caught] == [True]
+        assert [has_line_with_words(str(entry.message), "2 captions 0.gif 2.gif 24") for entry in caught] == [True]
     assert len((tmp_path / "out/cut_captions.txt").read_text().splitlines()) == 2
 
 
