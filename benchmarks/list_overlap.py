@@ -17,7 +17,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from wanjax.kernels.attention import AttentionConfig, SparseLinear
+from wanjax.kernels.attention import AttentionConfig, SparseLinearAttentionConfig
 from wanjax.kernels.attention.blocks import heads_to_batch
 from wanjax.kernels.attention.sparse_linear import choose_blocks
 from wanjax.layers.heads import split_heads
@@ -48,7 +48,7 @@ def relative_union(lists: np.ndarray, group_size: int) -> float:
 
 
 def block_lists(
-    config: TransformerConfig, grid: tuple[int, int, int], sparse: SparseLinear, sigma: float
+    config: TransformerConfig, grid: tuple[int, int, int], sparse: SparseLinearAttentionConfig, sigma: float
 ) -> np.ndarray:
     """Return the lists [N L S] of key blocks that a layer's heads choose for each query block."""
     options = {"dtype": jnp.float32, "param_dtype": jnp.float32, "rngs": nnx.Rngs(0)}
@@ -84,7 +84,7 @@ def main() -> None:
     title = f"{options.model}, {options.size}, {work.num_tokens} tokens, {config.heads} heads: unions of lists"
     table = Table(*columns, title=title)
     for top in options.top or (0.15, 0.1):
-        sparse = SparseLinear(top)
+        sparse = SparseLinearAttentionConfig(top)
         top_k, blocks = sparse.top_k(work.num_tokens), ceil(work.num_tokens / sparse.block_kv)
         random_unions = [(1 - (1 - top_k / blocks) ** n) * blocks / top_k for n in (2, 4)]
         for sigma in SMOOTHNESS:

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from benchmarks.attention_prices import CHIPS, DEFAULT_WORKLOAD, compile_functions
 from benchmarks.workloads import WORKLOADS, Workload
-from wanjax.kernels.attention import Projection, SparseLinear, sparse_linear_attention
+from wanjax.kernels.attention import Projection, SparseLinearAttentionConfig, sparse_linear_attention
 from wanjax.kernels.attention.typical_scalars import SPARSE_LINEAR_KERNEL
 from wanjax.pricing.compile import Compiled
 from wanjax.pricing.costs import price_compiled
@@ -31,7 +31,7 @@ def sparse_linear(top: float) -> Callable[..., jax.Array]:
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         size = q.shape[3]
         weights = Projection(jnp.ones((size, size), jnp.bfloat16), jnp.ones(size, jnp.bfloat16))
-        return sparse_linear_attention(q, k, v, weights, SparseLinear(top), implementation="tpu")
+        return sparse_linear_attention(q, k, v, weights, SparseLinearAttentionConfig(top), implementation="tpu")
 
     return run
 

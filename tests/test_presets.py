@@ -29,7 +29,7 @@ from wanjax.converters import clip, t5, weight_rules
 from wanjax.converters.wan import animate, pose
 from wanjax.converters.wan import diffusers as wan
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import AttentionConfig, SparseLinear
+from wanjax.kernels.attention import AttentionConfig, SparseLinearAttentionConfig
 from wanjax.models.clip import CLIP_VIT_H
 from wanjax.models.t5 import UMT5_XXL
 from wanjax.models.wan.config import (
@@ -136,9 +136,9 @@ NETWORKS = {
             ("wan2.1-fun-14b-inp", I2V_14B, 16_394_878_784),
             ("wan2.2-fun-a14b-inp", I2V_A14B, 14_288_901_184),
             ("wan2.2-fun-5b-inp", INP_5B, 5_000_426_688),
-            ("turbowan2.1-t2v-1.3b", replace(T2V_1_3B, sparse_linear=SparseLinear()), 1_419_492_160),
-            ("turbowan2.1-t2v-14b", replace(T2V_14B, sparse_linear=SparseLinear()), 14_289_152_064),
-            ("turbowan2.2-i2v-a14b", replace(I2V_A14B, sparse_linear=SparseLinear()), 14_289_561_664),
+            ("turbowan2.1-t2v-1.3b", replace(T2V_1_3B, sparse_linear=SparseLinearAttentionConfig()), 1_419_492_160),
+            ("turbowan2.1-t2v-14b", replace(T2V_14B, sparse_linear=SparseLinearAttentionConfig()), 14_289_152_064),
+            ("turbowan2.2-i2v-a14b", replace(I2V_A14B, sparse_linear=SparseLinearAttentionConfig()), 14_289_561_664),
         )
     },
     "clip-vit-h": Published(

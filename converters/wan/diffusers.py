@@ -23,7 +23,7 @@ from wanjax.converters.weight_rules import (
     squeeze,
 )
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import SparseLinear
+from wanjax.kernels.attention import SparseLinearAttentionConfig
 from wanjax.models.wan.config import (
     T2V_1_3B,
     T2V_14B,
@@ -98,16 +98,16 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
     )
 
 
-def _sparse_linear(json: Mapping[str, Any]) -> SparseLinear | None:
+def _sparse_linear(json: Mapping[str, Any]) -> SparseLinearAttentionConfig | None:
     """Read the sparse-linear attention of a transformer: a string, or true for the default."""
     text = json.get("sparse_linear", False)
     if isinstance(text, str):
-        return SparseLinear.parse(text)
+        return SparseLinearAttentionConfig.parse(text)
     check_kind("transformer", json, {"sparse_linear": (False, True)})
-    return SparseLinear() if text else None
+    return SparseLinearAttentionConfig() if text else None
 
 
-def sparse_linear_entry(sparse: SparseLinear | None) -> dict[str, Any]:
+def sparse_linear_entry(sparse: SparseLinearAttentionConfig | None) -> dict[str, Any]:
     """Return the entry of config.json for sparse-linear attention; empty for a transformer with dense attention."""
     return {"sparse_linear": str(sparse) or True} if sparse else {}
 

@@ -21,7 +21,7 @@ from reading import read
 from teach import FPS, FRAMES, SIZE, sheet
 
 import wanjax
-from wanjax.kernels.attention import AttentionConfig, SparseLinear
+from wanjax.kernels.attention import AttentionConfig, SparseLinearAttentionConfig
 from wanjax.media.video import write_video
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
 
@@ -99,7 +99,7 @@ def main(out: Path, tops: Sequence[float], steps: int, clips: int, seed: int) ->
     config = replace(CONFIG, steps=steps, seed=seed)
     for top in tops:
         attention, folder, start_time = (
-            AttentionConfig(sparse=SparseLinear(top, **BLOCKS)),
+            AttentionConfig(sparse=SparseLinearAttentionConfig(top, **BLOCKS)),
             out / f"{top:g}",
             time.monotonic(),
         )

@@ -28,7 +28,7 @@ from tests.support.races import CORES, Report, detect_races
 from wanjax.kernels import normed_silu, rotary_heads
 from wanjax.kernels.attention import (
     Projection,
-    SparseLinear,
+    SparseLinearAttentionConfig,
     attention,
     flash_gradient,
     flash_tpu,
@@ -145,7 +145,7 @@ def gradients(q, k, v, config, num_keys=None) -> tuple[tuple, tuple]:
 def run_sparse_linear(q, k, v, top: float, keys: int, config) -> tuple[tuple, tuple]:
     """Run the three kernels on grid steps of a few tokens."""
     projection = Projection(0.2 * normal(7, 128, 128), normal(8, 128))
-    options = {"sparse": SparseLinear(top), "kv_length": keys}
+    options = {"sparse": SparseLinearAttentionConfig(top), "kv_length": keys}
     with mock.patch.object(sparse_linear_kernel, "TOKENS_PER_STEP", 128):
         out = jax.jit(partial(sparse_linear_attention, implementation="tpu", config=config, **options))(
             q, k, v, projection

@@ -23,7 +23,7 @@ from wanjax.kernels.attention import (
     AUTO,
     AttentionConfig,
     Projection,
-    SparseLinear,
+    SparseLinearAttentionConfig,
     attention,
     sparse_linear_attention,
     sparse_linear_kernel,
@@ -40,7 +40,7 @@ from wanjax.registry import presets
 from wanjax.sharding import SHARDING_RULES, Partitioner, make_mesh, use_partitioner
 
 BOUND = {"float32": 2e-6, "bfloat16": 3e-3}
-SMALL = SparseLinear(0.3, 32, 16)
+SMALL = SparseLinearAttentionConfig(0.3, 32, 16)
 
 
 def softmax(x):
@@ -92,7 +92,7 @@ QUICK = [("reference", 0.15, "float32"), ("chunked", 0.05, "float32"), ("chunked
 def test_attention_follows_the_published_rule(name, top, dtype):
     """Lengths fill neither the last block of queries nor that of keys."""
     q, k, v = operands(2, 333, 333, 3, 3, 32, dtype)
-    sparse, weights = SparseLinear(top, 32, 16), projection(32, dtype)
+    sparse, weights = SparseLinearAttentionConfig(top, 32, 16), projection(32, dtype)
     assert error(run(name, q, k, v, weights, sparse), published_rule(q, k, v, weights, sparse)) <= BOUND[dtype]
 
 
@@ -113,7 +113,7 @@ def test_the_first_of_equal_blocks_is_selected(name):
     k = k.at[:, 128:].set(k[:, :128]).at[:, 16:32].set(k[:, :16])
     v, weights = normal(4, 1, 256, 2, 16), projection(16)
     for top in (0.05, 0.3, 0.7):
-        sparse = SparseLinear(top, 32, 16)
+        sparse = SparseLinearAttentionConfig(top, 32, 16)
         assert error(run(name, q, k, v, weights, sparse), published_rule(q, k, v, weights, sparse)) <= BOUND["float32"]
 
 
@@ -121,7 +121,7 @@ def test_the_first_of_equal_blocks_is_selected(name):
 def test_attention_to_all_blocks_is_dense_attention(name):
     q, k, v = operands(1, 150, 150, 2, 2, 32)
     zero_projection = Projection(jnp.zeros((32, 32)), jnp.zeros(32))
-    out = run(name, q, k, v, zero_projection, SparseLinear(1.0, 32, 16))
+    out = run(name, q, k, v, zero_projection, SparseLinearAttentionConfig(1.0, 32, 16))
     assert error(out, attention(q, k, v, implementation="reference")) <= BOUND["float32"]
 
 
@@ -130,7 +130,7 @@ def test_at_least_one_block_is_attended_to(name):
     q, k, v = operands(1, 5, 5, 1, 1, 16)
     weights = projection(16)
     assert error(run(name, q, k, v, weights, SMALL), published_rule(q, k, v, weights, SMALL)) <= BOUND["float32"]
-    assert [SparseLinear(0.15).top_k(keys) for keys in (1, 400, 32_760, 75_600)] == [1, 1, 76, 177]
+    assert [SparseLinearAttentionConfig(0.15).top_k(keys) for keys in (1, 400, 32_760, 75_600)] == [1, 1, 76, 177]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -179,9 +179,9 @@ def test_several_devices_give_the_result_of_one(axes, rules, heads):
 
 
 def test_a_text_names_sparse_linear_attention():
-    assert AttentionConfig.parse("sla") == AttentionConfig(sparse=SparseLinear(0.1, 128, 64))
+    assert AttentionConfig.parse("sla") == AttentionConfig(sparse=SparseLinearAttentionConfig(0.1, 128, 64))
     config = AttentionConfig.parse("sla:top=0.25,block_q=8,block_kv=4")
-    assert config == AttentionConfig(sparse=SparseLinear(0.25, 8, 4))
+    assert config == AttentionConfig(sparse=SparseLinearAttentionConfig(0.25, 8, 4))
     for requested in (AttentionConfig.parse("sla"), config, AttentionConfig.parse("sla:top=1")):
         assert AttentionConfig.parse(str(requested)) == requested
         assert not requested.is_dense
@@ -222,7 +222,7 @@ REFUSED_CALLS = [
     (make_call(implementation="x"), ""),
     *((make_call(implementation=name, config=Config()), "") for name in NAMES),
     (lambda: attention(*operands(1, 64, 64, 2, 2, 16), implementation="sla"), "weights"),
-    (lambda: run("tpu", *operands(1, 40, 40, 1, 1, 128), projection(128), SparseLinear()), "TPUs"),
+    (lambda: run("tpu", *operands(1, 40, 40, 1, 1, 128), projection(128), SparseLinearAttentionConfig()), "TPUs"),
 ]
 
 
@@ -233,7 +233,7 @@ def test_a_mismatch_of_operands_is_refused(call, words):
 
 
 KW = {"dtype": jnp.float32, "param_dtype": jnp.float32}
-SPARSE_LINEAR_TRANSFORMER = replace(TRANSFORMER, sparse_linear=SparseLinear())
+SPARSE_LINEAR_TRANSFORMER = replace(TRANSFORMER, sparse_linear=SparseLinearAttentionConfig())
 
 
 def test_a_layer_of_sparse_linear_attention_starts_as_dense_attention():
@@ -260,7 +260,7 @@ def test_a_sparse_linear_transformer_has_projection_weights():
     def transformer_of(config):
         return nnx.eval_shape(lambda: WanTransformer(config, **KW, rngs=nnx.Rngs(0)))
 
-    assert transformer_of(SPARSE_LINEAR_TRANSFORMER).attention == AttentionConfig(sparse=SparseLinear())
+    assert transformer_of(SPARSE_LINEAR_TRANSFORMER).attention == AttentionConfig(sparse=SparseLinearAttentionConfig())
     dense, sparse = (
         nnx.to_flat_state(nnx.state(transformer_of(config))) for config in (TRANSFORMER, SPARSE_LINEAR_TRANSFORMER)
     )
@@ -321,7 +321,7 @@ def test_the_kernel_follows_the_published_rule(monkeypatch, dtype, top, gain, bo
     monkeypatch.setattr(sparse_linear_kernel, "_set_offsets_to_max", count_and_set_offsets)
     q, k, v = operands(1, 470, 470, 2, 2, 128, dtype)
     arguments: Any = (*(x * jnp.asarray(gain, x.dtype) for x in (q, k)), v, projection(128, dtype))
-    sparse = SparseLinear(top)
+    sparse = SparseLinearAttentionConfig(top)
     expected = published_rule(*(x[:, :450] for x in arguments[:3]), arguments[3], sparse)
     out = run("tpu", *arguments, sparse, kv_length=450, config=config)
     assert error(out[:, :450], expected) <= bound
@@ -346,8 +346,8 @@ def test_blocks_with_equal_scores_are_listed_in_order(num_kept):
 @pytest.mark.parametrize(
     ("options", "sparse", "words"),
     [
-        ((64, "float32"), SparseLinear(), "64"),
-        ((128, "float16"), SparseLinear(), "float16"),
+        ((64, "float32"), SparseLinearAttentionConfig(), "64"),
+        ((128, "float16"), SparseLinearAttentionConfig(), "float16"),
         ((128, "bfloat16"), SMALL, "32 16"),
     ],
 )
@@ -366,7 +366,12 @@ def attend_small(mesh):
     weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((128, 128), (128,))]
 
     def run(q, k, v, kernel, bias):
-        options = {"sparse": SparseLinear(0.6), "kv_length": 580, "implementation": "tpu", "config": Config(2)}
+        options = {
+            "sparse": SparseLinearAttentionConfig(0.6),
+            "kv_length": 580,
+            "implementation": "tpu",
+            "config": Config(2),
+        }
         return sparse_linear_attention(q, k, v, Projection(kernel, bias), **options)
 
     return replicated(run, mesh, (*operands, *weights))

@@ -33,7 +33,7 @@ from wanjax.cli.remake import check_files
 from wanjax.converters.wan import diffusers as wan
 from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import SparseLinear
+from wanjax.kernels.attention import SparseLinearAttentionConfig
 from wanjax.models.wan.config import I2V_A14B, T2V_1_3B, T2V_14B, CausalTransformerConfig
 from wanjax.pipelines.wan import layouts as wan_layouts
 from wanjax.pipelines.wan import recognise
@@ -402,7 +402,7 @@ class Shapes:
 
 
 SMALL, LARGE = (f"Wan-AI/Wan2.1-T2V-{size}-Diffusers" for size in ("1.3B", "14B"))
-SPARSE = SparseLinear()
+SPARSE = SparseLinearAttentionConfig()
 TURBO = "TurboDiffusion/TurboWan2.1-T2V-{0}/TurboWan2.1-T2V-{0}.pth"
 
 

@@ -20,7 +20,7 @@ from tests.support.compare import error
 from tests.support.words import line_with_words
 from wanjax.checkpoints.network_kinds import network
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import AttentionConfig, SparseLinear
+from wanjax.kernels.attention import AttentionConfig, SparseLinearAttentionConfig
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.registry import open_source
 
@@ -202,7 +202,7 @@ def velocity_of(path, latents, text, param_dtype=jnp.float32):
     read = network(source, "transformer", NETWORKS)
     assert read.config.sparse_linear
     shapes = read.abstract(dtype=jnp.float32, param_dtype=param_dtype)
-    assert shapes.attention == AttentionConfig(sparse=SparseLinear(TOP))
+    assert shapes.attention == AttentionConfig(sparse=SparseLinearAttentionConfig(TOP))
     transformer = source["transformer"].load(shapes, read.rules)
     x = jnp.asarray(np.moveaxis(latents.numpy(), 1, -1))
     forward = jax.jit(lambda network, *arguments: network(*arguments))

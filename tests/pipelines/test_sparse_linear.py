@@ -20,7 +20,7 @@ from tests.support.words import has_line_with_words, line_with_words
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.modules import parameters
 from wanjax.errors import UnsupportedError, WanjaxError, WanjaxWarning
-from wanjax.kernels.attention import AttentionConfig, SparseLinear
+from wanjax.kernels.attention import AttentionConfig, SparseLinearAttentionConfig
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
@@ -43,7 +43,7 @@ def test_a_checkpoint_attends_as_it_was_trained(checkpoint):
     conditioning = pipes[0].encode("a cat", "")
     for pipe in pipes:
         videos.append(np.asarray(pipe.denoise(conditioning, **SMALL)))
-    assert pipes[0].transformer.attention == AttentionConfig(sparse=SparseLinear(0.1))
+    assert pipes[0].transformer.attention == AttentionConfig(sparse=SparseLinearAttentionConfig(0.1))
     assert [pipe.components.metadata.get("attention") for pipe in pipes] == [None, requested]
     assert np.abs(videos[1] - videos[0]).max() > 1e-3
 
@@ -70,7 +70,7 @@ def test_other_attention_is_refused(requested, checkpoint, tmp_path, monkeypatch
 
 
 def test_eight_devices_agree_with_one():
-    config = replace(small_wan.transformer_config(4), sparse_linear=SparseLinear())
+    config = replace(small_wan.transformer_config(4), sparse_linear=SparseLinearAttentionConfig())
     random = np.random.default_rng(0)
     conditioning = WanConditioning(*(jnp.asarray(random.normal(size=(1, 3, 8)), jnp.float32) for _ in range(2)))
     requested, latents = AttentionConfig.parse("sla:top=0.5,block_q=8,block_kv=4"), []

@@ -12,12 +12,12 @@ from tests.support.compare import error
 from tests.support.configs import TRANSFORMER
 from tests.support.small_wan import network
 from wanjax.converters.wan.diffusers import transformer_weight_rules
-from wanjax.kernels.attention import AttentionConfig, SparseLinear
+from wanjax.kernels.attention import AttentionConfig, SparseLinearAttentionConfig
 from wanjax.layers.rope import rope_3d
 from wanjax.models.wan.transformer import SelfAttention, WanTransformer
 from wanjax.training.adapters import LoraConfig, LoraLinear, adapt, export_factors, is_factor, remove_adapters
 
-CONFIG = replace(TRANSFORMER, sparse_linear=SparseLinear())
+CONFIG = replace(TRANSFORMER, sparse_linear=SparseLinearAttentionConfig())
 PROJECTION = "blocks.self_attn.proj_l"
 SPARSE = AttentionConfig.parse("sla:top=0.5,block_q=16,block_kv=8")
 

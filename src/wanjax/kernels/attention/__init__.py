@@ -13,7 +13,7 @@ from wanjax.kernels.attention.api import (
 from wanjax.kernels.attention.config import AUTO, IMPLEMENTATIONS, AttentionConfig
 from wanjax.kernels.attention.joint import VideoTextPair
 from wanjax.kernels.attention.radial import Radial
-from wanjax.kernels.attention.sparse_linear import Projection, SparseLinear
+from wanjax.kernels.attention.sparse_linear import Projection, SparseLinearAttentionConfig
 
 __all__ = [
     "AUTO",
@@ -22,7 +22,7 @@ __all__ = [
     "ImplementationChoice",
     "Projection",
     "Radial",
-    "SparseLinear",
+    "SparseLinearAttentionConfig",
     "VideoTextPair",
     "attention",
     "attention_to_cache",

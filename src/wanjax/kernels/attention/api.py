@@ -27,7 +27,7 @@ from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache
 from wanjax.kernels.attention.masks import Window, length_mask
 from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.attention.ring_weights import ShardedMatrix
-from wanjax.kernels.attention.sparse_linear import Projection, SparseLinear
+from wanjax.kernels.attention.sparse_linear import Projection, SparseLinearAttentionConfig
 from wanjax.kernels.target import target
 from wanjax.sharding import current_partitioner
 
@@ -193,7 +193,7 @@ def sparse_linear_attention(
     k: Float[Array, "B S K D"],
     v: Float[Array, "B S K D"],
     projection: Projection,
-    sparse: SparseLinear,
+    sparse: SparseLinearAttentionConfig,
     *,
     kv_length: int | None = None,
     implementation: str | None = None,

@@ -9,7 +9,7 @@ from wanjax.kernels.attention import chunked, cudnn, flash_tpu, reference, splas
 from wanjax.kernels.attention.flash_tiles import Config, Int8Config, Tiles
 from wanjax.kernels.attention.implementation import Implementation
 from wanjax.kernels.attention.radial import DEFAULT_DECAY, MAX_DECAY, Radial
-from wanjax.kernels.attention.sparse_linear import SparseLinear
+from wanjax.kernels.attention.sparse_linear import SparseLinearAttentionConfig
 
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.attention, reference.unsupported, chunked.gradient),
@@ -46,7 +46,7 @@ class AttentionConfig:
     window: int | None = None
     radial: bool = False
     decay: float | None = None
-    sparse: SparseLinear | None = None
+    sparse: SparseLinearAttentionConfig | None = None
 
     @classmethod
     def of(cls, value: "str | AttentionConfig | None") -> "AttentionConfig":
@@ -69,7 +69,7 @@ class AttentionConfig:
         if name == _RADIAL_NAME:
             return cls(radial=True, decay=_parse_decay(options) if options else None)
         if name == _SPARSE_NAME:
-            return cls(sparse=SparseLinear.parse(options))
+            return cls(sparse=SparseLinearAttentionConfig.parse(options))
         if name not in (_AUTO_NAME, *IMPLEMENTATIONS):
             names = ", ".join((_AUTO_NAME, *IMPLEMENTATIONS, _RADIAL_NAME, _SPARSE_NAME))
             raise WanjaxError(f"no attention is named {name!r}: choose {names}")

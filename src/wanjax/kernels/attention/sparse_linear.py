@@ -26,7 +26,7 @@ SUM_EPSILON = 1e-5  # added to the sum of linear attention's weights
 
 
 @dataclass(frozen=True)
-class SparseLinear:
+class SparseLinearAttentionConfig:
     """The options of sparse-linear attention.
 
     Attributes:
@@ -48,7 +48,7 @@ class SparseLinear:
                 raise WanjaxError(f"{name}={getattr(self, name)}: give a number of tokens from 1 on")
 
     @classmethod
-    def parse(cls, text: str) -> "SparseLinear":
+    def parse(cls, text: str) -> "SparseLinearAttentionConfig":
         """Parse text such as `top=0.1` or `top=0.25,block_q=8,block_kv=4`. Raises WanjaxError if the text is
         malformed."""
         types, options = {field.name: type(field.default) for field in fields(cls)}, {}
@@ -94,7 +94,7 @@ def attention(
     v: Float[Array, "B L N D"],
     projection: Projection,
     *,
-    sparse: SparseLinear,
+    sparse: SparseLinearAttentionConfig,
     kv_length: int,
 ) -> Float[Array, "B L N D"]:
     """Return the sum of the sparse and the linear part for the first `kv_length` tokens, and zeros for later tokens.
@@ -119,7 +119,7 @@ def attention(
 
 
 def choose_blocks(
-    q: Float[Array, "_B L D"], k: Float[Array, "_B L D"], sparse: SparseLinear
+    q: Float[Array, "_B L D"], k: Float[Array, "_B L D"], sparse: SparseLinearAttentionConfig
 ) -> Int32[Array, "_B _L _S"]:
     """Return, for each block of queries, the indices of the selected blocks of keys in ascending order.
 

@@ -18,7 +18,7 @@ from wanjax.kernels.attention.blocks import batch_to_heads, even_blocks, heads_t
 from wanjax.kernels.attention.sparse_linear import (
     LinearAttentionState,
     Projection,
-    SparseLinear,
+    SparseLinearAttentionConfig,
     choose_blocks,
     linear_attention,
     linear_attention_state,
@@ -39,7 +39,7 @@ def attention(
     v: Float[Array, "B L N D"],
     projection: Projection,
     *,
-    sparse: SparseLinear,
+    sparse: SparseLinearAttentionConfig,
     kv_length: int,
 ) -> Float[Array, "B L N D"]:
     """Compute the same as the reference, block by block. The gradient is also computed block by block."""
@@ -49,7 +49,14 @@ def attention(
 
 
 def with_gradient(
-    forward: Forward, q: Array, k: Array, v: Array, projection: Projection, *, sparse: SparseLinear, kv_length: int
+    forward: Forward,
+    q: Array,
+    k: Array,
+    v: Array,
+    projection: Projection,
+    *,
+    sparse: SparseLinearAttentionConfig,
+    kv_length: int,
 ) -> Float[Array, "B L N D"]:
     """Return the result of `forward(q, k, v, projection)`, with `gradient` of this file as its gradient.
 
@@ -71,7 +78,9 @@ def with_gradient(
     return with_backward(fwd, bwd, q, k, v, projection)
 
 
-def _forward(q, k, v, projection: Projection, *, sparse: SparseLinear, kv_length: int) -> tuple[Array, Array]:
+def _forward(
+    q, k, v, projection: Projection, *, sparse: SparseLinearAttentionConfig, kv_length: int
+) -> tuple[Array, Array]:
     heads = _flatten_heads(kv_length, q, k, v)
     selected = choose_blocks(heads[0], heads[1], sparse)
     return _unflatten_heads(attend(heads, projection, selected, sparse), q.shape), selected
@@ -130,7 +139,7 @@ def attend(
     heads: Sequence[Float[Array, "_B L D"]],
     projection: Projection,
     selected: Int32[Array, "_B _L _S"],
-    sparse: SparseLinear,
+    sparse: SparseLinearAttentionConfig,
 ) -> Float[Array, "_B L D"]:
     """Return the sum of the sparse and the linear part. `heads` are q, k and v of the heads of all examples."""
     q, k, v = heads
@@ -156,7 +165,7 @@ def gradient(
     heads: Sequence[Float[Array, "_B L D"]],
     projection: Projection,
     selected: Int32[Array, "_B _L _S"],
-    sparse: SparseLinear,
+    sparse: SparseLinearAttentionConfig,
 ) -> tuple[Float32[Array, "_B L D"], Float32[Array, "_B L D"], Float32[Array, "_B L D"], Projection]:
     """Return the gradients of q, k, v and the projection. `heads` are q, k, v and the gradient of the result, each for
     the heads of all examples."""
@@ -209,7 +218,7 @@ def _matmul_dtype(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return x.astype(jnp.float32) if target(x).platform == "cpu" and not uses_bfloat16_instructions(x) else x
 
 
-def _blocks_per_step(selected: Int32[Array, "_B _L _S"], sparse: SparseLinear, q: Array) -> int:
+def _blocks_per_step(selected: Int32[Array, "_B _L _S"], sparse: SparseLinearAttentionConfig, q: Array) -> int:
     """Return the number of blocks of queries that are computed together."""
     byte_budget = SCORE_BYTES_ON_CPU if target(q).platform == "cpu" else SCORE_BYTES
     bytes_per_block = 4 * selected.shape[0] * selected.shape[2] * sparse.block_q * sparse.block_kv

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32
 from wanjax.kernels.alignment import ceil_div
 from wanjax.kernels.attention.blocks import matmul_precision
 from wanjax.kernels.attention.implementation import INTERPRETER_ADVICE
-from wanjax.kernels.attention.sparse_linear import SUM_EPSILON, Projection, SparseLinear
+from wanjax.kernels.attention.sparse_linear import SUM_EPSILON, Projection, SparseLinearAttentionConfig
 from wanjax.kernels.attention.sparse_linear_chunked import with_gradient
 from wanjax.kernels.attention.sparse_linear_kernel import TILE_KV, KernelSizes, attend, list_blocks, prepare
 from wanjax.kernels.target import vmem_bytes
@@ -43,7 +43,7 @@ class Config:
     interpret: bool = False
 
 
-def unsupported(q: Array, sparse: SparseLinear, kv_length: int, config: Config | None) -> str | None:
+def unsupported(q: Array, sparse: SparseLinearAttentionConfig, kv_length: int, config: Config | None) -> str | None:
     """Return the reason why this call is not supported, or None."""
     vmem_capacity = vmem_bytes()
     if vmem_capacity is None and not (config and config.interpret):
@@ -63,7 +63,7 @@ def attention(
     v: Float[Array, "B L N D"],
     projection: Projection,
     *,
-    sparse: SparseLinear,
+    sparse: SparseLinearAttentionConfig,
     kv_length: int,
     config: Config | None = None,
 ) -> Float[Array, "B L N D"]:
@@ -73,7 +73,7 @@ def attention(
 
 
 def _forward(
-    q, k, v, projection: Projection, *, sparse: SparseLinear, kv_length: int, config: Config
+    q, k, v, projection: Projection, *, sparse: SparseLinearAttentionConfig, kv_length: int, config: Config
 ) -> tuple[Array, Array]:
     shape, sizes = q.shape, _sizes(q, sparse, kv_length, config)
     buffers = 2 if _vmem_needed(q, kv_length, 2) <= (vmem_bytes() or 0) else 1
@@ -94,7 +94,7 @@ def _vmem_needed(q: Array, kv_length: int, buffers: int) -> int:
     return 2 * buffers * kv_length * q.shape[3] * q.dtype.itemsize + OTHER_VMEM_BYTES
 
 
-def _sizes(q: Array, sparse: SparseLinear, kv_length: int, config: Config) -> KernelSizes:
+def _sizes(q: Array, sparse: SparseLinearAttentionConfig, kv_length: int, config: Config) -> KernelSizes:
     top_k = sparse.top_k(kv_length)
     sizes = KernelSizes(q.shape[1], kv_length, q.shape[2], sparse.block_q, sparse.block_kv, top_k, lists=1, unroll=1)
     tiles_per_list = sizes.tiles + 1

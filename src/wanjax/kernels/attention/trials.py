@@ -182,7 +182,7 @@ def _splash_trials() -> Iterator[Trial]:
 
 
 def _sparse_trials() -> Iterator[Trial]:
-    sparse = sparse_linear.SparseLinear(0.3)
+    sparse = sparse_linear.SparseLinearAttentionConfig(0.3)
     projection = sparse_linear.Projection(normal(8, HEAD_DIM, HEAD_DIM) / math.sqrt(HEAD_DIM), normal(9, HEAD_DIM))
 
     def run(operands: list[jax.Array], interpret: bool) -> jax.Array:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from wanjax.kernels.attention import AUTO, AttentionConfig, SparseLinear
+from wanjax.kernels.attention import AUTO, AttentionConfig, SparseLinearAttentionConfig
 from wanjax.layers.flops import attention_flops, linear_flops
 from wanjax.layers.tiling import Tiling
 
@@ -28,7 +28,7 @@ class TransformerConfig:
     text_width: int
     frequency_dim: int
     eps: float
-    sparse_linear: SparseLinear | None
+    sparse_linear: SparseLinearAttentionConfig | None
 
     @property
     def width(self) -> int:

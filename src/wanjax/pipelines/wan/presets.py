@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.checkpoints.sources import Source, read_json
-from wanjax.kernels.attention import SparseLinear
+from wanjax.kernels.attention import SparseLinearAttentionConfig
 from wanjax.models.clip import CLIP_VIT_H
 from wanjax.models.t5 import UMT5_XXL
 from wanjax.models.wan.config import (
@@ -596,7 +596,7 @@ def _sparse_linear_preset(name: str, base: str, file: str, **settings: Any) -> P
     """
     preset, repository = preset_named(base), f"TurboDiffusion/{file.replace('-high', '')}"
     model: Any = preset.model
-    config = replace(model.transformer, sparse_linear=SparseLinear())
+    config = replace(model.transformer, sparse_linear=SparseLinearAttentionConfig())
     if model.spec.required_inputs:
         settings |= {"resize": "stretch"}
     size = f"{settings['height']}p"
