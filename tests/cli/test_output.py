@@ -162,14 +162,14 @@ def test_settings_that_a_folder_of_pictures_omits_are_reported_once(model):
 
 
 @pytest.mark.parametrize(
-    ("videos", "words"),
+    ("num_videos", "words"),
     [(None, "completed kept continue"), (0, "no video complete start again"), (2, "completed kept continue")],
 )
-def test_a_stopped_command_says_what_is_complete(tmp_path, videos, words):
+def test_a_stopped_command_says_what_is_complete(tmp_path, num_videos, words):
     report = Report()
     assert report.outcome == ""
     report.enable_resume()
-    report.videos = videos
+    report.num_videos = num_videos
     assert has_line_with_words(report.outcome, words)
     report.print_result(tmp_path / "a.mp4", {})
     assert has_line_with_words(report.outcome, "completed is kept")

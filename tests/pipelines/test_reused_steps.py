@@ -405,15 +405,15 @@ def test_a_step_without_a_cache_contains_nothing_of_caches(pipe):
 
     def take_step(step: Any, state: Any, inputs: Any, scale: Any, schedule: Any) -> Any:
         network = nnx.merge(step.graphdef, inputs.weights)
-        videos, *shape = state.x.shape
-        x = jnp.broadcast_to(state.x, (inputs.batch // videos, videos, *shape)).reshape(-1, *shape)
+        num_videos, *shape = state.x.shape
+        x = jnp.broadcast_to(state.x, (inputs.batch // num_videos, num_videos, *shape)).reshape(-1, *shape)
         t = jax.tree.map(lambda time: jnp.full((inputs.batch,), time), step.denoiser.timesteps(schedule))
         predictions_of_prompts = [
             step.denoiser.predict(network, x, t, prompt, inputs.shared) for prompt in inputs.prompts
         ]
         predictions = jnp.concatenate([prediction.astype(jnp.float32) for prediction in predictions_of_prompts])
         clean = partial(step.scheduler.x0, schedule, 0)
-        guided, _ = GuidanceRule.combine(predictions, videos, scale, state.x, clean, None)
+        guided, _ = GuidanceRule.combine(predictions, num_videos, scale, state.x, clean, None)
         prediction = replicate(guided)
         x0 = replicate(step.scheduler.x0(schedule, 0, prediction, state.x))
         x, solver = replicate(step.scheduler.step(schedule, 0, prediction, state.x, state.solver))

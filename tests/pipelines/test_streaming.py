@@ -36,9 +36,9 @@ SETTINGS: dict[str, Any] = {"size": SIZE, "frames": FRAMES, "steps": 3}
 LEVELS = [1.0, 5 * (2 / 3) / (1 + 4 * (2 / 3)), 5 * (1 / 3) / (1 + 4 * (1 / 3)), 0.0]  # three steps, shifted by 5
 
 
-def make_conditioning(videos=1):
+def make_conditioning(num_videos=1):
     random = np.random.default_rng(2)
-    embeddings = (jnp.asarray(random.normal(size=(videos, 7, 8)), jnp.float32) for _ in range(2))
+    embeddings = (jnp.asarray(random.normal(size=(num_videos, 7, 8)), jnp.float32) for _ in range(2))
     return WanConditioning(*embeddings)
 
 

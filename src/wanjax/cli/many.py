@@ -210,7 +210,7 @@ def find_missing(report: Report, tasks: Sequence[Task], folder: AnyPath, force: 
     missing_tasks.sort(
         key=lambda task: task.output in manifest.failed
     )  # last, so that a task that made an earlier run fail does not delay the other tasks
-    report.videos = len(existing)
+    report.num_videos = len(existing)
     report.note(format_batch_progress(len(missing_tasks), len(existing), folder))
     return missing_tasks, manifest
 

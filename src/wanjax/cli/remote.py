@@ -211,7 +211,7 @@ def _generate_several(
     with created_output_folder(folder), closing(Manifest(folder)) as manifest:
         existing = set() if command.force else tasks.keys() & set(file_names_in(folder))
         missing_tasks = [task for name, task in tasks.items() if name not in existing]
-        report.videos = len(existing)
+        report.num_videos = len(existing)
         report.note(format_batch_progress(len(missing_tasks), len(existing), folder))
         for name in existing:
             manifest.add(tasks[name][0])

@@ -115,7 +115,7 @@ class Report:
         self.has_peers = False
         self.muted = False
         self.seconds: dict[str, float] = {}
-        self.videos: int | None = None
+        self.num_videos: int | None = None
         self._start_time = time.time()
         self._first_stage: float | None = None
         self._rows: dict[str, StageRow] = {}
@@ -140,8 +140,8 @@ class Report:
     def print_result(self, file: "AnyPath", metadata: Mapping[str, Any], **fields: Any) -> None:
         """Print the result of a run: the name of the file, or a JSON object with the file's metadata and the other
         `fields`."""
-        if self.videos is not None:
-            self.videos += 1
+        if self.num_videos is not None:
+            self.num_videos += 1
         text: str | bytes = str(file)
         if self.in_json:
             text = json.dumps({"file": text, **fields, "record": dict(metadata)})
@@ -201,7 +201,7 @@ class Report:
         """The last line for a run that did not complete: the command that resumes the run, or "" if there is none."""
         if not self.resume_command:
             return ""
-        if self.videos == 0:
+        if self.num_videos == 0:
             return f"no video is complete; start again with: {self.resume_command}\n"
         if not self._has_saved_work():
             return f"no work is complete; start again with: {self.resume_command}\n"

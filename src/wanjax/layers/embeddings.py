@@ -16,13 +16,13 @@ from wanjax.layers.placement import with_axes
 Timesteps = Float[Array, " B"] | Float[Array, ""] | float | int
 
 
-def broadcast_timesteps(t: Timesteps, videos: int) -> Float[Array, " B"]:
+def broadcast_timesteps(t: Timesteps, num_videos: int) -> Float[Array, " B"]:
     """Broadcast timesteps to [B], one for each video of the batch. Raises WanjaxError for another number of
     timesteps."""
-    if jnp.shape(t) not in ((), (1,), (videos,)):
-        problem = f"timesteps {repr_shape(t)} for {pluralize(videos, 'video')}"
+    if jnp.shape(t) not in ((), (1,), (num_videos,)):
+        problem = f"timesteps {repr_shape(t)} for {pluralize(num_videos, 'video')}"
         raise WanjaxError(f"{problem}: give one number, or one for each video")
-    return t if isinstance(t, jax.Array) and t.ndim else jnp.full((videos,), t, jnp.float32)
+    return t if isinstance(t, jax.Array) and t.ndim else jnp.full((num_videos,), t, jnp.float32)
 
 
 def checked_text(text: Float[Array, "B S E"], width: int) -> Float[Array, "B S E"]:

@@ -202,7 +202,7 @@ class State:
     average: Any = None  # [B T H W C], or a mapping by modality
 
     @property
-    def videos(self) -> int:
+    def num_videos(self) -> int:
         """The number of videos in the batch."""
         return jax.tree.leaves(self.x)[0].shape[0]
 
@@ -406,10 +406,10 @@ def take_step(
     """
     guidance, skip_scale = guidance if static.skipped else (guidance, None)
     denoiser, network = static.denoiser, nnx.merge(static.graphdef, inputs.weights)
-    videos, scheduler = state.videos, static.scheduler
+    num_videos, scheduler = state.num_videos, static.scheduler
 
     def repeat(x: Latents) -> Float[Array, "_P ... C"]:
-        return jnp.broadcast_to(x, (inputs.batch // videos, *x.shape)).reshape(-1, *x.shape[1:])
+        return jnp.broadcast_to(x, (inputs.batch // num_videos, *x.shape)).reshape(-1, *x.shape[1:])
 
     x = jax.tree.map(repeat, state.x)
     t = jax.tree.map(lambda time: jnp.full((inputs.batch,), time), denoiser.timesteps(schedule))
@@ -422,7 +422,7 @@ def take_step(
     clean = partial(scheduler.x0, schedule, 0)
     if static.skipped:
         difference = jax.tree.map(
-            lambda x, y: skip_scale * (x[:videos] - y[:videos]), prediction, prediction_with_skips
+            lambda x, y: skip_scale * (x[:num_videos] - y[:num_videos]), prediction, prediction_with_skips
         )
     else:
         difference = jax.tree.map(lambda x: None, prediction)
@@ -434,7 +434,7 @@ def take_step(
         prediction: Float[Array, "_P ... C"],
         difference: Latents | None,
     ) -> tuple[object, ...]:
-        prediction, average = replicate(static.guidance.combine(prediction, videos, guidance, x, clean, average))
+        prediction, average = replicate(static.guidance.combine(prediction, num_videos, guidance, x, clean, average))
         if difference is not None:
             prediction = replicate(prediction + difference)
         x0 = replicate(clean(prediction, x))

@@ -126,7 +126,7 @@ class GuidanceRule:
     def combine(
         cls,
         predictions: Float[Array, "P ... C"],
-        videos: int,
+        num_videos: int,
         values: Any,
         x: Latents,
         predict_x0: Callable[[Latents, Latents], Latents],
@@ -137,9 +137,9 @@ class GuidanceRule:
         Predictions for the prompts come first. Without guidance there are no predictions for negative prompts. The
         function `predict_x0` converts a prediction at x to clean latents. It is linear in the prediction and in x.
         """
-        if len(predictions) == videos:
+        if len(predictions) == num_videos:
             return predictions, moving_average
-        return cls.guide(predictions[:videos], predictions[videos:], values, x, predict_x0, moving_average)
+        return cls.guide(predictions[:num_videos], predictions[num_videos:], values, x, predict_x0, moving_average)
 
     @classmethod
     def guide(

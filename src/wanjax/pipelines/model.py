@@ -501,18 +501,18 @@ class ModelSpec:
         batch, channels, frames, height, width = self.latent_shape(settings)
         return batch, channels, references + self.denoised_frames(frames), height, width
 
-    def noise_shapes(self, settings: Settings, references: int = 0, videos: int = 1) -> dict[str, Shape]:
+    def noise_shapes(self, settings: Settings, references: int = 0, num_videos: int = 1) -> dict[str, Shape]:
         """Return the shapes of the initial noise of a batch of videos in one pass, by modality.
 
         Args:
             settings: The settings of the pass.
             references: The number of latent frames of reference images.
-            videos: The number of videos in the batch.
+            num_videos: The number of videos in the batch.
         """
         shapes = {VIDEO: self.noise_shape(settings, references), **self.modality_shapes(settings)}
-        return {name: (videos, *shape[1:]) for name, shape in shapes.items()}
+        return {name: (num_videos, *shape[1:]) for name, shape in shapes.items()}
 
-    def noise_inputs(self, settings: Settings, references: int = 0, videos: int = 1) -> Mapping[str, Shape]:
+    def noise_inputs(self, settings: Settings, references: int = 0, num_videos: int = 1) -> Mapping[str, Shape]:
         """Return the shapes of all noise that a caller can provide for a batch of videos, by name.
 
         `step_noise` has a row for each step of the settings. If denoising starts from an input video, the rows of the
@@ -521,19 +521,19 @@ class ModelSpec:
         Args:
             settings: The settings of the video.
             references: The number of latent frames of reference images.
-            videos: The number of videos in the batch.
+            num_videos: The number of videos in the batch.
         """
         _, channels, frames, *latent_size = self.latent_shape(settings)
         shapes = {}
         for pass_index, pass_settings in enumerate(self.passes_of(settings)):
-            for name, shape in self.noise_shapes(pass_settings, references, videos).items():
+            for name, shape in self.noise_shapes(pass_settings, references, num_videos).items():
                 shapes[noise_name(name, INITIAL, pass_index)] = shape
                 if self.scheduler.stochastic:
                     shapes[noise_name(name, STEP_NOISE, pass_index)] = (pass_settings.steps, *shape)
         for posterior in self.posteriors:
             if posterior.input_name in self.input_names:
                 count = 1 if posterior.input_name == "image" else frames
-                shapes[posterior.noise_name] = (videos, channels, count, *latent_size)
+                shapes[posterior.noise_name] = (num_videos, channels, count, *latent_size)
         return shapes
 
     def to_training_latents(self, latents: Float[Array, "B C T H W"]) -> Float[Array, "B _T H W C"]:

@@ -631,7 +631,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         if keep is not None:
             self.model.spec.check_not_chunked(video_settings.model, "a file to continue from")
             observers.append(ResumeObserver(keep, self.partitioner, continued))
-        check_denoise_memory(self, conditioning, video_settings, videos=len(seeds), batch_guidance=batch_guidance)
+        check_denoise_memory(self, conditioning, video_settings, num_videos=len(seeds), batch_guidance=batch_guidance)
         requests = [PreparedRequest(video_settings)]
         run = Run(self, requests, noise=noise, batch_guidance=batch_guidance, observers=observers)
         with run.stage("denoise"):
@@ -748,7 +748,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         check_function(callback, "callback", "a Step")
         video_settings = self._complete_settings(conditioning, dict(settings))
         seeds = resolve_seeds([settings.get("seed")], [video_settings.seed]) if seeds is None else resolve_seeds(seeds)
-        checked_noise_inputs(noise, self.model.spec.noise_inputs(video_settings, videos=len(seeds)))
+        checked_noise_inputs(noise, self.model.spec.noise_inputs(video_settings, num_videos=len(seeds)))
         requests = [PreparedRequest(video_settings)]
         observers = [CallbackObserver(callback)] if callback else []
         run = Run(self, requests, noise=noise, batch_guidance=batch_guidance, observers=observers)

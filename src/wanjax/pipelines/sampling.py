@@ -89,7 +89,7 @@ def denoise(
             groups = choose_groups(phase.guided, batch_guidance, runtime.partitioner)
             preparation = Preparation(groups, guidance.nag, chunk.index, past)
             contexts = model.prepare(runtime, network, conditioning, state.x, preparation)
-            inputs = ModelInputs(network.weights, *contexts, groups.batch * state.videos)
+            inputs = ModelInputs(network.weights, *contexts, groups.batch * state.num_videos)
             cache = make_cache(runtime, denoiser, network, schedule, phase)
             for index in remaining_steps:
                 reuses = cache.reuses(index)

@@ -113,7 +113,7 @@ def check_denoise_memory(
     conditioning: Conditioning,
     settings: Settings,
     *,
-    videos: int = 1,
+    num_videos: int = 1,
     batch_guidance: bool = False,
 ) -> None:
     """Raise WanjaxError if the steps of a video need more than this machine's memory.
@@ -122,13 +122,13 @@ def check_denoise_memory(
         pipe: The pipeline.
         conditioning: The output of `encode`.
         settings: The settings of the video.
-        videos: The number of videos in the batch.
+        num_videos: The number of videos in the batch.
         batch_guidance: As in `Pipeline.denoise`.
     """
-    if not _is_small(pipe, settings.size, settings.frames * videos):
+    if not _is_small(pipe, settings.size, settings.frames * num_videos):
         trace, traced_pipe = _traced(pipe, memory=0)
         run = Run(traced_pipe, [PreparedRequest(settings)], batch_guidance=batch_guidance)
-        for _ in run.latents(conditioning, settings, [0] * videos):
+        for _ in run.latents(conditioning, settings, [0] * num_videos):
             pass
         _check_peak(settings, trace)
 

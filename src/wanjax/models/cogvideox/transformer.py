@@ -209,8 +209,11 @@ class CogVideoXTransformer(nnx.Module):
         Raises:
             WanjaxError: The latents have another number of channels.
         """
-        config, grid, videos = self.config, self.grid(latents), len(latents)
-        context, t = context if isinstance(context, tuple) else self.context(context), broadcast_timesteps(t, videos)
+        config, grid, num_videos = self.config, self.grid(latents), len(latents)
+        context, t = (
+            context if isinstance(context, tuple) else self.context(context),
+            broadcast_timesteps(t, num_videos),
+        )
         if context.nag is not None:  # two sequences for each video: one with the prompt, one with the negative prompt
             latents, t = jnp.concatenate([latents, latents]), jnp.concatenate([t, t])
         positions = positions or self.positions(grid, context.text.shape[1])
@@ -228,7 +231,7 @@ class CogVideoXTransformer(nnx.Module):
             x = scan_blocks(self.blocks, run, cache.before(part, x), part=part, projections=Block.projections)
         x = cache.after(x)
         if context.nag is not None:  # the video's tokens are equal in both sequences
-            x, time = x[:videos], time[:videos]
+            x, time = x[:num_videos], time[:num_videos]
 
         shift, scale = jnp.split(self.out_mod(time)[:, None], 2, axis=-1)
         x = self.norm_out(self.norm_final(x))

@@ -142,8 +142,8 @@ def make_animate_context(
         nag: The scale, tau and alpha of normalized attention guidance; None without it.
     """
     contexts, shared = make_context.function(static, x, weights, prompts, condition, features, nag)
-    videos, batch = len(prompts[0]), static[1].batch
-    negatives = (videos,) if batch > 1 else (0, videos)
+    num_videos, batch = len(prompts[0]), static[1].batch
+    negatives = (num_videos,) if batch > 1 else (0, num_videos)
     animate_contexts = tuple(AnimateContext(keys, count) for keys, count in zip(contexts, negatives, strict=False))
     return animate_contexts, shared.rope, shared.condition
 
