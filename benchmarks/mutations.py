@@ -332,7 +332,7 @@ MUTATIONS = (
         "x = np.repeat(x, size, axis)",
         "x = np.concatenate([x] * size, axis)",
         "fp8 weights with a scale for each block are multiplied by the scales of other blocks",
-        ("checkpoints/test_dequantized.py::test_every_spelling_and_shape_is_dequantized",),
+        ("checkpoints/test_dequantized.py::test_every_name_and_shape_of_a_scale_is_dequantized",),
     ),
     Mutation(
         "table-rows",

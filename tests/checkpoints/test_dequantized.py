@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""8-bit weights with scales, in every published spelling and shape: dequantized to within one rounding."""
+"""8-bit weights with scales, with every published name and shape of the scales: dequantized to within one rounding."""
 
 import json
 import shutil
@@ -94,12 +94,12 @@ def is_near(result, x, full_scale):
     return (np.abs(result - x) <= np.abs(x) * ROUNDING + full_scale * SMALLEST).all()
 
 
-@pytest.mark.parametrize("spelling", ["scale_weight", "weight_scale", "weight_scale_inv"])
+@pytest.mark.parametrize("scale_name", ["scale_weight", "weight_scale", "weight_scale_inv"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_spelling_and_shape_is_dequantized(shape, layout, spelling):
+def test_every_name_and_shape_of_a_scale_is_dequantized(shape, layout, scale_name):
     x = weight(shape)
-    tensors, full_scale = quantize("a.b", x, layout, spelling)
+    tensors, full_scale = quantize("a.b", x, layout, scale_name)
     bias = np.ones(shape[0], np.float32)
     reader = DequantizedReader(Tensors(tensors | {"a.b.bias": bias}))
     assert set(reader.specs) == {"a.b.weight", "a.b.bias"}

@@ -431,10 +431,13 @@ class ConversionToWanjax(Conversion):
             assignments = self._assignments[entry.name]
             stacks = {assignment.target for assignment in assignments if assignment.stacked}
             kernels = self._kernels[entry.name]
-            stacks |= {kernels[name].values for name in stacks & kernels.keys()}
+            stacks |= {kernels[name].values_name for name in stacks & kernels.keys()}
             chunks = {name: chunk_shape(spec, name in stacks) for name, spec in entry.written.items()}
             for kernel in kernels.values():  # a chunk of scales has the same blocks as a chunk of values
-                chunks[kernel.scale] = (*chunks[kernel.values][:-2], entry.written[kernel.scale].shape[-1])
+                chunks[kernel.scale_name] = (
+                    *chunks[kernel.values_name][:-2],
+                    entry.written[kernel.scale_name].shape[-1],
+                )
             arrays = OrbaxCheckpoint.create(self.partial / entry.name / WEIGHTS_FOLDER, entry.written, chunks)
             stream(assignments, self._readers[entry.name], arrays, kernels, progress)
             if entry.unused:

@@ -42,14 +42,14 @@ from wanjax.errors import WanjaxError
 class TensorNames(NamedTuple):
     """The names that a program gives to the tensors of an 8-bit weight, within its module.
 
-    The weight is (numbers - zero_point) · scale / divisor. `zero_point` is "" if the program writes no zero point.
+    The weight is (numbers - zero point) · scale / divisor. `zero_point_name` is "" if the program writes no zero point.
     `is_integer` says whether the numbers are integers; None means integers or floats. `dtype` is the dtype of the
     dequantised weight.
     """
 
-    numbers: str
-    scale: str
-    zero_point: str = ""
+    numbers_name: str
+    scale_name: str
+    zero_point_name: str = ""
     is_integer: bool | None = False
     divisor: int = 1
     dtype: Any = np.float32
@@ -89,9 +89,9 @@ QUANTIZATION_ADVICE = "save the weights as floats, as 8-bit floats, or as 8-bit 
 class _Parts(NamedTuple):
     """The names of a quantised weight's tensors in the files, and the entry of `TENSOR_NAMES` that they match."""
 
-    numbers: str
-    scale: str
-    zero_point: str | None
+    numbers_name: str
+    scale_name: str
+    zero_point_name: str | None
     tensor_names: TensorNames
 
 
@@ -133,15 +133,15 @@ class DequantizedReader(TensorReaderView):
             if weight not in self._parts and (layer_format.scale_block or layer_format.dtype == np.int8):
                 raise WanjaxError(f"{weight} is in {layer_format.name} but has no {weight}_scale: get the file again")
         for weight, parts in self._parts.items():
-            unread_keys |= {parts.scale, *([parts.zero_point] if parts.zero_point else [])}
-            zero_point = reader.specs[parts.zero_point] if parts.zero_point else None
+            unread_keys |= {parts.scale_name, *([parts.zero_point_name] if parts.zero_point_name else [])}
+            zero_point = reader.specs[parts.zero_point_name] if parts.zero_point_name else None
             layer_format = self._formats.get(weight)
             if layer_format is None or not layer_format.scale_block:
-                _check_parts(parts, self._stored(weight), reader.specs[parts.scale], zero_point)
+                _check_parts(parts, self._stored(weight), reader.specs[parts.scale_name], zero_point)
                 _check_rotation(weight, self._stored(weight), layer_format)
             else:
                 unread_keys |= self._check_blocks(weight, layer_format)
-        weight_by_numbers = {parts.numbers: weight for weight, parts in self._parts.items()}
+        weight_by_numbers = {parts.numbers_name: weight for weight, parts in self._parts.items()}
         names = [weight_by_numbers.get(key, key) for key in reader.specs if key not in unread_keys]
         self.specs = {key: self._spec(key) for key in names}
         for key, (_, dtype) in self.specs.items():
@@ -150,12 +150,16 @@ class DequantizedReader(TensorReaderView):
 
     @property
     def is_quantized(self) -> bool:
-        return super().is_quantized or any(self._reader.specs[x.numbers].dtype == np.int8 for x in self._parts.values())
+        return super().is_quantized or any(
+            self._reader.specs[x.numbers_name].dtype == np.int8 for x in self._parts.values()
+        )
 
     def _is_modelopt_nvfp4(self, parts: _Parts) -> bool:
         """Return whether a weight is in ModelOpt's NVFP4: bytes, 8-bit scales of blocks, and a scale of the tensor."""
         specs = self._reader.specs
-        is_packed = specs[parts.numbers].dtype == np.uint8 and specs[parts.scale].dtype == ml_dtypes.float8_e4m3fn
+        is_packed = (
+            specs[parts.numbers_name].dtype == np.uint8 and specs[parts.scale_name].dtype == ml_dtypes.float8_e4m3fn
+        )
         return is_packed and _tensor_scale(parts) in specs
 
     def _stored(self, key: str) -> Spec:
@@ -173,7 +177,7 @@ class DequantizedReader(TensorReaderView):
 
     def _names(self, key: str) -> str:
         """Return the name in the files of a tensor, or of the numbers of a quantised weight."""
-        return self._parts[key].numbers if key in self._parts else key
+        return self._parts[key].numbers_name if key in self._parts else key
 
     def read(self, key: str) -> np.ndarray:
         x = self._reader.read(self._names(key))
@@ -183,8 +187,8 @@ class DequantizedReader(TensorReaderView):
             return x
         if layer_format and layer_format.scale_block:
             return self._read_blocks(x, parts, layer_format)
-        scale = self._expand_scale(parts.scale, x.shape) / parts.tensor_names.divisor
-        zero_point = self._expand_scale(parts.zero_point, x.shape) if parts.zero_point else None
+        scale = self._expand_scale(parts.scale_name, x.shape) / parts.tensor_names.divisor
+        zero_point = self._expand_scale(parts.zero_point_name, x.shape) if parts.zero_point_name else None
         numbers = np.empty(x.shape, np.float32)
         for piece in row_pieces(x.shape):
             widen(x[piece], numbers[piece])
@@ -198,7 +202,7 @@ class DequantizedReader(TensorReaderView):
     def _read_blocks(self, x: np.ndarray, parts: _Parts, layer_format: LayerFormat) -> np.ndarray:
         """Dequantise a weight with a scale for each block of a row."""
         (rows, columns), block = layer_format.shape(x.shape), layer_format.scale_block
-        scales = self._reader.read(parts.scale)
+        scales = self._reader.read(parts.scale_name)
         if not layer_format.row_by_row:
             scales = untile(scales, rows, columns // block)
         scale_dtype = ml_dtypes.float8_e4m3fn if layer_format.packed else ml_dtypes.float8_e8m0fnu
@@ -206,7 +210,7 @@ class DequantizedReader(TensorReaderView):
         if layer_format.packed:
             scales = scales * self._reader.read(_tensor_scale(parts)).astype(np.float32).reshape(())
         if not np.isfinite(scales).all():
-            raise WanjaxError(f"{parts.scale} has numbers that are not finite: get the file again")
+            raise WanjaxError(f"{parts.scale_name} has numbers that are not finite: get the file again")
         numbers = np.empty((rows, columns), np.float32)
         for piece in row_pieces(numbers.shape):
             if layer_format.packed:
@@ -220,26 +224,27 @@ class DequantizedReader(TensorReaderView):
     def _check_blocks(self, weight: str, layer_format: LayerFormat) -> set[str]:
         """Raise WanjaxError unless a weight has a scale for each block of its rows; return the names of its scales."""
         parts, shape = self._parts[weight], self._stored(weight).shape
-        scale = self._reader.specs[parts.scale]
+        scale = self._reader.specs[parts.scale_name]
         if len(shape) != 2 or 0 in shape or shape[1] % layer_format.scale_block:
             raise WanjaxError(
-                f"{parts.numbers} is {list(shape)} in {layer_format.name}, but rows must consist of whole blocks of "
-                f"{layer_format.scale_block} numbers: get the file again"
+                f"{parts.numbers_name} is {list(shape)} in {layer_format.name}, but rows must consist of whole blocks "
+                f"of {layer_format.scale_block} numbers: get the file again"
             )
         expected_shape = layer_format.scale_shape(shape)
         if math.prod(scale.shape) != math.prod(expected_shape) or scale.dtype.itemsize != 1:
             raise WanjaxError(
-                f"{parts.scale} is {scale.dtype} {list(scale.shape)}, but {parts.numbers} is {layer_format.name} of "
-                f"{list(shape)}, which needs scales {list(expected_shape)} of one byte: get the file again"
+                f"{parts.scale_name} is {scale.dtype} {list(scale.shape)}, but {parts.numbers_name} is "
+                f"{layer_format.name} of {list(shape)}, which needs scales {list(expected_shape)} of one byte: get the "
+                "file again"
             )
         if not layer_format.packed:
-            return {parts.scale}
+            return {parts.scale_name}
         tensor_scale = _tensor_scale(parts)
         if (spec := self._reader.specs.get(tensor_scale)) is None or math.prod(spec.shape) != 1:
             raise WanjaxError(
                 f"{weight} is in {layer_format.name} but has no {tensor_scale} with one number: get the file again"
             )
-        return {parts.scale, tensor_scale}
+        return {parts.scale_name, tensor_scale}
 
     def _expand_scale(self, key: str, shape: tuple[int, ...]) -> np.ndarray:
         """Read the scales or zero points of a weight, and repeat them so that they broadcast to its `shape`."""
@@ -267,7 +272,7 @@ def _split(key: str) -> tuple[str, str]:
 
 def _tensor_scale(parts: _Parts) -> str:
     """Return the name of NVFP4's scale for the whole tensor."""
-    return f"{_split(parts.scale)[0]}{TENSOR_SCALE}"
+    return f"{_split(parts.scale_name)[0]}{TENSOR_SCALE}"
 
 
 def _check_rotation(weight: str, spec: Spec, layer_format: LayerFormat | None) -> None:
@@ -292,20 +297,23 @@ def _group_tensors(keys: set[str]) -> dict[str, _Parts]:
     parts: dict[str, _Parts] = {}
     for tensor_names in TENSOR_NAMES:
         for key in keys:
-            module = key.removesuffix(tensor_names.numbers)
+            module = key.removesuffix(tensor_names.numbers_name)
             if key == module or (module and not module.endswith(".")):
                 continue
             weight, scale, zero_point = (
-                f"{module}{part}" for part in ("weight", tensor_names.scale, tensor_names.zero_point)
+                f"{module}{part}" for part in ("weight", tensor_names.scale_name, tensor_names.zero_point_name)
             )
             if scale in keys and weight in parts:
-                raise WanjaxError(f"{weight} has both {parts[weight].scale} and {scale}: remove one of them")
-            if tensor_names.numbers != "weight" and (weight in keys or scale not in keys):
+                raise WanjaxError(f"{weight} has both {parts[weight].scale_name} and {scale}: remove one of them")
+            if tensor_names.numbers_name != "weight" and (weight in keys or scale not in keys):
                 problem = f"contradicts {weight}: remove one of them" if weight in keys else f"has no {scale}: add it"
                 raise WanjaxError(f"{key} {problem}")
             if scale in keys:
                 parts[weight] = _Parts(
-                    key, scale, zero_point if tensor_names.zero_point and zero_point in keys else None, tensor_names
+                    key,
+                    scale,
+                    zero_point if tensor_names.zero_point_name and zero_point in keys else None,
+                    tensor_names,
                 )
     return parts
 
@@ -343,18 +351,18 @@ def _check_parts(parts: _Parts, spec: Spec, scale: Spec, zero_point: Spec | None
     supported = (is_float and not is_integer) or (spec.dtype == np.int8 and is_integer is not False)
     if not supported or not jnp.issubdtype(scale.dtype, jnp.floating):
         expected_text = {True: "8-bit integers", False: "8-bit floats", None: "8-bit floats or integers"}[is_integer]
-        problem = f"{parts.numbers} is {spec.dtype}, with the {scale.dtype} {parts.scale}"
+        problem = f"{parts.numbers_name} is {spec.dtype}, with the {scale.dtype} {parts.scale_name}"
         raise WanjaxError(f"{problem}: give {expected_text} with a scale of floats")
     if zero_point and (
         is_float or zero_point.shape != scale.shape or not jnp.issubdtype(zero_point.dtype, jnp.integer)
     ):
-        problem = (
-            f"{parts.zero_point} is {zero_point.dtype} {list(zero_point.shape)}, for {parts.numbers} of {spec.dtype}"
-        )
+        zero_point_text = f"{parts.zero_point_name} is {zero_point.dtype} {list(zero_point.shape)}"
+        problem = f"{zero_point_text}, for {parts.numbers_name} of {spec.dtype}"
         raise WanjaxError(f"{problem}: give integers of the shape {list(scale.shape)}, for weights of 8-bit integers")
     if 0 in scale.shape or _scale_grid(spec.shape, scale.shape) is None:
         expected_text = "one scale, or one for each row, each equal part of a row or each square block"
-        numbers = f"{parts.numbers}, {list(spec.shape)},"
+        numbers = f"{parts.numbers_name}, {list(spec.shape)},"
         raise WanjaxError(
-            f"{parts.scale} has the shape {list(scale.shape)}, but {numbers} needs {expected_text}: get the file again"
+            f"{parts.scale_name} has the shape {list(scale.shape)}, but {numbers} needs {expected_text}: "
+            "get the file again"
         )

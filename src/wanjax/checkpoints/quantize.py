@@ -46,18 +46,18 @@ class QuantizedKernel(NamedTuple):
 
     Attributes:
         layer: The projection.
-        values: The name of the parameter that contains the numbers.
-        scale: The name of the parameter that contains the scale.
+        values_name: The name of the parameter that contains the numbers.
+        scale_name: The name of the parameter that contains the scale.
     """
 
     layer: QuantizedLinear
-    values: str
-    scale: str
+    values_name: str
+    scale_name: str
 
     @property
     def specs(self) -> dict[str, Spec]:
         """The shapes and dtypes of the numbers and the scale, by parameter name."""
-        pairs = ((self.values, self.layer.values), (self.scale, self.layer.scale))
+        pairs = ((self.values_name, self.layer.values), (self.scale_name, self.layer.scale))
         arrays = ((name, variable.get_value()) for name, variable in pairs)
         return {name: Spec(tuple(x.shape), np.dtype(x.dtype)) for name, x in arrays}
 
@@ -74,8 +74,8 @@ def as_floats(parameters: Mapping[str, Any], kernels: Mapping[str, QuantizedKern
     """Return the parameters that the module has before quantization: each kernel replaces its numbers and its scale."""
     targets = dict(parameters)
     for name, kernel in kernels.items():
-        del targets[kernel.scale]
-        targets[name] = jax.ShapeDtypeStruct(targets.pop(kernel.values).shape, np.float32)
+        del targets[kernel.scale_name]
+        targets[name] = jax.ShapeDtypeStruct(targets.pop(kernel.values_name).shape, np.float32)
     return targets
 
 
@@ -112,7 +112,7 @@ def to_device_quantized(
     )
     scale = np.stack(scales) if stacked else scales[0]
     shards = make_array(lambda part, dtype: scale[part].astype(dtype), kernel.layer.scale.get_value())
-    return {kernel.values: values, kernel.scale: shards}
+    return {kernel.values_name: values, kernel.scale_name: shards}
 
 
 def quantize(kernel: np.ndarray, layer: QuantizedLinear, *, was_quantized: bool = False) -> QuantizedValues:

@@ -71,13 +71,13 @@ def stream(
     with Writer() as writer:
         for assignment in assignments:
             kernel = kernels.get(assignment.target)
-            array = arrays[assignment.target if kernel is None else kernel.values]
+            array = arrays[assignment.target if kernel is None else kernel.values_name]
             block_range = (lambda chunk: chunk[0]) if assignment.stacked else (lambda chunk: None)
             for block_slice, chunks in groupby(array.chunk_slices(), key=block_range):
                 written = {assignment.target: list(chunks)}
                 if kernel is not None:
-                    scale = arrays[kernel.scale].chunk_slices([] if block_slice is None else [block_slice])
-                    written = {kernel.values: written[assignment.target], kernel.scale: list(scale)}
+                    scale = arrays[kernel.scale_name].chunk_slices([] if block_slice is None else [block_slice])
+                    written = {kernel.values_name: written[assignment.target], kernel.scale_name: list(scale)}
                 _write_chunks(assignment, kernel, block_slice, arrays, written, reader, writer)
                 progress(sum(_chunk_bytes(arrays[name], chunk) for name in written for chunk in written[name]))
 
@@ -107,7 +107,7 @@ def _write_chunks(
     parts: dict[str, Sequence[np.ndarray]] = {assignment.target: tensors}
     if kernel is not None:
         quantized = [quantize(tensor, kernel.layer) for tensor in tensors]
-        parts = {kernel.values: [x.values for x in quantized], kernel.scale: [x.scale for x in quantized]}
+        parts = {kernel.values_name: [x.values for x in quantized], kernel.scale_name: [x.scale for x in quantized]}
     for name, blocks in parts.items():
         for chunk in missing[name]:
             values = np.empty([_slice_length(axis_slice) for axis_slice in chunk], arrays[name].dtype)
