@@ -148,7 +148,7 @@ def test_the_message_for_an_address_with_a_path_names_the_root(path):
     with run_server({f"{path}/v1/models": (404, {"error": {"message": "use /v1/videos, /v1/models"}})}) as url:
         message = refused("a cat", "--at", f"{url}{path}")
     advice = f"give its address without a path, as in {url}" if path else "check the address"
-    assert f"{url}{path} is not the address of a wanjax serve: {advice}" in message
+    assert f"{url}{path} is not the address of a wanjax server: {advice}" in message
     assert "/v1/videos" not in message
 
 

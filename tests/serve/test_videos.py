@@ -854,7 +854,7 @@ def test_clients_choose_windows_and_the_operator_extends_prompts(start):
     refused = server.client.post("/v1/videos", json=SMALL | {"extend_prompt": "http://127.0.0.1:1/v1"})
     assert refused.status_code == 422
     assert not server.client.get("/v1/models").json()["data"][0]["extends_prompts"]
-    server.maker.extend_prompt = lambda text, picture: ExtendedPrompt(f"{text} moving", text)
+    server.maker.extend_prompt = lambda text, has_picture: ExtendedPrompt(f"{text} moving", text)
     result = server.wait_until_finished(server.post_video(windows=3, then=["a blue circle"])["id"])
     assert result["status"] == "completed", result["error"]
     assert float(result["seconds"]) == 13 / result["settings"]["fps"]

@@ -18,8 +18,8 @@ CACHE_FILE = "extended_prompts.json"
 class Extender:
     """Extends prompts by a language model at an address. The extended prompts of a list are cached in a file."""
 
-    def __init__(self, report: Report, url: str, model: str | None, *, picture: bool):
-        self.report, self.url, self.model, self.picture = report, url, model, picture
+    def __init__(self, report: Report, url: str, model: str | None, *, has_picture: bool):
+        self.report, self.url, self.model, self.has_picture = report, url, model, has_picture
 
     @classmethod
     def from_options(
@@ -40,11 +40,11 @@ class Extender:
                 "--extend-prompt works only in a single process, because each process would get a different "
                 "prompt: leave out --processes"
             )
-        return cls(report, command.extend_prompt, command.extend_model, picture="image" in request.inputs)
+        return cls(report, command.extend_prompt, command.extend_model, has_picture="image" in request.inputs)
 
     def __call__(self, prompt: str) -> ExtendedPrompt:
         """Extend a prompt, and print the result."""
-        extended_prompt = extend_prompt(prompt, self.url, model=self.model, picture=self.picture)
+        extended_prompt = extend_prompt(prompt, self.url, model=self.model, picture=self.has_picture)
         self.report.note(f"extended prompt: {extended_prompt}")
         return extended_prompt
 
@@ -56,7 +56,7 @@ class Extender:
         with self.report.stage("extend", at_once=True):
             for index, prompt in enumerate(prompts):
                 self.report.set_progress("prompt", index, len(prompts))
-                name = f"{self.model or ''} {'picture' if self.picture else 'text'}: {prompt}"
+                name = f"{self.model or ''} {'picture' if self.has_picture else 'text'}: {prompt}"
                 if name not in saved:
                     saved[name] = self(prompt)
                     with atomic_write(file) as partial_path:

@@ -620,13 +620,13 @@ class Server:
             if (message := _error_message(error)) is None:
                 reply = f"{error.code} {_printable(error.reason)}"
                 raise error_type(
-                    f"{self.url} is not a wanjax serve, it replied {reply}: check the address", error.code
+                    f"{self.url} is not a wanjax server, it replied {reply}: check the address", error.code
                 ) from error
             if error.code == HTTPStatus.NOT_FOUND and path == MODELS_PATH:
                 parts = urlsplit(self.url)
                 root = f"{parts.scheme}://{parts.netloc}"
                 advice = "check the address" if self.url == root else f"give its address without a path, as in {root}"
-                raise error_type(f"{self.url} is not the address of a wanjax serve: {advice}", error.code) from error
+                raise error_type(f"{self.url} is not the address of a wanjax server: {advice}", error.code) from error
             if error.code == HTTPStatus.UNAUTHORIZED:
                 raise error_type(_token_advice(self.url), error.code) from error
             raise error_type(f"{self.url} refuses this: {message}", error.code) from error

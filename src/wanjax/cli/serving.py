@@ -367,8 +367,8 @@ def build_maker(
     shows_previews = serve_options.preview or serve_options.preview_decoder is not None
     if (url := serve_options.extend_prompt) is not None:
         model = serve_options.extend_model
-        maker_options["extend_prompt"] = lambda prompt, picture: extend_prompt(
-            prompt, url, model=model, picture=picture
+        maker_options["extend_prompt"] = lambda prompt, has_picture: extend_prompt(
+            prompt, url, model=model, picture=has_picture
         )
     return ServedMaker(
         loaded_models, folder, compiles=serve_options.rehearse, preview=shows_previews, note=note, **maker_options

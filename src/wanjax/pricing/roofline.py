@@ -73,7 +73,7 @@ def find_hardware(name: str) -> Slice | Machine:
     if name not in hardware:
         matches = [candidate for candidate in hardware if name and candidate.startswith(name.lower())]
         advice = f"use {' or '.join(matches)}" if matches else f"use one of {', '.join((*SLICES, *machines()))}"
-        raise WanjaxError(f"no chip is named {name!r}: {advice}")
+        raise WanjaxError(f"no chip, GPU or machine is named {name!r}: {advice}")
     return hardware[name]
 
 
