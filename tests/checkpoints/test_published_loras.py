@@ -34,7 +34,7 @@ def diffusers_shapes(name):
     return {key: spec.shape for key, spec in network(name).specs.items()}
 
 
-def author_shapes(name):
+def shapes_by_original_names(name):
     """Return the shapes of a network's tensors by the authors' names, with q, k and v fused in some modules."""
     names, result = network(name).kind.lora_names or NameMap([]), {}
     for key, shape in diffusers_shapes(name).items():
@@ -63,7 +63,7 @@ def linear(shapes, pattern=r".*"):
 
 
 def blocks(name):
-    return linear(author_shapes(name), rf"blocks\.\d+\.(?:{ATTENTION})")
+    return linear(shapes_by_original_names(name), rf"blocks\.\d+\.(?:{ATTENTION})")
 
 
 def matches_of(path, name, tensors, dtypes=None):
@@ -78,7 +78,7 @@ def distilled_shapes(name, *, modulation, head=True):
     modulation: `diff_m` as lightx2v's, `diff` as Kijai's extractions; None where there is none.
     """
     result = {}
-    for key, shape in author_shapes(name).items():
+    for key, shape in shapes_by_original_names(name).items():
         module, _, leaf = key.rpartition(".")
         name_of_module = f"diffusion_model.{module}"
         if leaf == "weight" and len(shape) == 2 and (head or not key.startswith("head.")):
@@ -250,11 +250,11 @@ def comfy(modules):
 
 
 HUNYUAN = {
-    "authors": (781, lambda: factors(linear(author_shapes(VIDEO)), prefix="base_model.model.")),
+    "authors": (781, lambda: factors(linear(shapes_by_original_names(VIDEO)), prefix="base_model.model.")),
     "musubi-tuner": (
         756,
         lambda: factors(
-            linear(author_shapes(VIDEO), r"double_blocks\..*"),
+            linear(shapes_by_original_names(VIDEO), r"double_blocks\..*"),
             DOWN,
             UP,
             prefix="lora_unet_",
@@ -265,7 +265,7 @@ HUNYUAN = {
     "musubi-tuner's for ComfyUI": (
         540,
         lambda: factors(
-            comfy(linear(author_shapes(VIDEO), r"double_blocks\..*")),
+            comfy(linear(shapes_by_original_names(VIDEO), r"double_blocks\..*")),
             *(DOWN, UP),
             prefix="lora_unet_",
             underscores=True,
@@ -273,7 +273,10 @@ HUNYUAN = {
             rank=96,
         ),
     ),
-    "ComfyUI": (565, lambda: factors(comfy(linear(author_shapes(VIDEO))), DOWN, UP, prefix="diffusion_model.")),
+    "ComfyUI": (
+        565,
+        lambda: factors(comfy(linear(shapes_by_original_names(VIDEO))), DOWN, UP, prefix="diffusion_model."),
+    ),
     "diffusers": (785, lambda: factors(linear(diffusers_shapes(VIDEO)), prefix="transformer.")),
     "diffusers by kohya": (
         756,

@@ -35,14 +35,18 @@ HIGH, LOW = (f"wan2.2_i2v_A14b_{noise}_noise_lightx2v_4step" for noise in ("high
 COMFY = "model.diffusion_model."
 
 
-def author_shapes(config):
+def shapes_by_original_names(config):
     """Return the names and shapes of a transformer by its authors' names."""
     return {original.TRANSFORMER.to_authors(key): shape for key, shape in transformer_keys(config).items()}
 
 
 def write_file(path, config, extra=None, without=(), vae=VAE_2_1):
     """Write a file of a transformer and an autoencoder with ComfyUI's names, and extra tensors."""
-    keys = {COMFY + key: shape for key, shape in (author_shapes(config) | (extra or {})).items() if key not in without}
+    keys = {
+        COMFY + key: shape
+        for key, shape in (shapes_by_original_names(config) | (extra or {})).items()
+        if key not in without
+    }
     return hollow_file(path, keys | {f"vae.{key}": shape for key, shape in vae_keys(vae).items()})
 
 
@@ -118,7 +122,7 @@ def test_lightx2v_s_int8_file_is_the_four_step_model(kind, tmp_path):
     The autoencoder is in the same folder, so that nothing is downloaded.
     """
     name = "wan2.1_i2v_720p_int8_lightx2v_4step"
-    tensors = author_shapes(I2V_14B)
+    tensors = shapes_by_original_names(I2V_14B)
     matrices = [key for key, shape in tensors.items() if re.match(r"blocks\.\d+\..*\.weight$", key) and len(shape) == 2]
     scales = {f"{key}_scale": (tensors[key][0], 1) for key in matrices}
     dtypes = dict.fromkeys(matrices, "I8") | dict.fromkeys(scales, "F32")
@@ -141,22 +145,22 @@ def test_lightx2v_s_int8_file_is_the_four_step_model(kind, tmp_path):
 
 
 def test_a_folder_of_block_files_is_opened(tmp_path):
-    folder = write_split(tmp_path / "wan2.1_i2v_720p_int8_lightx2v_4step_split", author_shapes(I2V_14B))
+    folder = write_split(tmp_path / "wan2.1_i2v_720p_int8_lightx2v_4step_split", shapes_by_original_names(I2V_14B))
     source = open_source(folder)
     assert pipeline_class(source) == "WanImageToVideoPipeline"
     assert not has_two_experts(source)
-    assert len(source["transformer"].weights().specs) == len(author_shapes(I2V_14B))
+    assert len(source["transformer"].weights().specs) == len(shapes_by_original_names(I2V_14B))
     assert source.fallback_repo == "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"
     (folder / "config.json").write_text(json.dumps({"_class_name": "WanModel", "num_heads": 40, "eps": 1e-6}))
     hollow_file(folder / "Wan2.1_VAE.safetensors", vae_keys(VAE_2_1))
     source = open_source(folder)
     assert source.missing_components == ["image_encoder", "image_processor", "text_encoder", "tokenizer"]
-    assert len(source["transformer"].weights().specs) == len(author_shapes(I2V_14B))
+    assert len(source["transformer"].weights().specs) == len(shapes_by_original_names(I2V_14B))
 
 
 def test_folders_of_block_files_of_two_experts_are_opened(tmp_path):
     for name in (f"{HIGH}_split", f"{LOW}_split"):
-        write_split(tmp_path / name, author_shapes(I2V_A14B))
+        write_split(tmp_path / name, shapes_by_original_names(I2V_A14B))
     source = open_source(tmp_path / f"{LOW}_split")
     assert pipeline_class(source) == "WanImageToVideoPipeline"
     assert has_two_experts(source)
@@ -172,7 +176,7 @@ def test_folders_of_block_files_of_two_experts_are_opened(tmp_path):
 
 def test_experts_in_subfolders_of_block_files_are_opened(tmp_path):
     for name in ("high_noise_model", "low_noise_model"):
-        write_split(tmp_path / "model" / name, author_shapes(I2V_A14B))
+        write_split(tmp_path / "model" / name, shapes_by_original_names(I2V_A14B))
     assert pipeline_class(open_source(tmp_path / "model")) == "WanImageToVideoPipeline"
     assert has_two_experts(open_source(tmp_path / "model"))
 
@@ -291,7 +295,7 @@ OTHER_FILES = {  # by file name: the tensors, and the words of the message
         "InfiniteTalk",
     ),
     "Wan2_1-VACE_module_14B": (
-        {k: v for k, v in author_shapes(VACE_14B).items() if k.startswith("vace")},
+        {k: v for k, v in shapes_by_original_names(VACE_14B).items() if k.startswith("vace")},
         "only VACE part",
     ),
     "Uni3C_controlnet": ({"controlnet_patch_embedding.weight": (5120, 20, 1, 2, 2)}, "Uni3C"),

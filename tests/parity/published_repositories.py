@@ -92,7 +92,7 @@ def tensors_of_class(kind: str, config: Config) -> TensorShapes:
     return dict(_tensors_of_class(kind, json.dumps(config)))
 
 
-def authors_names(keys: TensorShapes, prefix: str = "", *, flat: bool = False) -> TensorShapes:
+def shapes_by_original_names(keys: TensorShapes, prefix: str = "", *, flat: bool = False) -> TensorShapes:
     """Return the shapes of Wan's transformer by the authors' names; with `flat`, a linear layer makes the patches."""
     renamed = {prefix + str(original.TRANSFORMER.to_authors(name)): shape for name, shape in keys.items()}
     if flat:
@@ -244,7 +244,7 @@ def _lora(config: wan.TransformerConfig, *, complete: bool, rank: int = 64) -> t
     A `complete` LoRA changes every tensor; vectors have differences instead of factors. Other LoRAs have alphas.
     """
     keys, dtypes = TensorShapes(), dict[str, str]()
-    for name, shape in authors_names(transformer_keys(config)).items():
+    for name, shape in shapes_by_original_names(transformer_keys(config)).items():
         module, _, leaf = name.rpartition(".")
         module = f"diffusion_model.{module}"
         if LORA_PAIRS.fullmatch(name) or (complete and leaf == "weight" and len(shape) == 2):
@@ -271,21 +271,23 @@ def _turbo(files: Path, config: wan.TransformerConfig) -> None:
     name = files.parents[1].name.removeprefix("models--TurboDiffusion--")
     for expert in ("high-", "low-") if "A14B" in name else ("",):
         write_torch(
-            files / f"{name.replace('720P', expert + '720P')}.pth", authors_names(keys, flat=True), torch.bfloat16
+            files / f"{name.replace('720P', expert + '720P')}.pth",
+            shapes_by_original_names(keys, flat=True),
+            torch.bfloat16,
         )
 
 
 def _rcm(files: Path) -> None:
     for size, config in (("1.3B_480p", wan.T2V_1_3B), ("14B_480p", wan.T2V_14B), ("14B_720p", wan.T2V_14B)):
-        keys = authors_names(transformer_keys(config), "net.", flat=True)
+        keys = shapes_by_original_names(transformer_keys(config), "net.", flat=True)
         write_torch(files / f"rCM_Wan2.1_T2V_{size}.pt", keys, torch.bfloat16)
-    keys = authors_names(transformer_keys(wan.I2V_A14B), "net.", flat=True)
+    keys = shapes_by_original_names(transformer_keys(wan.I2V_A14B), "net.", flat=True)
     for expert in ("high-rCM4.0", "low-rCM1.0"):
         write_torch(files / f"Wan2.2-I2V-A14B-{expert}-merged.pt", keys, torch.bfloat16)
 
 
 def _causvid(files: Path) -> None:
-    keys = authors_names(transformer_keys(wan.T2V_1_3B), "model.")
+    keys = shapes_by_original_names(transformer_keys(wan.T2V_1_3B), "model.")
     write_torch(files / "bidirectional_checkpoint2/model.pt", keys, torch.float32, table="generator")
 
 
@@ -372,7 +374,7 @@ def _lightx2v_experts(files: Path) -> None:
 def _lightx2v_models(files: Path) -> None:
     for noise in ("high", "low"):
         name = f"wan2.2_i2v_A14b_{noise}_noise_lightx2v_4step_720p_260412"
-        hollow_file(files / f"{name}.safetensors", authors_names(transformer_keys(wan.I2V_A14B)))
+        hollow_file(files / f"{name}.safetensors", shapes_by_original_names(transformer_keys(wan.I2V_A14B)))
 
 
 def _kijai(files: Path) -> None:
@@ -392,7 +394,7 @@ def _plug(files: Path, name: str) -> None:
     """Write a LoRA of LongLive-Plug: the authors' names, with or without PEFT's prefix; alpha equals the rank."""
     stem, config, prefix, rank, dtype = PLUGS[name]
     keys = TensorShapes()
-    for key, shape in authors_names(transformer_keys(config)).items():
+    for key, shape in shapes_by_original_names(transformer_keys(config)).items():
         if LORA_PAIRS.fullmatch(key):
             module = prefix + key.removesuffix(".weight")
             keys |= {f"{module}.lora_A.weight": (rank, shape[1]), f"{module}.lora_B.weight": (shape[0], rank)}
@@ -562,9 +564,11 @@ def _authors_files(folder: Path, model: str, entries: Config, config: wan.Transf
     for name in ("high_noise_model", "low_noise_model") if "A14B" in model else (".",):
         write_json(folder / name / "config.json", entries | sizes)
         if shards == 1:
-            hollow_file(folder / name / f"{WEIGHTS}.safetensors", authors_names(transformer_keys(config)), "F32")
+            hollow_file(
+                folder / name / f"{WEIGHTS}.safetensors", shapes_by_original_names(transformer_keys(config)), "F32"
+            )
         else:
-            hollow_files(folder / name, authors_names(transformer_keys(config)), "F32", shards=shards)
+            hollow_files(folder / name, shapes_by_original_names(transformer_keys(config)), "F32", shards=shards)
     residual = "5B" in model
     names = original.vae_names({"dim_mult": range(4), "num_res_blocks": 2, "is_residual": residual})
     vae = {

@@ -54,12 +54,14 @@ def component(name: str, reader: TensorReader, config: Mapping[str, Any] | None 
     `config` is the authors' config.json, if any. Raises WanjaxError if tensors of the component are missing or unknown.
     """
     reader, names = DequantizedReader(reader), original.TRANSFORMER if name == "transformer" else original.VAE
-    authors_names = has_authors_names(name, reader, IDENTIFYING_KEYS[name], "HunyuanVideo 1.5")
+    uses_original_names = has_authors_names(name, reader, IDENTIFYING_KEYS[name], "HunyuanVideo 1.5")
     specs = (
-        reader.specs if authors_names else {names.to_authors(key) or key: spec for key, spec in reader.specs.items()}
+        reader.specs
+        if uses_original_names
+        else {names.to_authors(key) or key: spec for key, spec in reader.specs.items()}
     )
     json = original.transformer_json(specs, config) if name == "transformer" else original.vae_json(specs, config)
-    if not authors_names:
+    if not uses_original_names:
         return RecognisedComponent(json, reader)
     renamed = RenamedReader(reader, lambda key: names.to_diffusers(key) or key)
     return RecognisedComponent(json, SwappedHalvesReader(UnfusedReader(renamed, original.FUSED_NAMES), names))

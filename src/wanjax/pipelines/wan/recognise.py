@@ -141,29 +141,29 @@ def component(name: str, reader: TensorReader, config: Mapping[str, Any] | None 
     `config` is the authors' config.json, if any. Raises WanjaxError if tensors of the component are missing or unknown.
     """
     reader = DequantizedReader(reader)
-    authors_names = has_authors_names(name, reader, IDENTIFYING_KEYS[name], "Wan")
+    uses_original_names = has_authors_names(name, reader, IDENTIFYING_KEYS[name], "Wan")
     match name:
         case "transformer":
             reader = RenamedReader(reader, lambda key: ANIMATE_BLOCK.sub(r"\1.", key))
             names, reader = original.TRANSFORMER, unflatten_patches(reader, "patch_embedding.weight", PATCH_SIZE)
             if follows_poses := POSE_KEY in reader.specs:
-                names, reader = pose.NAMES, _pose_transformer(reader) if authors_names else reader
-            _check_supported(reader, names.to_diffusers if authors_names else names.to_authors)
-            json = original.transformer_json(_authors_specs(reader, names, authors_names), config)
+                names, reader = pose.NAMES, _animate_transformer(reader) if uses_original_names else reader
+            _check_supported(reader, names.to_diffusers if uses_original_names else names.to_authors)
+            json = original.transformer_json(_specs_by_original_names(reader, names, uses_original_names), config)
             if follows_poses:
                 specs = {names.to_diffusers(key) or key: spec for key, spec in reader.specs.items()}
-                json = pose.transformer_json(json, specs if authors_names else reader.specs)
+                json = pose.transformer_json(json, specs if uses_original_names else reader.specs)
             _check_channels(reader, json["in_channels"], json["out_channels"])
         case "vae":
-            json, names = _vae_config_and_names(reader, authors_names)
+            json, names = _vae_config_and_names(reader, uses_original_names)
         case "text_encoder":
             reader, names = RenamedReader(reader, _text_encoder_name), original.TEXT_ENCODER
-            json = original.text_encoder_json(_authors_specs(reader, names, authors_names))
+            json = original.text_encoder_json(_specs_by_original_names(reader, names, uses_original_names))
         case _:
-            reader, names = _vision_tower(reader) if authors_names else reader, original.IMAGE_ENCODER
-            json = original.image_encoder_json(_authors_specs(reader, names, authors_names))
+            reader, names = _vision_tower(reader) if uses_original_names else reader, original.IMAGE_ENCODER
+            json = original.image_encoder_json(_specs_by_original_names(reader, names, uses_original_names))
     return RecognisedComponent(
-        json, RenamedReader(reader, lambda key: names.to_diffusers(key) or key) if authors_names else reader
+        json, RenamedReader(reader, lambda key: names.to_diffusers(key) or key) if uses_original_names else reader
     )
 
 
@@ -196,25 +196,25 @@ def _path_text(reader: TensorReader) -> str:
     return str(paths[0]) if paths else "the transformer"
 
 
-def _authors_specs(reader: TensorReader, names: NameMap, has_authors: bool) -> dict[str, Any]:
+def _specs_by_original_names(reader: TensorReader, names: NameMap, uses_original_names: bool) -> dict[str, Any]:
     """Return the specs of a component's tensors, under the names that the authors gave them."""
-    return {key if has_authors else names.to_authors(key) or key: spec for key, spec in reader.specs.items()}
+    return {key if uses_original_names else names.to_authors(key) or key: spec for key, spec in reader.specs.items()}
 
 
-def _vae_config_and_names(reader: TensorReader, authors_names: bool) -> tuple[dict[str, Any], NameMap]:
+def _vae_config_and_names(reader: TensorReader, uses_original_names: bool) -> tuple[dict[str, Any], NameMap]:
     """Return an autoencoder's config and name map. The names depend on the config.
 
     The diffusers layout is only recognised for the published autoencoders.
     """
-    if authors_names:
+    if uses_original_names:
         json = original.vae_json(reader.specs)
         return json, original.vae_names(json)
     is_residual = any(".downsampler." in key for key in reader.specs)
     names = original.vae_names({"dim_mult": range(4), "num_res_blocks": 2, "is_residual": is_residual})
-    return original.vae_json(_authors_specs(reader, names, has_authors=False)), names
+    return original.vae_json(_specs_by_original_names(reader, names, uses_original_names=False)), names
 
 
-def _pose_transformer(reader: TensorReader) -> TensorReader:
+def _animate_transformer(reader: TensorReader) -> TensorReader:
     """Return Animate's transformer, whose tensors get the shapes that diffusers uses. Fixed filters are left out."""
     learned_tensors = RenamedReader(reader, lambda key: None if FIXED_FILTER.fullmatch(key) else key)
     biases = [key for key in learned_tensors.specs if ACTIVATION_BIAS.fullmatch(key)]
