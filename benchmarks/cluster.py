@@ -127,7 +127,7 @@ def write_requests(file: Path, count: int) -> Path:
     return file
 
 
-def driver(file: Path, out: Path, *options: str, core: int | None = None) -> "subprocess.Popen[str]":
+def start_batch(file: Path, out: Path, *options: str, core: int | None = None) -> "subprocess.Popen[str]":
     """Start `wanjax batch`."""
     command = [sys.executable, "-m", "wanjax", "batch", str(file), "--out", str(out), *SMALL_VIDEO_OPTIONS, *options]
     with pinned(core):
@@ -135,7 +135,7 @@ def driver(file: Path, out: Path, *options: str, core: int | None = None) -> "su
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, text=True)
 
 
-def videos(out: Path) -> list[Path]:
+def video_files(out: Path) -> list[Path]:
     return sorted(out.glob("[!.]*.mp4"))
 
 
@@ -166,12 +166,14 @@ def compare_rates(requests: int, repeats: int) -> None:
         for repeat in range(repeats):
             for index, (name, options) in enumerate(settings.items()):
                 out = folder / f"{index}-{repeat}"
-                assert driver(file, out, *options).wait() == 0, (out.parent / f"{out.name}.log").read_text()
+                assert start_batch(file, out, *options).wait() == 0, (out.parent / f"{out.name}.log").read_text()
                 total_rate, steady_rate = video_rates(out)
                 rates[name].append(total_rate)
                 rates_text = f"{total_rate:.2f} videos a second, {steady_rate:.2f} once all workers are at work"
                 print(f"{name}: {rates_text}, load {os.getloadavg()[0]:.1f}", flush=True)
-        are_equal = [(folder / "0-0" / path.name).read_bytes() == path.read_bytes() for path in videos(folder / "1-0")]
+        are_equal = [
+            (folder / "0-0" / path.name).read_bytes() == path.read_bytes() for path in video_files(folder / "1-0")
+        ]
         print(f"{sum(are_equal)} of {len(are_equal)} files of 2 workers and of 1 are equal")
         median = {name: statistics.median(total_rate) for name, total_rate in rates.items()}
         first, second, third = median.values()
@@ -258,7 +260,7 @@ def driver_memory(requests: int) -> float:
     """Return the MiB of a driver after it planned requests, before the first video, including Ray."""
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "videos"
-        process = driver(write_requests(Path(name) / "requests.jsonl", requests), out, "--workers", "2")
+        process = start_batch(write_requests(Path(name) / "requests.jsonl", requests), out, "--workers", "2")
         while f"videos: {requests}, into" not in out.with_suffix(".log").read_text():
             assert process.poll() is None, out.with_suffix(".log").read_text()
             time.sleep(0.1)
@@ -307,13 +309,13 @@ def chaos(
     with local_cluster(2) as cluster:
         worker_options = ("--workers", "2") if hosts == 1 else ("--hosts", str(hosts), "--mesh", f"dp={hosts}")
         options = (*worker_options, "--ray", cluster.address, "--retries", "5")
-        process, num_videos, last_progress = driver(file, out, *options), 0, time.monotonic()
+        process, num_videos, last_progress = start_batch(file, out, *options), 0, time.monotonic()
         while (status := process.poll()) != 0:
             if status is not None:
                 log_text = (folder / "videos.log").read_text()  # a driver may fail if its node was just killed
                 assert status == -signal.SIGKILL or "cannot be reached" in log_text.splitlines()[-1], log_text
-                process = driver(file, out, *options)
-            if (new_count := len(videos(out))) > num_videos:
+                process = start_batch(file, out, *options)
+            if (new_count := len(video_files(out))) > num_videos:
                 num_videos, last_progress = new_count, time.monotonic()
             assert time.monotonic() - last_progress < MAX_STALL_SECONDS, (folder / "videos.log").read_text()
             if remaining_kills and num_videos >= remaining_kills[0][0]:
@@ -334,11 +336,11 @@ def chaos(
                 print(f"{num_videos} of {requests}: {kind} killed, load {os.getloadavg()[0]:.1f}", flush=True)
             time.sleep(0.1)
     entries = [entry["file_name"] for entry in read_manifest(out) if "error" not in entry]
-    all_metadata = [read_metadata(path) for path in videos(out)]
+    all_metadata = [read_metadata(path) for path in video_files(out)]
     return {
         "videos": len(all_metadata),
         "seeds": sorted(record["seed"] for record in all_metadata),
-        "listed": sorted(entries) == [path.name for path in videos(out)],
+        "listed": sorted(entries) == [path.name for path in video_files(out)],
         "spared": len(remaining_kills),
         "failed": [entry for entry in read_manifest(out) if "error" in entry],
         "seconds": round(time.perf_counter() - start, 1),

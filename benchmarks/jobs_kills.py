@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.cluster import driver, videos, write_requests
+from benchmarks.cluster import start_batch, video_files, write_requests
 from benchmarks.serving import running_server
 from tests.support.batches import read_manifest
 from tests.support.postgres import Server, running
@@ -86,21 +86,21 @@ def kill_batch(folder: Path, kills: Kills) -> dict[str, Any]:
         folder / "alone",
     )
     options = ("--workers", "2", "--retries", "5")
-    process = driver(file, out, *options)
+    process = start_batch(file, out, *options)
     while (status := process.poll()) != 0:
         if status is not None:
-            process = driver(file, out, *options)
-        kills.poll(len(videos(out)), process)
+            process = start_batch(file, out, *options)
+        kills.poll(len(video_files(out)), process)
         time.sleep(0.1)
-    assert driver(file, reference_out, "--workers", "2").wait() == 0
+    assert start_batch(file, reference_out, "--workers", "2").wait() == 0
     entries = read_manifest(out)
     listed_names = [entry["file_name"] for entry in entries if "error" not in entry]
     return {
-        "all made": sorted(read_metadata(path)["seed"] for path in videos(out)) == list(range(kills.requests)),
-        "each listed once": sorted(listed_names) == [path.name for path in videos(out)],
+        "all made": sorted(read_metadata(path)["seed"] for path in video_files(out)) == list(range(kills.requests)),
+        "each listed once": sorted(listed_names) == [path.name for path in video_files(out)],
         "none failed": len(entries) == len(listed_names),
-        "equal files": [path.read_bytes() for path in videos(out)]
-        == [path.read_bytes() for path in videos(reference_out)],
+        "equal files": [path.read_bytes() for path in video_files(out)]
+        == [path.read_bytes() for path in video_files(reference_out)],
     }
 
 

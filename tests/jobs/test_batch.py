@@ -47,13 +47,13 @@ def test_each_task_ends_once(tmp_path_factory, count, workers, retries, random):
     store = JobStore(str(folder / "jobs.sqlite"))
     ended, finished, names = [], set(), iter(range(10**6))
 
-    def driver():
+    def new_batch():
         manifest = Manifest(folder)
         batch = Batch(store, [task(n) for n in range(1, count + 1) if f"{n}.mp4" not in finished], manifest, "nano")
         batch._raise_if_all_failed = lambda task: None  # another test covers batches without success
         return batch
 
-    batch, busy = driver(), []
+    batch, busy = new_batch(), []
     while batch.ended_count < batch.total:
         while len(busy) < workers and store.stats().jobs.get("queued"):
             worker = f"w{next(names)}"
@@ -77,7 +77,7 @@ def test_each_task_ends_once(tmp_path_factory, count, workers, retries, random):
             store.requeue(worker)
         ended += [job.output for job in batch.poll()]
         if random.random() < 0.1:  # the driver is killed, and another one starts
-            batch = driver()
+            batch = new_batch()
             ended = [name for name in ended if name in finished]
     entries = read_manifest(folder)
     names_in_manifest = [entry["file_name"] for entry in entries if "error" not in entry]

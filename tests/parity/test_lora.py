@@ -274,13 +274,16 @@ def test_adapters_of_other_kinds_are_merged_as_in_peft(kind, tmp_path):
 
 
 REFUSED_ADAPTERS = {
-    "BD-LoRA": (lambda: peft.LoraConfig(use_bdlora=BLOCKS, target_modules=["to_q", "net.2"], r=RANK), "use_bdlora"),
+    "BD-LoRA": (
+        lambda: peft.LoraConfig(use_bdlora=BLOCK_DIAGONAL_LORA, target_modules=["to_q", "net.2"], r=RANK),
+        "use_bdlora",
+    ),
     "KaSA": (lambda: peft.LoraConfig(kasa_config=peft.KasaConfig(), target_modules=["to_q"], r=RANK), "kasa_config"),
     "HiRA": (lambda: peft.HiraConfig(target_modules=["to_q"], r=RANK), "HIRA"),
     "VeRA": (lambda: peft.VeraConfig(target_modules=["attn1.to_q"], r=RANK), "VERA"),
     "IA3": (lambda: peft.IA3Config(target_modules=["to_q"], feedforward_modules=[]), "IA3"),
 }
-BLOCKS = peft.BdLoraConfig(target_modules_bd_a=["net.2"], target_modules_bd_b=["to_q"], nblocks=2)
+BLOCK_DIAGONAL_LORA = peft.BdLoraConfig(target_modules_bd_a=["net.2"], target_modules_bd_b=["to_q"], nblocks=2)
 
 
 @pytest.mark.parametrize("kind", REFUSED_ADAPTERS)

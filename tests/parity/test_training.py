@@ -264,7 +264,7 @@ def test_training_a_lora_equals_torch(case, tmp_path):
 def test_a_trained_lora_is_the_same_in_diffusers(case, tmp_path):
     """Compare the adapted network, the file loaded by diffusers, and the file merged by wanjax."""
     info = network_of(case.pipe.model.spec.networks[case.component], case.pipe.components.kinds)
-    network, trainable = adapt_network(case, info.rules, size=1.0)
+    network, trainable = adapt_network(case, info.rules, std=1.0)
     file = tmp_path / "lora.safetensors"
     save_lora(file, export_factors(network, info.rules, trainable), LORA, info)
     model = type(case.reference).from_pretrained(case.folder / case.component)
@@ -285,13 +285,13 @@ def test_a_trained_lora_is_the_same_in_diffusers(case, tmp_path):
     assert abs(value - expected) <= 2e-6 * max(1, abs(expected))
 
 
-def adapt_network(case, rules, size=0.1):
+def adapt_network(case, rules, std=0.1):
     """Return the adapted network with factors that all differ from zero, and the names of the adapted layers."""
     network, trainable = adapt(case.pipe.components.get(case.component), rules, LORA, 0)
     for seed, (_, module) in enumerate(nnx.iter_modules(network)):
         if isinstance(module, LoraLinear):  # at zeros, half of the gradients would be zero
             kernel = module.lora_up.kernel
-            kernel[...] = jnp.asarray(size * normal(100 + seed, *kernel.shape))
+            kernel[...] = jnp.asarray(std * normal(100 + seed, *kernel.shape))
     return network, trainable
 
 

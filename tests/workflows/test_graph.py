@@ -593,10 +593,10 @@ def test_any_json_is_a_request_or_an_error(value):
         request_of(value)
 
 
-NAMES = [T2V, "video_wan2_2_14B_t2v", "video_wan_vace_flf2v", "video_hunyuan_video_1.5_720p_i2v"]
+TEMPLATE_NAMES = [T2V, "video_wan2_2_14B_t2v", "video_wan_vace_flf2v", "video_hunyuan_video_1.5_720p_i2v"]
 
 
-@given(st.sampled_from(NAMES), st.booleans(), st.integers(0, 2**32), JSON)
+@given(st.sampled_from(TEMPLATE_NAMES), st.booleans(), st.integers(0, 2**32), JSON)
 @settings(max_examples=300, deadline=None)
 def test_a_changed_workflow_is_a_request_or_an_error(name, editor, seed, value):
     """Change a random part of a workflow: a value, a link, a mode or a type."""
@@ -625,7 +625,7 @@ def error_or_empty(workflow: Any) -> str:
 
 def test_all_modes_of_all_nodes_give_a_request_or_an_error():
     for mode in (2, 4):
-        for name in NAMES:
+        for name in TEMPLATE_NAMES:
             for position in range(len(nodes_of(template(name)))):
                 workflow = template(name)
                 nodes_of(workflow)[position]["mode"] = mode
