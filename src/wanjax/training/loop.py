@@ -66,13 +66,13 @@ class Trainer:
     """Train a network, with checkpoints in a folder, and resume from the last checkpoint.
 
     If the folder has a training run with other settings, an error is raised. There are two exceptions: `steps` may
-    increase, and the learning rate may change. `changed_settings` then has the previous values. A state that is not
-    finite is never saved.
+    increase, and the learning rate may change. A state that is not finite is never saved.
 
     Attributes:
         state: The current weights, optimizer state and moving average.
         step: The number of steps that were taken.
         start_step: The step of the checkpoint from which this run resumed, or 0.
+        changed_settings: The previous values of `steps` and the learning rate, as far as they differ from the new ones.
 
     Args:
         network: The network.

@@ -360,8 +360,9 @@ def _widgets(node: Mapping[str, Any]) -> Sequence[Any]:
 def named_widgets(node: Mapping[str, Any], node_types: Mapping[str, NodeType]) -> dict[str, Any]:
     """Return the values of a node's widgets by name.
 
-    The editor saves the values as a list, in the order of the node's definition. `node_types` has this order. For other
-    nodes, the order comes from the inputs that are widgets, if all of them are saved.
+    The editor saves the values as a list, in the order of the node's definition. `node_types` has this order for
+    some types. For other types, the node's inputs that are widgets name the values one by one. If values are left over,
+    the file does not list all widgets as inputs, and the result is empty.
 
     Args:
         node: The node in the editor's form.

@@ -117,7 +117,7 @@ class AttentionConfig:
 
     @property
     def supports_ring(self) -> bool:
-        """Whether the kernel can continue with the softmax sums of earlier keys, as ring attention needs."""
+        """Whether the kernel can continue from the running softmax sums of earlier keys, as ring attention needs."""
         implementation = IMPLEMENTATIONS[self.implementation or "flash_tpu"]
         return implementation.supports_carry(self.config) and self.is_dense
 

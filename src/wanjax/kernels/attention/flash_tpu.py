@@ -125,13 +125,13 @@ def attention_with_carry(
     kv_length: Int32[Array, " B"] | None = None,
     matrices: tuple[ShardedMatrix, ...] = (),
 ) -> Any:
-    """Add keys to the softmax sums of earlier keys.
+    """Online softmax: update the running sums of earlier keys with these keys and values.
 
     Args:
         q: The queries.
-        k: The keys to add.
+        k: The next keys.
         v: The values of these keys.
-        carry: The return value of the call for the earlier keys; None in the first call.
+        carry: The running sums, which the call for the earlier keys returned; None in the first call.
         is_last: Whether these are the last keys.
         key_mask: True for valid keys.
         scale: The factor of the logits.

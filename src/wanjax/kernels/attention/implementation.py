@@ -30,8 +30,8 @@ class Implementation:
         takes_kv_length: Whether `attention` takes `kv_length`, the number of valid keys. If False, the caller slices
             the keys.
         supports_carry: Returns whether `attention_with_carry` supports a config.
-        attention_with_carry: Adds keys to the softmax sums of earlier keys, which are the carry. None means that the
-            caller has to merge the softmaxes.
+        attention_with_carry: Online softmax: updates the running sums of earlier keys, the carry, with more keys and
+            values. None means that the caller has to merge the softmaxes.
     """
 
     attention: Callable[..., Any]

@@ -85,7 +85,7 @@ def visible_box(picture: tuple[int, int], size: tuple[int, int], multiple: int, 
     Args:
         picture: (height, width) of the picture.
         size: (height, width) of the frames.
-        multiple: The number to whose multiples diffusers rounds the picture's sides down.
+        multiple: diffusers rounds each side of the picture down to a multiple of this number.
         reference_impl: Which reference implementation to match, as in the settings.
     """
     return content_box(_floored(picture, multiple) if reference_impl == "diffusers" else picture, size)
