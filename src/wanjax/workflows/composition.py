@@ -19,7 +19,7 @@ TOLERANCE = 0.01  # the tolerance of a level
 
 
 @dataclass(frozen=True)
-class Composition:
+class ComposedInputs:
     """The inputs and settings that replace the pictures and masks of composing nodes.
 
     Args:
@@ -35,7 +35,7 @@ class Composition:
     missing: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_composition(inputs: Mapping[str, Any], frames: Any) -> Composition:
+def read_composed_inputs(inputs: Mapping[str, Any], frames: Any) -> ComposedInputs:
     """Replace a composed clip and mask by inputs and settings with which wanjax composes the same clip and mask.
 
     Args:
@@ -48,7 +48,7 @@ def read_composition(inputs: Mapping[str, Any], frames: Any) -> Composition:
     video, mask = inputs.get(VIDEO.name), inputs.get(MASK.name)
     others = {name: value for name, value in inputs.items() if name not in (VIDEO.name, MASK.name)}
     if not isinstance(frames, int) or not 0 < frames <= MAX_FRAMES or not isinstance(mask, Pictures | None):
-        return Composition(inputs)
+        return ComposedInputs(inputs)
     masks = [1.0] * frames if mask is None else _masks(mask, frames)
     if (
         isinstance(mask, Batch)
@@ -56,26 +56,26 @@ def read_composition(inputs: Mapping[str, Any], frames: Any) -> Composition:
         and masks == [masks[0]] * frames
         and isinstance(masks[0], Pictures)
     ):
-        return Composition({**inputs, MASK.name: masks[0]})  # one picture is the mask of all frames
+        return ComposedInputs({**inputs, MASK.name: masks[0]})  # one picture is the mask of all frames
     if isinstance(video, PaddedPictures) and masks == [video.margins] * frames:
         notes = (f"{video.node} fades the mask of its margins: in wanjax the mask has a hard edge",)
-        return Composition(
+        return ComposedInputs(
             others | {VIDEO.name: Pictures(video.file, video.node, frames=video.frames)},
             {"outpaint": video.margins.sides},
             notes if video.margins.feathering else (),
         )
     has_background = BACKGROUND.name in inputs  # the mask then belongs to the background
     if isinstance(video, Pictures) and video.is_loaded and mask and masks == [1.0] * frames and not has_background:
-        return Composition(others | {VIDEO.name: video})
+        return ComposedInputs(others | {VIDEO.name: video})
     if isinstance(video, Pictures) and masks is not None and (pictures := _end_pictures(video, masks)) is not None:
-        return Composition(others | pictures, notes=_colour_notes(video, masks))
+        return ComposedInputs(others | pictures, notes=_colour_notes(video, masks))
     if isinstance(video, Pictures | Unknown) and masks is not None and (count := _continued(masks)):
         sentence = (
             f"{video.node} composes a video when it runs, with {count} frames of a longer clip: save that video "
             f"and its mask in ComfyUI, and give them by {VIDEO.option} FILE and {MASK.option} FILE"
         )
-        return Composition(inputs, missing=dict.fromkeys((VIDEO.name, MASK.name), sentence))
-    return Composition(inputs)
+        return ComposedInputs(inputs, missing=dict.fromkeys((VIDEO.name, MASK.name), sentence))
+    return ComposedInputs(inputs)
 
 
 def _continued(masks: list[Any]) -> int:

@@ -12,7 +12,7 @@ from wanjax.errors import COMFY_SOLVERS, WanjaxError
 from wanjax.figures import join_with_and, pluralize
 from wanjax.media.inputs import INPUT_SPECS, VIDEO
 from wanjax.pipelines.settings import COMFY, COMFY_SCHEDULES, TORCH
-from wanjax.workflows.composition import Composition, read_composition
+from wanjax.workflows.composition import ComposedInputs, read_composed_inputs
 from wanjax.workflows.evaluate import MediaSize, Reader
 from wanjax.workflows.families import (
     FUNCTIONS,
@@ -256,25 +256,25 @@ def _workflow(reader: Reader, video_output: Any, steps: int | None) -> Workflow:
         raise WanjaxError(
             f"{node or 'the output'} saves pictures that no model of the workflow makes: {SUPPORTED_WORKFLOWS}"
         )
-    stages = _stages(pictures.latents, steps)
-    first, last = stages[0], stages[-1]
-    files = tuple(dict.fromkeys(stage.guider.model.file for stage in stages))
+    samplings = _samplings(pictures.latents, steps)
+    first, last = samplings[0], samplings[-1]
+    files = tuple(dict.fromkeys(sampling.guider.model.file for sampling in samplings))
     model = model_of(base_name(files[0].name))
-    notes = [note for stage in stages for note in (*stage.guider.model.notes, *stage.guider.positive.notes)]
+    notes = [note for sampling in samplings for note in (*sampling.guider.model.notes, *sampling.guider.positive.notes)]
     _check_frames(first.latents, pictures, notes)
-    settings = _text_settings(stages, notes)
+    settings = _text_settings(samplings, notes)
     settings |= _shape_settings(first.latents, video_output, notes)
-    settings |= _step_settings(stages, notes)
-    settings |= _shift_settings(stages, model)
-    settings |= _guidance_settings(stages, settings["negative_prompt"], notes)
+    settings |= _step_settings(samplings, notes)
+    settings |= _shift_settings(samplings, model)
+    settings |= _guidance_settings(samplings, settings["negative_prompt"], notes)
     settings["seed"] = _known_or_missing(first.noise.seed, "--seed")
     settings["rng"] = TORCH
-    composition = _composition(first)
-    notes += composition.notes
-    attached = {**composition.settings, **first.guider.positive.settings}
+    composed = _composed_inputs(first)
+    notes += composed.notes
+    attached = {**composed.settings, **first.guider.positive.settings}
     settings |= {name: _known_or_missing(value, f"--{name.replace('_', '-')}") for name, value in attached.items()}
-    inputs = _inputs(composition.inputs, first.latents, notes)
-    inputs |= {name: Missing(sentence) for name, sentence in composition.missing.items()}
+    inputs = _inputs(composed.inputs, first.latents, notes)
+    inputs |= {name: Missing(sentence) for name, sentence in composed.missing.items()}
     components = _component_files(first, pictures)
     notes += [
         f"{file.node} loads {short_text(base_name(file.name))}, and wanjax uses the {COMPONENTS[file.kind]} of the "
@@ -285,7 +285,7 @@ def _workflow(reader: Reader, video_output: Any, steps: int | None) -> Workflow:
     return Workflow(
         model=model,
         files=files,
-        loras=_loras(stages),
+        loras=_loras(samplings),
         settings={name: value for name, value in settings.items() if value is not None},
         scheduler=_solver(last, notes),
         inputs=inputs,
@@ -317,41 +317,45 @@ def _check_frames(latents: Any, pictures: Pictures, notes: list[str]) -> None:
         )
 
 
-def _stages(latents: Any, steps: int | None) -> list[SampledLatents]:
+def _samplings(latents: Any, steps: int | None) -> list[SampledLatents]:
     """Return the sampling nodes in the order of their steps. `steps` replaces an unknown number of steps.
     Raises WanjaxError for a chain that wanjax cannot run."""
-    stages: list[SampledLatents] = []
+    samplings: list[SampledLatents] = []
     while isinstance(latents, SampledLatents):
-        stages.insert(0, latents)
+        samplings.insert(0, latents)
         latents = latents.latents
-    if not stages:
+    if not samplings:
         raise WanjaxError(f"{latents.node} makes latents that no node samples: {SUPPORTED_WORKFLOWS}")
-    if len(stages) > 2:
+    if len(samplings) > 2:
         raise WanjaxError(
-            f"{stages[2].node} samples a third time, and a model has two experts at most: without it "
-            f"{stages[0].node} and {stages[1].node} are left"
+            f"{samplings[2].node} samples a third time, and a model has two experts at most: without it "
+            f"{samplings[0].node} and {samplings[1].node} are left"
         )
     if steps is not None:
-        stages = [_with_steps(stage, steps) for stage in stages]
-    for stage in stages:
-        _check_stage(stage)
-    if len(stages) == 2:
-        _check_experts(*stages)
-    return stages
+        samplings = [_with_steps(sampling, steps) for sampling in samplings]
+    for sampling in samplings:
+        _check_sampling(sampling)
+    if len(samplings) == 2:
+        _check_experts(*samplings)
+    return samplings
 
 
-def _with_steps(stage: SampledLatents, steps: int) -> SampledLatents:
-    """Replace the number of steps of a stage if this number is unknown."""
-    return replace(stage, steps=replace(stage.steps, count=steps)) if isinstance(stage.steps.count, Unknown) else stage
+def _with_steps(sampling: SampledLatents, steps: int) -> SampledLatents:
+    """Replace the number of steps of one sampling if this number is unknown."""
+    return (
+        replace(sampling, steps=replace(sampling.steps, count=steps))
+        if isinstance(sampling.steps.count, Unknown)
+        else sampling
+    )
 
 
-def _check_stage(stage: SampledLatents) -> None:
-    """Raise WanjaxError for an unknown number in a stage."""
-    if isinstance(count := stage.steps.count, Unknown):
+def _check_sampling(sampling: SampledLatents) -> None:
+    """Raise WanjaxError for an unknown number in one sampling."""
+    if isinstance(count := sampling.steps.count, Unknown):
         raise WanjaxError(f"{count.node} {count.reason}: give --steps")
-    for value in (stage.steps.start, stage.steps.end, stage.steps.denoise):
+    for value in (sampling.steps.start, sampling.steps.end, sampling.steps.denoise):
         if isinstance(value, Unknown):
-            raise WanjaxError(f"{value.node} {value.reason}: the steps of {stage.node} are unknown without it")
+            raise WanjaxError(f"{value.node} {value.reason}: the steps of {sampling.node} are unknown without it")
 
 
 def _check_experts(high: SampledLatents, low: SampledLatents) -> None:
@@ -387,26 +391,29 @@ def _known_or_missing(value: Any, option: str) -> Any:
     return Missing(f"{value.node} {value.reason}: give {option}{folder}")
 
 
-def _text_settings(stages: Sequence[SampledLatents], notes: list[str]) -> dict[str, Any]:
+def _text_settings(samplings: Sequence[SampledLatents], notes: list[str]) -> dict[str, Any]:
     """Return the prompts."""
-    first, last = stages[0].guider, stages[-1].guider
+    first, last = samplings[0].guider, samplings[-1].guider
     prompt = _known_or_missing(first.positive.text, "a prompt")
     if prompt is None:
         raise WanjaxError(f"{first.positive.node} removes the prompt: {SUPPORTED_WORKFLOWS}")
     negative = first.negative and first.negative.text
     if (last.positive.text, last.negative and last.negative.text) != (first.positive.text, negative):
         raise WanjaxError(
-            f"{stages[-1].node} has another prompt than {stages[0].node}, which wanjax does not support: without it "
-            f"{stages[0].node} is left"
+            f"{samplings[-1].node} has another prompt than {samplings[0].node}, which wanjax does not support: "
+            f"without it {samplings[0].node} is left"
         )
-    if negative is None and any(stage.guider.scale != 1 for stage in stages):
+    if negative is None and any(sampling.guider.scale != 1 for sampling in samplings):
         notes.append("the workflow replaces the negative prompt by zeros: wanjax uses an empty negative prompt")
     return {"prompt": prompt, "negative_prompt": _known_or_missing(negative or "", "--negative-prompt")}
 
 
-def _guidance_settings(stages: Sequence[SampledLatents], negative: Any, notes: list[str]) -> dict[str, Any]:
+def _guidance_settings(samplings: Sequence[SampledLatents], negative: Any, notes: list[str]) -> dict[str, Any]:
     """Return the guidance rule, and the negative prompt of a rule that has one."""
-    settings, is_guided = dict(stages[0].guider.model.settings), any(stage.guider.scale != 1 for stage in stages)
+    settings, is_guided = (
+        dict(samplings[0].guider.model.settings),
+        any(sampling.guider.scale != 1 for sampling in samplings),
+    )
     if not is_guided and str(settings.get("guidance_rule")).startswith(ZERO_STAR):
         del settings["guidance_rule"]  # without guidance the rule has no effect
     if skip := settings.pop("skip", None):
@@ -444,9 +451,9 @@ def _shape_settings(latents: Any, video_output: VideoOutput, notes: list[str]) -
     return settings
 
 
-def _step_settings(stages: Sequence[SampledLatents], notes: list[str]) -> dict[str, Any]:
+def _step_settings(samplings: Sequence[SampledLatents], notes: list[str]) -> dict[str, Any]:
     """Return the steps, the guidance scales, and the step at which the second expert takes over."""
-    first, last = stages[0], stages[-1]
+    first, last = samplings[0], samplings[-1]
     steps, has_clip = first.steps, VIDEO.name in getattr(first.latents, "inputs", {})
     if (first.steps.start and not has_clip) or _end_step(last.steps) < last.steps.count:
         raise WanjaxError(
@@ -468,7 +475,7 @@ def _step_settings(stages: Sequence[SampledLatents], notes: list[str]) -> dict[s
     if has_clip:
         total = int(steps.count / steps.denoise)
         settings |= {"steps": total, "strength": _strength(total, steps.count - steps.start)}
-    if len(stages) == 2:
+    if len(samplings) == 2:
         settings["guidance_scale_2"] = _known_or_missing(last.guider.scale, "--guidance-scale-2")
         settings["boundary_step"] = settings["steps"] - steps.count + _end_step(first.steps)
     if isinstance(steps.schedule, Unknown) or steps.schedule not in COMFY_SCHEDULES:
@@ -484,48 +491,50 @@ def _strength(steps: int, run: int) -> float:
     return math.ceil(run / max(1, steps) * 1e6) / 1e6
 
 
-def _shift_settings(stages: Sequence[SampledLatents], model: str | None) -> dict[str, Any]:
+def _shift_settings(samplings: Sequence[SampledLatents], model: str | None) -> dict[str, Any]:
     """Return the shift. If the noise levels come from a separate model node, the shift of that node counts."""
-    schedule = stages[0].steps.model
-    shift = schedule.shift if schedule is not None else stages[0].guider.model.shift
+    schedule = samplings[0].steps.model
+    shift = schedule.shift if schedule is not None else samplings[0].guider.model.shift
     return {"flow_shift": default_shift(model or "") if shift is None else _known_or_missing(shift, "--flow-shift")}
 
 
-def _solver(stage: SampledLatents, notes: list[str]) -> Any:
-    name = stage.sampler.name
+def _solver(sampling: SampledLatents, notes: list[str]) -> Any:
+    name = sampling.sampler.name
     if isinstance(name, Unknown) or name not in COMFY_SOLVERS:
         name = name.node if isinstance(name, Unknown) else short_text(name)
-        return Missing(f"{stage.node} has the solver {name}: give --scheduler euler, unipc or dpm++ in its place")
+        return Missing(f"{sampling.node} has the solver {name}: give --scheduler euler, unipc or dpm++ in its place")
     if name == "lcm":
-        notes.append(f"{stage.node} has the solver lcm: its steps are the same, and its later noise differs")
+        notes.append(f"{sampling.node} has the solver lcm: its steps are the same, and its later noise differs")
     elif name not in SAME_SOLVERS:
         notes.append(
-            f"{stage.node} has the solver {name}: wanjax uses {COMFY_SOLVERS[name]}, which is close but not the same"
+            f"{sampling.node} has the solver {name}: wanjax uses {COMFY_SOLVERS[name]}, which is close but not the same"
         )
     return COMFY_SOLVERS[name]
 
 
-def _loras(stages: Sequence[SampledLatents]) -> tuple[LoraUse, ...]:
+def _loras(samplings: Sequence[SampledLatents]) -> tuple[LoraUse, ...]:
     """Return the LoRAs. A LoRA of both experts is listed once."""
-    per_stage = [[(file.name, strength) for file, strength in stage.guider.model.loras] for stage in stages]
-    if len(stages) == 1 or per_stage[0] == per_stage[1]:
-        return tuple(LoraUse(file, strength) for file, strength in stages[0].guider.model.loras)
+    per_sampling = [[(file.name, strength) for file, strength in sampling.guider.model.loras] for sampling in samplings]
+    if len(samplings) == 1 or per_sampling[0] == per_sampling[1]:
+        return tuple(LoraUse(file, strength) for file, strength in samplings[0].guider.model.loras)
     return tuple(
         LoraUse(file, strength, expert)
-        for expert, stage in zip((HIGH, LOW), stages, strict=True)
-        for file, strength in stage.guider.model.loras
+        for expert, sampling in zip((HIGH, LOW), samplings, strict=True)
+        for file, strength in sampling.guider.model.loras
     )
 
 
-def _composition(stage: SampledLatents) -> Composition:
-    """Return the pictures and clips of a stage by input, with the settings of compositions that wanjax can make."""
-    assert isinstance(stage.latents, Latents)
-    composition = read_composition({**stage.guider.positive.inputs, **stage.latents.inputs}, stage.latents.shape.frames)
+def _composed_inputs(sampling: SampledLatents) -> ComposedInputs:
+    """Return the pictures and clips of one sampling by input, with the settings of those that wanjax can compose."""
+    assert isinstance(sampling.latents, Latents)
+    composed = read_composed_inputs(
+        {**sampling.guider.positive.inputs, **sampling.latents.inputs}, sampling.latents.shape.frames
+    )
     settings = {
         name: value if isinstance(value, Unknown) else ",".join(map(str, value))
-        for name, value in composition.settings.items()
+        for name, value in composed.settings.items()
     }
-    return replace(composition, settings=settings)
+    return replace(composed, settings=settings)
 
 
 def _inputs(values: Mapping[str, Any], latents: Any, notes: list[str]) -> dict[str, Any]:
@@ -552,10 +561,10 @@ def _input(name: str, value: Any) -> Any:
     )
 
 
-def _component_files(stage: SampledLatents, pictures: Pictures) -> tuple[File, ...]:
+def _component_files(sampling: SampledLatents, pictures: Pictures) -> tuple[File, ...]:
     """Return the encoders and the VAE that a workflow loads."""
-    encoder = stage.guider.positive.encoder
-    vision = stage.guider.positive.inputs.get("vision")
+    encoder = sampling.guider.positive.encoder
+    vision = sampling.guider.positive.inputs.get("vision")
     files = [*(encoder.files if encoder else ()), vision and vision.file, pictures.decoder and pictures.decoder.file]
-    checkpoint = stage.guider.model.file.name  # skipped: a file with several networks is read as a whole
+    checkpoint = sampling.guider.model.file.name  # skipped: a file with several networks is read as a whole
     return tuple(file for file in files if file and file.name != checkpoint)
