@@ -16,7 +16,7 @@ from tests.support.commands import wanjax as command
 from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.media.video import read_metadata
-from wanjax.pipelines.previews.latent_preview import LatentToRGB, fit_colours, strip, synthetic_clip
+from wanjax.pipelines.previews.latent_preview import LatentToRGB, fit_colours, make_filmstrip, synthetic_clip
 from wanjax.pipelines.previews.previews import Previews, half_blocks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples/nano"))
@@ -62,10 +62,10 @@ def test_previews_of_a_linear_autoencoder_are_exact():
 
 def test_a_strip_has_a_row_for_each_video_and_at_most_six_pictures():
     videos = np.arange(2 * 21)[:, None, None, None].astype(np.uint8).repeat(10, 1).repeat(8, 2).repeat(3, 3)
-    page = strip(videos.reshape(2, 21, 10, 8, 3))
+    page = make_filmstrip(videos.reshape(2, 21, 10, 8, 3))
     assert page.shape == (2 * 100, 6 * 80, 3)
     assert [page[0, 40 + 80 * i, 0] for i in range(6)] == [0, 4, 8, 12, 16, 20]
-    assert strip(videos[:1].reshape(1, 1, 10, 8, 3)).shape == (100, 80, 3)
+    assert make_filmstrip(videos[:1].reshape(1, 1, 10, 8, 3)).shape == (100, 80, 3)
 
 
 def read_image(file):
@@ -97,7 +97,7 @@ def test_previews_do_not_change_the_video_and_the_last_one_remains(tmp_path):
     np.testing.assert_array_equal(pipe.denoise(pipe.encode(PROMPT), **FEW_STEPS, callback=previews), latents)
     previews.wait()
     assert not pipe.components.has("vae")
-    np.testing.assert_array_equal(read_image(file), strip(pipe.latent_preview().pictures(steps[-1].x0)))
+    np.testing.assert_array_equal(read_image(file), make_filmstrip(pipe.latent_preview().pictures(steps[-1].x0)))
     assert list(tmp_path.iterdir()) == [file]
 
 

@@ -630,7 +630,7 @@ def selftest(report: Report, out: Path, timed: bool, as_json: bool) -> None:
 
 
 @main.command()
-@options.served_worker_options
+@options.server_model_options
 @options.server_options
 @defaults.config
 def serve(
@@ -655,7 +655,7 @@ def serve(
 
 
 @main.command()
-@options.served_worker_options
+@options.server_model_options
 @options.worker_command_options
 @defaults.config
 def worker(

@@ -794,7 +794,7 @@ server_options = combine_options(
     ),
 )
 
-served_worker_options = combine_options(
+server_model_options = combine_options(
     model,
     attention,
     batch_guidance,

@@ -18,7 +18,7 @@ CLIP_SIZE = 24  # the height and width of the synthetic clip, in latent position
 GRID_SIZES = (1, 3, 6, 12)  # the number of squares along a side of the clip, for each size of squares
 MOTION_PER_FRAME = 0.5  # how far the clip moves from frame to frame, in latent positions
 MAX_PICTURES = 6  # the maximum number of images in a strip
-MIN_HEIGHT = 96  # the minimum height of a strip, in pixels
+MIN_HEIGHT = 96  # the minimum height of a filmstrip, in pixels
 
 
 @runtime_checkable
@@ -90,7 +90,7 @@ def synthetic_clip(frames: int, position_size: int) -> UInt8[np.ndarray, "T H W 
     return np.round(255 * np.stack(moved_frames)).astype(np.uint8)
 
 
-def strip(videos: UInt8[np.ndarray, "B T H W 3"]) -> UInt8[np.ndarray, "_H _W 3"]:
+def make_filmstrip(videos: UInt8[np.ndarray, "B T H W 3"]) -> UInt8[np.ndarray, "_H _W 3"]:
     """Arrange at most `MAX_PICTURES` images of each video side by side, enlarged, with one row per video."""
     frames, height = videos.shape[1:3]
     indices = np.unique(np.linspace(0, frames - 1, min(frames, MAX_PICTURES)).round().astype(int))

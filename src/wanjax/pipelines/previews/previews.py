@@ -12,7 +12,7 @@ from PIL import Image
 
 from wanjax.errors import WanjaxError, repr_short
 from wanjax.pipelines.observers import Step
-from wanjax.pipelines.previews.latent_preview import LatentPreview, Picture, strip
+from wanjax.pipelines.previews.latent_preview import LatentPreview, Picture, make_filmstrip
 from wanjax.pipelines.progress import console
 from wanjax.stores.paths import AnyPath, RemotePath, parse_path
 from wanjax.stores.writing import atomic_write
@@ -62,7 +62,7 @@ class Previews:
             self._last.result()
 
     def _show(self, step: Step, latent_preview: LatentPreview) -> None:
-        picture = strip(latent_preview.pictures(step.x0))
+        picture = make_filmstrip(latent_preview.pictures(step.x0))
         title = f"preview after step {step.index + 1} of {step.total}"
         if self.file is not None:
             with atomic_write(self.file) as temporary_file:
