@@ -159,7 +159,9 @@ def checkpoint_key(source: Source) -> str:
 
 def table_digest(tables: CacheTables, kind: str) -> str:
     """Return a digest of one table; `kind` is a field of `CacheTables`."""
-    return hashlib.sha256(repr(getattr(tables, kind)).encode()).hexdigest()
+    table = getattr(tables, kind)
+    values = table and tuple(table)  # without the name of the class
+    return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
 def to_json(tables: CacheTables) -> dict[str, Any]:
