@@ -68,7 +68,7 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
         rope_channels=tuple(json["rope_axes_dim"]),
         rope_theta=json["rope_theta"],
         eps=EPS,
-        meanflow=bool(json.get("use_meanflow", False)),
+        uses_meanflow=bool(json.get("use_meanflow", False)),
         target_size=json["target_size"],
     )
     if sum(config.rope_channels) != config.head_dim:

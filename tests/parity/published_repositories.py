@@ -126,7 +126,7 @@ def _wan(
     *,
     vae: tuple[Config, wan.VAEConfig] = (configs.WAN_VAE, wan.VAE_2_1),
     pictured: bool = False,
-    experts: bool = False,
+    has_experts: bool = False,
     scheduler: Config = configs.UNIPC,
     embedded: bool = False,
     dtype: str = "F32",
@@ -141,7 +141,7 @@ def _wan(
     index |= {
         "scheduler": ["diffusers", scheduler["_class_name"]], "transformer": ["diffusers", config["_class_name"]],
     }  # fmt: skip
-    if experts:
+    if has_experts:
         index["transformer_2"] = index["transformer"]
     if pictured:
         index |= configs.WAN_IMAGE_CLASSES
@@ -157,7 +157,7 @@ def _wan(
     write_json(files / "text_encoder/config.json", configs.UMT5_XXL)
     hollow_files(files / "text_encoder", text | duplicate, "F32", shards=5, stem="model")
     _tokenizer(files / "tokenizer", "T5TokenizerFast")
-    for name in ("transformer", "transformer_2")[: 1 + experts]:
+    for name in ("transformer", "transformer_2")[: 1 + has_experts]:
         write_json(files / name / "config.json", config)
         hollow_files(files / name, keys, dtype, shards=6)
 
@@ -440,11 +440,11 @@ REPOSITORIES: dict[str, Callable[[Path], None]] = {
         files, "WanVACEPipeline", configs.WAN_VACE_14B, transformer_keys(wan.VACE_14B), dtype="BF16"
     ),
     f"{WAN}/Wan2.2-T2V-A14B-Diffusers": lambda files: _wan(
-        files, _T2V, configs.WAN_2_2_T2V, transformer_keys(wan.T2V_14B), experts=True, boundary_ratio=0.875
+        files, _T2V, configs.WAN_2_2_T2V, transformer_keys(wan.T2V_14B), has_experts=True, boundary_ratio=0.875
     ),
     f"{WAN}/Wan2.2-I2V-A14B-Diffusers": lambda files: _wan(
         *(files, _I2V, configs.WAN_2_2_I2V, transformer_keys(wan.I2V_A14B)),
-        **{"experts": True, "boundary_ratio": 0.9, "image_encoder": _NONE, "image_processor": _NONE},
+        **{"has_experts": True, "boundary_ratio": 0.9, "image_encoder": _NONE, "image_processor": _NONE},
     ),
     f"{WAN}/Wan2.2-TI2V-5B-Diffusers": lambda files: _wan(
         *(files, _T2V, configs.WAN_2_2_5B, transformer_keys(wan.TI2V_5B)),

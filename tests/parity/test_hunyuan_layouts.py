@@ -439,7 +439,7 @@ def test_scaled_fp8_weights_are_multiplied_by_their_scales(wide_transformer, tmp
 )
 def test_missing_components_come_from_the_published_model(model, config, monkeypatch, text_pair):
     with torch.device("meta"):
-        tensors = HunyuanVideo15Transformer3DModel(use_meanflow=config.meanflow).state_dict()
+        tensors = HunyuanVideo15Transformer3DModel(use_meanflow=config.uses_meanflow).state_dict()
     query_weights = {
         key: torch.Size((3 * x.shape[0], *x.shape[1:])) for key, x in tensors.items() if ".attn.to_q." in key
     }

@@ -299,7 +299,7 @@ def test_published_transformers_have_the_published_sizes(name):
     specs = {key: jax.ShapeDtypeStruct(tuple(x.shape), jnp.float32) for key, x in reference.state_dict().items()}
     weight_rules.assign(tables.transformer_weight_rules(config), specs, parameters)
     assert sum(x.size for x in parameters.values()) == sum(x.numel() for x in reference.parameters())
-    assert sum(x.size for x in parameters.values()) == (8_331_330_848 if config.meanflow else 8_326_608_160)
+    assert sum(x.size for x in parameters.values()) == (8_331_330_848 if config.uses_meanflow else 8_326_608_160)
 
 
 def test_nag_equals_its_formula_in_diffusers():

@@ -71,7 +71,7 @@ def test_a_boundary_step_counts_skipped_steps(skipped, high):
 
 def test_a_boundary_step_beyond_the_last_step_is_refused():
     pipe = pipeline(4, None)
-    pipe.model = replace(pipe.model, experts=True)
+    pipe.model = replace(pipe.model, has_experts=True)
     pipe.defaults = replace(pipe.defaults, boundary=0.9, boundary_step=0, guidance_scale_2=1.0)
     assert pipe.settings(steps=4, boundary_step=4).boundary_step == 4
     with pytest.raises(WanjaxError, match=line_with_words("boundary_step at most steps 4 5")):
@@ -135,7 +135,7 @@ def test_the_first_expert_s_context_is_freed_too(machine):
         return network(partial(WanTransformer, transformer_config(4)), None)
 
     pipe.components = Components({"transformer": load, "transformer_2": load})
-    pipe.model = replace(pipe.model, experts=True)
+    pipe.model = replace(pipe.model, has_experts=True)
     pipe.defaults = replace(pipe.defaults, boundary=0.7, guidance_scale_2=4.0)
     contexts_at_step = []
 

@@ -108,7 +108,7 @@ def test_eight_devices_agree_with_one(solver):
 def test_experts_share_the_steps_of_rcm(boundary, high):
     """The sigmas are 0.995, 0.934, 0.853 and 0.609. At 0.9, rCM's wan2pt2_i2v_rcm_infer.py has two steps each."""
     pipe = pipeline("rcm:sigma_max=200")
-    pipe.model = replace(pipe.model, experts=True)
+    pipe.model = replace(pipe.model, has_experts=True)
     pipe.defaults = replace(pipe.defaults, boundary=boundary, guidance_scale_2=1.0)
     settings = pipe.settings(**SETTINGS)
     phases = pipe.model.spec.phases(pipe.model.spec.schedule(settings), settings)

@@ -163,7 +163,7 @@ def test_each_mesh_of_the_devices_is_considered_once():
     ],
 )
 def test_a_ring_is_used_by_models_and_attention_that_support_it(model, attention, is_ring):
-    assert cost_of(model_description(model), attention=AttentionConfig.of(attention)).ring is is_ring
+    assert cost_of(model_description(model), attention=AttentionConfig.of(attention)).can_use_ring is is_ring
 
 
 class StopError(Exception):

@@ -40,7 +40,7 @@ def pipeline(experts: bool):
     pipe = small_wan.pipeline(2, None)
     pipe.components.override("scheduler", UniPC())
     if experts:
-        pipe.model = replace(pipe.model, experts=True)
+        pipe.model = replace(pipe.model, has_experts=True)
         pipe.defaults = replace(pipe.defaults, boundary=0.6, guidance_scale_2=2.0)
         pipe.components.override("transformer_2", pipe.transformer)
     return pipe

@@ -47,7 +47,7 @@ class StepCost(NamedTuple):
         guided: True if a step has two prompts, which the axis `dp` can separate.
         network_bytes: The bytes of the weights of the network that runs the step.
         weight_bytes: The bytes of all weights in memory during the step.
-        ring: True if TPUs can use ring attention, which sends keys while it computes.
+        can_use_ring: True if TPUs can use ring attention, which sends keys while it computes.
         rules: The sharding rules, which decide how weights are sharded and whether they are gathered.
     """
 
@@ -55,7 +55,7 @@ class StepCost(NamedTuple):
     guided: bool
     network_bytes: int
     weight_bytes: int
-    ring: bool = False
+    can_use_ring: bool = False
     rules: ShardingRules = SHARDING_RULES["fsdp"]
 
     def weight_shards(self, mesh: MeshSizes) -> int:
@@ -98,8 +98,8 @@ def step_cost(
     largest = max(map(bytes_of, model.spec.denoisers))
     frees_networks = offload.frees_stages or offload.frees_on_demand
     resident = largest if frees_networks else sum(map(bytes_of, model.spec.networks))
-    ring = forward.ring and model.spec.resolve_attention(attention).supports_ring
-    return StepCost(forward, settings.can_split_prompts, largest, resident, ring, rules)
+    can_use_ring = forward.has_single_sequence and model.spec.resolve_attention(attention).supports_ring
+    return StepCost(forward, settings.can_split_prompts, largest, resident, can_use_ring, rules)
 
 
 def auto_mesh(cost: StepCost, devices: Sequence[Any], sp: int | None = None) -> MeshSizes:
@@ -201,7 +201,7 @@ def step_seconds(cost: StepCost, mesh: MeshSizes, chip: Card | Chip | Machine) -
     ring_bytes = 2 * token_bytes * (sp - 1)
     merge_passes = TPU_MERGE_PASSES if chip.torus else MERGE_PASSES
     merge_seconds = merge_passes * token_bytes * (sp - 1) / chip.bandwidth
-    if cost.ring and chip.torus and tp == 1:
+    if cost.can_use_ring and chip.torus and tp == 1:
         ring_bytes, merge_seconds = 0 if hides_ring(work.num_tokens, sp) else ring_bytes, 0
     link_seconds = (
         weight_bytes / _bandwidth(shards, chip)

@@ -109,7 +109,7 @@ class ForwardCost(NamedTuple):
         width: The number of channels of a token.
         attention_flops: The operations of self-attention's two products; a multiply-add counts as two.
         flops: The operations by part of the network.
-        ring: Whether self-attention is over a single sequence. TPUs can then use ring attention.
+        has_single_sequence: Whether self-attention is over a single sequence. TPUs can then use ring attention.
     """
 
     num_tokens: int
@@ -118,7 +118,7 @@ class ForwardCost(NamedTuple):
     width: int
     attention_flops: int
     flops: Mapping[str, int]
-    ring: bool = False
+    has_single_sequence: bool = False
 
 
 class ModalitySpec(NamedTuple):
@@ -184,9 +184,10 @@ class ModelSpec:
         inputs: The inputs besides the prompt.
         has_two_reference_implementations: True if the authors' code and diffusers differ. The setting `follow` then
             selects one of them.
-        radial_attention: True if the denoiser's self-attention can be radial.
-        sparse_linear: True if the denoiser supports the extra projection of sparse-linear attention.
-        int8_attention: True if the product of self-attention's queries and keys can be in int8: heads of 128, all keys.
+        supports_radial: True if the denoiser's self-attention can be radial.
+        supports_sparse_linear: True if the denoiser supports the extra projection of sparse-linear attention.
+        supports_int8_attention: True if the product of self-attention's queries and keys can be in int8: heads of 128,
+            all keys.
         trained_attention: The attention that the model was trained with.
         frame_multiple: Latent frames are padded at the front to a multiple of this number, and cut at the end.
         chunk_frames: The number of latent frames in a chunk of a causal model; 0 if a video is denoised as a whole.
@@ -212,9 +213,9 @@ class ModelSpec:
     denoisers: tuple[str, ...] = ("transformer",)
     inputs: tuple[InputSpec, ...] = ()
     has_two_reference_implementations: bool = False
-    radial_attention: bool = False
-    sparse_linear: bool = False
-    int8_attention: bool = False
+    supports_radial: bool = False
+    supports_sparse_linear: bool = False
+    supports_int8_attention: bool = False
     trained_attention: AttentionConfig = AUTO
     frame_multiple: int = 1
     chunk_frames: int = 0
@@ -1020,13 +1021,13 @@ def with_attention(model: VideoModel[Any], attention: AttentionConfig, name: str
         attention: The requested attention.
         name: The name of the model, for the message.
     """
-    if attention.radial and not model.spec.radial_attention:
+    if attention.radial and not model.spec.supports_radial:
         raise UnsupportedError(f"{name} does not support radial attention: use --attention auto")
-    if attention.qk and not model.spec.int8_attention:
+    if attention.qk and not model.spec.supports_int8_attention:
         raise UnsupportedError(f"{name} does not support attention with qk={attention.qk}: use --attention auto")
     trained = model.spec.trained_attention.sparse
     if attention.sparse and not trained:
-        if not model.spec.sparse_linear:
+        if not model.spec.supports_sparse_linear:
             raise UnsupportedError(f"{name} does not support sparse-linear attention: use --attention auto")
         config: Any = model.spec.networks[model.spec.denoisers[0]]
         return replace(model, **{model.spec.denoisers[0]: replace(config, sparse_linear=attention.sparse)})

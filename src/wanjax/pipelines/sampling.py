@@ -84,7 +84,7 @@ def denoise(
             module, load_seconds = runtime.components.swap_in(phase.network, model.spec.denoisers)
             if phase.start > completed_steps:
                 monitor.switched(phase.network, phase.start, load_seconds)
-            has_sparse_steps = model.spec.radial_attention and module.attention.radial
+            has_sparse_steps = model.spec.supports_radial and module.attention.radial
             network = SplitNetwork(*nnx.split(module))
             groups = choose_groups(phase.guided, batch_guidance, runtime.partitioner)
             preparation = Preparation(groups, guidance.nag, chunk.index, past)

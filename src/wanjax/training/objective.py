@@ -146,7 +146,7 @@ def denoising_error(
 
     def predict(network: Any) -> Float[Array, "B T H W C"]:
         split_network = SplitNetwork(*nnx.split(network))
-        is_dense = False if model.spec.radial_attention and network.attention.radial else None
+        is_dense = False if model.spec.supports_radial and network.attention.radial else None
         [prompt], shared = model.prepare(runtime, split_network, conditioning, x, Preparation(Groups(1, 1)))
         network = nnx.merge(*split_network)
         timesteps = model.denoiser.timesteps(levels)

@@ -119,7 +119,7 @@ class ToyModel(VideoModel[ToyConditioning]):
     scheduler: Ancestral = field(default_factory=Ancestral)
 
     @classmethod
-    def of(cls, source, encoders=False):
+    def of(cls, source, reads_encoder_configs=False):
         names = ("text_encoder", "text_encoder_2", "transformer", "vae")
         return cls(**{name: network(source, name, NETWORKS).config for name in names})
 

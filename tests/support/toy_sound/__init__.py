@@ -137,7 +137,7 @@ class SoundModel(VideoModel[SoundConditioning]):
     scheduler: Ancestral = field(default_factory=Ancestral)
 
     @classmethod
-    def of(cls, source, encoders=False):
+    def of(cls, source, reads_encoder_configs=False):
         names = ("text_encoder", "transformer", "upsampler", "sound_decoder", "vae")
         return cls(**{name: network(source, name, NETWORKS).config for name in names})
 

@@ -17,7 +17,7 @@ class TransformerConfig:
         glyph_width: The width of the features of glyphs, which are quoted text that the video shows.
         image_width: The width of the features of a picture.
         rope_channels: The channels of a head that RoPE rotates by frame, row and column.
-        meanflow: Whether the network also takes the timestep at which a step ends.
+        uses_meanflow: Whether the network also takes the timestep at which a step ends.
         target_size: The square root of the area of the model's videos, in pixels.
     """
 
@@ -37,7 +37,7 @@ class TransformerConfig:
     rope_channels: tuple[int, int, int]
     rope_theta: float
     eps: float
-    meanflow: bool
+    uses_meanflow: bool
     target_size: int
 
     @property
@@ -62,13 +62,13 @@ SIZE_480P = TransformerConfig(
     rope_channels=(16, 56, 56),
     rope_theta=256.0,
     eps=1e-6,
-    meanflow=False,
+    uses_meanflow=False,
     target_size=640,
 )
 """The config of the networks for text to video and image to video at 480p, with and without distilled guidance."""
 SIZE_720P = replace(SIZE_480P, target_size=960)
 """The config of the networks for text to video and image to video at 720p, with and without distilled guidance."""
-FEW_STEPS_480P = replace(SIZE_480P, meanflow=True)
+FEW_STEPS_480P = replace(SIZE_480P, uses_meanflow=True)
 """The config of the network for image to video at 480p in eight or twelve steps."""
 
 
@@ -92,6 +92,6 @@ def forward_flops(
         "mlp": config.layers * 2 * linear_flops(tokens, width, config.mlp_dim),
         "modulation": config.layers * 2 * linear_flops(1, width, 6 * width) + linear_flops(1, width, 2 * width),
         "refiner": config.refiner_layers * refiner + time,
-        "embeddings": linear_flops(video_tokens, config.channels_in, width) + (2 if config.meanflow else 1) * time,
+        "embeddings": linear_flops(video_tokens, config.channels_in, width) + (2 if config.uses_meanflow else 1) * time,
         "output": linear_flops(video_tokens, width, config.channels_out),
     }

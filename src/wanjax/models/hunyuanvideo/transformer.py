@@ -205,7 +205,7 @@ class HunyuanVideoTransformer(nnx.Module):
         self.dtype = dtype
         self.patch_embed = linear(config.channels_in, width, (None, "embed"), **kw)
         self.time_embed = TimeEmbed(config.frequency_dim, width, rngs)
-        self.next_time_embed = nnx.data(TimeEmbed(config.frequency_dim, width, rngs) if config.meanflow else None)
+        self.next_time_embed = nnx.data(TimeEmbed(config.frequency_dim, width, rngs) if config.uses_meanflow else None)
         self.refiner = Refiner(config, attention, **kw)
         self.glyph_embed = GlyphEmbed(config, **kw)
         self.image_embed = ImageEmbed(config, **kw)
@@ -267,7 +267,7 @@ class HunyuanVideoTransformer(nnx.Module):
         return self.attention.mask(grid, decay=DECAY, sink=False)
 
     def time(self, t: Float[Array, "B"], t_next: Float[Array, "B"] | None = None) -> Time:
-        """Embed timesteps. A network with `meanflow` also needs `t_next`, the timesteps at which the step ends."""
+        """Embed timesteps. A network with `uses_meanflow` also needs `t_next`, the timesteps at which the step ends."""
         time = self.time_embed(t)
         if self.next_time_embed is None:
             return time
@@ -310,7 +310,7 @@ class HunyuanVideoTransformer(nnx.Module):
             t: Timesteps in [0, 1000].
             context: Encoded prompts, or the result of the method `context`.
             rope: The result of the method `rope`; computed from the latents' grid by default.
-            t_next: The timesteps at which the step ends, for a network with `meanflow`.
+            t_next: The timesteps at which the step ends, for a network with `uses_meanflow`.
             text_mask: The mask of the real tokens, if `context` has encoded prompts.
             mask: The result of the method `mask`; dense attention by default. The first block is always dense.
             cache: A step cache, which can store both streams between blocks.

@@ -58,12 +58,12 @@ class CogVideoXModel(VideoModel[CogVideoXConditioning]):
     scheduler: Scheduler = field(default_factory=DDIM)
 
     @classmethod
-    def of(cls, source: Source, encoders: bool = False) -> "CogVideoXModel":
+    def of(cls, source: Source, reads_encoder_configs: bool = False) -> "CogVideoXModel":
         """Read a model from a checkpoint's configs.
 
         Args:
             source: The checkpoint.
-            encoders: Whether to read the config of the text encoder too.
+            reads_encoder_configs: Whether to read the config of the text encoder too.
 
         Raises:
             WanjaxError: The configs contradict each other.
@@ -73,7 +73,7 @@ class CogVideoXModel(VideoModel[CogVideoXConditioning]):
             return network_in(source, component, NETWORKS).config
 
         model = cls(
-            text_encoder=config("text_encoder") if encoders else None,
+            text_encoder=config("text_encoder") if reads_encoder_configs else None,
             transformer=config("transformer"),
             vae=config("vae"),
             scheduler=from_config(source["scheduler"].config()),

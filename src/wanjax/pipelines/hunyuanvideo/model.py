@@ -76,12 +76,12 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
     prompt_tokens: int = 256
 
     @classmethod
-    def of(cls, source: Source, encoders: bool = False) -> "HunyuanVideoModel":
+    def of(cls, source: Source, reads_encoder_configs: bool = False) -> "HunyuanVideoModel":
         """Read a model from a checkpoint's configs.
 
         Args:
             source: The checkpoint.
-            encoders: Whether to read the configs of the text and image encoders too.
+            reads_encoder_configs: Whether to read the configs of the text and image encoders too.
 
         Raises:
             WanjaxError: The configs contradict each other.
@@ -92,9 +92,9 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
 
         starts_from_image = source.index.get("_class_name") == IMAGE_TO_VIDEO
         model = cls(
-            text_encoder=config("text_encoder", read=encoders),
-            text_encoder_2=config("text_encoder_2", read=encoders),
-            image_encoder=config("image_encoder", read=encoders and starts_from_image),
+            text_encoder=config("text_encoder", read=reads_encoder_configs),
+            text_encoder_2=config("text_encoder_2", read=reads_encoder_configs),
+            image_encoder=config("image_encoder", read=reads_encoder_configs and starts_from_image),
             transformer=config("transformer"),
             vae=config("vae"),
             starts_from_image=starts_from_image,
@@ -120,14 +120,14 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
             networks={name: config for name in names if (config := getattr(self, name)) is not None},
             cache_tables=self.tables,
             inputs=(IMAGE.needed,) if self.starts_from_image else (),
-            radial_attention=True,
+            supports_radial=True,
             max_frames=self.vae.longest_video,
             noise_spec=NoiseSpec(rounded=True),
         )
 
     @property
     def denoiser(self) -> Denoiser:
-        return HunyuanVideoDenoiser(self.transformer.meanflow)
+        return HunyuanVideoDenoiser(self.transformer.uses_meanflow)
 
     @property
     def image_tokens(self) -> int:

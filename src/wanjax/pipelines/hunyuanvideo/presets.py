@@ -82,7 +82,7 @@ def _preset(
         name=preset_name,
         source=file if single_file else f"{owner}/HunyuanVideo-1.5-Diffusers-{name}",
         about=about,
-        transformer_parameters=STEP_DISTILLED_PARAMETERS if transformer.meanflow else PARAMETERS,
+        transformer_parameters=STEP_DISTILLED_PARAMETERS if transformer.uses_meanflow else PARAMETERS,
         licence="Tencent Hunyuan Community licence",
         param_dtype="bfloat16",
         defaults=replace(DEFAULTS, model=preset_name, **settings, **(distillation.settings if distillation else {})),
@@ -155,4 +155,4 @@ def _guidance_scale(source: Source) -> float | None:
 def _defaults_key(model: Any) -> tuple[Any, ...]:
     """Return the properties that decide the default settings."""
     transformer = model.transformer
-    return transformer.target_size, transformer.meanflow, model.starts_from_image
+    return transformer.target_size, transformer.uses_meanflow, model.starts_from_image

@@ -40,14 +40,14 @@ class HunyuanVideoDenoiser(Denoiser):
     """HunyuanVideo's transformer, which predicts the velocity.
 
     Args:
-        meanflow: Whether the transformer also gets the timestep at the end of a step.
+        uses_meanflow: Whether the transformer also gets the timestep at the end of a step.
     """
 
-    meanflow: bool
+    uses_meanflow: bool
 
     def timesteps(self, schedule: Any) -> tuple[Any, ...]:
         current = (super().timesteps(schedule),)
-        return (*current, schedule.sigmas[1] * TRAIN_STEPS) if self.meanflow else current
+        return (*current, schedule.sigmas[1] * TRAIN_STEPS) if self.uses_meanflow else current
 
     def embed_timesteps(
         self, network: Any, times: tuple[Float[Array, "B"], ...], unprojected: bool = False

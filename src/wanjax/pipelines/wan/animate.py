@@ -166,7 +166,7 @@ class CharacterAnimation(CharacterToVideo):
     @cached_property
     def spec(self) -> ModelSpec:
         base = super().spec
-        return replace(base, windowing=ClipSegments(base.size_multiple), int8_attention=False)
+        return replace(base, windowing=ClipSegments(base.size_multiple), supports_int8_attention=False)
 
     @property
     def denoiser(self) -> AnimateDenoiser:
@@ -178,7 +178,7 @@ class CharacterAnimation(CharacterToVideo):
         frame_tokens = work.num_tokens // (frames + 1)
         clip_scores = work.num_layers * attention_flops(frames * frame_tokens, frame_tokens, work.width)
         flops = {**work.flops, "self_attention": work.flops["self_attention"] + clip_scores}
-        return work._replace(attention_flops=work.attention_flops + clip_scores, flops=flops, ring=False)
+        return work._replace(attention_flops=work.attention_flops + clip_scores, flops=flops, has_single_sequence=False)
 
     def size_for(self, picture: tuple[int, int, int], settings: Settings) -> tuple[int, int]:
         """Return the size unchanged. The size only gives an area; `ClipSegments` computes the sides.

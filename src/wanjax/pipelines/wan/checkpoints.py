@@ -47,12 +47,12 @@ model's.
 """
 
 
-def model_of(source: Source, encoders: bool = False) -> WanModel:
+def model_of(source: Source, reads_encoder_configs: bool = False) -> WanModel:
     """Read a model from a checkpoint's configs.
 
     Args:
         source: The checkpoint.
-        encoders: Whether to read the configs of the encoders too.
+        reads_encoder_configs: Whether to read the configs of the encoders too.
 
     Raises:
         WanjaxError: The configs contradict each other.
@@ -62,7 +62,7 @@ def model_of(source: Source, encoders: bool = False) -> WanModel:
         return network_in(source, component, NETWORKS).config
 
     def encoder(component: str) -> Any:
-        return config(component) if encoders and component in source.components else None
+        return config(component) if reads_encoder_configs and component in source.components else None
 
     transformer, vae, kind = config("transformer"), config("vae"), source.index.get("_class_name")
     has_experts = EXPERTS[1] in source.components
@@ -80,7 +80,7 @@ def model_of(source: Source, encoders: bool = False) -> WanModel:
         transformer=transformer,
         vae=vae,
         image_encoder=encoder("image_encoder"),
-        experts=has_experts,
+        has_experts=has_experts,
         scheduler=scheduler,
         **options,
     )

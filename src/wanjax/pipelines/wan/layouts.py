@@ -202,7 +202,7 @@ def open_file(path: Path) -> Source | None:
 def _source(
     storage: Storage,
     find: Callable[[str], RecognisedComponent | None],
-    experts: bool,
+    has_experts: bool,
     name_hint: str,
     *,
     notes: Sequence[str] = (),
@@ -222,18 +222,18 @@ def _source(
         for pattern, inputs in UNSUPPORTED_INPUTS.items()
         if re.search(pattern, model_name)
     ] + list(notes)
-    if not experts and find_published(config, True, model_name) and not find_published(config, False, model_name):
+    if not has_experts and find_published(config, True, model_name) and not find_published(config, False, model_name):
         notes.append(f"{storage.name} has one transformer, but models of its shape have two: it runs all steps")
     preset, fallback_repo = (
-        _published_preset(transformer, experts, name_hint),
-        find_fallback(config, experts, name_hint),
+        _published_preset(transformer, has_experts, name_hint),
+        find_fallback(config, has_experts, name_hint),
     )
     published_name = preset.source if preset else storage.name
     return make_source(
         storage,
-        _model_index(transformer, experts, name_hint),
+        _model_index(transformer, has_experts, name_hint),
         find,
-        configs={"scheduler": _scheduler_config(transformer, experts)},
+        configs={"scheduler": _scheduler_config(transformer, has_experts)},
         published_name=published_name,
         name_hint=name_hint,
         # other people publish a transformer alone, or in the authors' layout
@@ -370,9 +370,9 @@ def _with_other_expert(
 def _check_has_pair(transformer: Mapping[str, Any], path: Path, other_paths: Sequence[Path]) -> None:
     """Raise WanjaxError if the name and shapes show an expert, but the number of other experts next to it is not
     one."""
-    if not (parts := _split_expert_name(path.name)) or not _published_preset(transformer, experts=True):
+    if not (parts := _split_expert_name(path.name)) or not _published_preset(transformer, has_experts=True):
         return
-    if NOISE_WORD.search(path.name) or not _published_preset(transformer, experts=False):
+    if NOISE_WORD.search(path.name) or not _published_preset(transformer, has_experts=False):
         expected = parts[0] + OTHER_EXPERT_WORD[parts[1]] + parts[2]
         advice = (
             f"keep only one of {' and '.join(x.name for x in other_paths)}"
@@ -411,7 +411,7 @@ def _has_experts(folder: Path) -> bool:
     return (folder / FOLDERS["transformer"]).is_dir()
 
 
-def _model_index(transformer: Mapping[str, Any], experts: bool, name_hint: str) -> dict[str, Any]:
+def _model_index(transformer: Mapping[str, Any], has_experts: bool, name_hint: str) -> dict[str, Any]:
     """Build the model_index.json that diffusers would write."""
     takes_image = transformer["in_channels"] != transformer["out_channels"]
     is_vace = transformer["_class_name"] == "WanVACETransformer3DModel"
@@ -420,22 +420,22 @@ def _model_index(transformer: Mapping[str, Any], experts: bool, name_hint: str) 
         pipeline = CAUSAL_PIPELINES[0]
     if transformer["_class_name"] == pose.TRANSFORMER_CLASS:
         pipeline = POSE_PIPELINE
-    if _published_preset(transformer, experts, name_hint) in FUN_PRESETS:
+    if _published_preset(transformer, has_experts, name_hint) in FUN_PRESETS:
         pipeline = "WanFunInpaintPipeline"
     classes = dict(CLASSES) | {"transformer": ("diffusers", transformer["_class_name"])}
-    if experts:
+    if has_experts:
         classes["transformer_2"] = classes["transformer"]
     if transformer["image_dim"] is not None:
         classes |= IMAGE_CLASSES
     index = model_index(pipeline, classes)
-    if experts:  # wan/configs/wan_{t2v,i2v}_A14B.py of the official code
+    if has_experts:  # wan/configs/wan_{t2v,i2v}_A14B.py of the official code
         index["boundary_ratio"] = 0.9 if takes_image else 0.875
     if transformer["in_channels"] == 48:
         index["expand_timesteps"] = True
     return index
 
 
-def _scheduler_config(transformer: Mapping[str, Any], experts: bool) -> dict[str, Any]:
+def _scheduler_config(transformer: Mapping[str, Any], has_experts: bool) -> dict[str, Any]:
     """Build the scheduler_config.json, with the default shift of the official command line."""
     if transformer["_class_name"] == "CausalWanTransformer3DModel":  # utils/wan_wrapper.py of guandeh17/Self-Forcing
         return {"_class_name": "SelfForcingFlowMatchScheduler", "shift": 5.0, "sigma_min": 0.0, "extra_one_step": True}
@@ -443,7 +443,7 @@ def _scheduler_config(transformer: Mapping[str, Any], experts: bool) -> dict[str
     has_large_shift = transformer["pos_embed_seq_len"] or transformer["_class_name"] == "WanVACETransformer3DModel"
     return {
         "_class_name": "UniPCMultistepScheduler",
-        UNIPC_SHIFT: 16.0 if has_large_shift else 12.0 if experts and not takes_image else 5.0,
+        UNIPC_SHIFT: 16.0 if has_large_shift else 12.0 if has_experts and not takes_image else 5.0,
         "num_train_timesteps": 1000,
         "prediction_type": "flow_prediction",
         "use_flow_sigmas": True,
@@ -456,11 +456,11 @@ def _config(transformer: Mapping[str, Any]) -> TransformerConfig:
     return read_config("the transformer's config.json", transformer, read)
 
 
-def _published_preset(transformer: Mapping[str, Any], experts: bool, name_hint: str = "") -> Preset | None:
+def _published_preset(transformer: Mapping[str, Any], has_experts: bool, name_hint: str = "") -> Preset | None:
     """Find the published model with this transformer config. Return None if no published model has it. The name
     `name_hint` selects one of several models with the same config.
     """
-    return find_published(_config(transformer), experts, name_hint)
+    return find_published(_config(transformer), has_experts, name_hint)
 
 
 LAYOUT = Layout(

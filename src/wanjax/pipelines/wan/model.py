@@ -44,7 +44,7 @@ class WanModel(VideoModel[WanConditioning]):
         text_encoder: The text encoder's config; None if it was not read.
         transformer: The denoiser's config.
         image_encoder: The vision tower's config; None if the model has no vision tower or the config was not read.
-        experts: Whether a second transformer of the same shape runs the steps with low noise.
+        has_experts: Whether a second transformer of the same shape runs the steps with low noise.
         scheduler: The checkpoint's scheduler.
     """
 
@@ -60,7 +60,7 @@ class WanModel(VideoModel[WanConditioning]):
     text_encoder: T5Config | None = None
     transformer: TransformerConfig
     image_encoder: CLIPVisionConfig | None = None
-    experts: bool = False
+    has_experts: bool = False
     scheduler: Scheduler = field(default_factory=UniPC)
 
     @cached_property
@@ -70,7 +70,7 @@ class WanModel(VideoModel[WanConditioning]):
             "text_encoder": self.text_encoder,
             "image_encoder": self.image_encoder,
             "transformer": config,
-            "transformer_2": config if self.experts else None,
+            "transformer_2": config if self.has_experts else None,
             "vae": self.vae,
         }
         return ModelSpec(
@@ -80,12 +80,12 @@ class WanModel(VideoModel[WanConditioning]):
             scheduler=self.scheduler,
             networks={name: config for name, config in networks.items() if config is not None},
             cache_tables=self.tables,
-            denoisers=EXPERTS if self.experts else EXPERTS[:1],
+            denoisers=EXPERTS if self.has_experts else EXPERTS[:1],
             inputs=self.inputs,
             has_two_reference_implementations=True,
-            radial_attention=self.radial and not config.sparse_linear,
-            sparse_linear=self.radial and not config.sparse_linear,
-            int8_attention=config.head_dim == INT8_HEAD_DIM,
+            supports_radial=self.radial and not config.sparse_linear,
+            supports_sparse_linear=self.radial and not config.sparse_linear,
+            supports_int8_attention=config.head_dim == INT8_HEAD_DIM,
             trained_attention=config.resolve_attention(AUTO),
             chunk_frames=self.chunk_frames,
             noise_spec=NoiseSpec(frames_first=self.chunk_frames > 0),
@@ -126,7 +126,7 @@ class WanModel(VideoModel[WanConditioning]):
                 text_tokens=TEXT_LENGTH,
                 image_tokens=self.image_tokens if image_embeds is None else image_embeds.shape[1],
             ),
-            ring=not config.sparse_linear,
+            has_single_sequence=not config.sparse_linear,
         )
 
     def tokenize(self, runtime: Runtime, prompts: Sequence[str], reference_impl: str) -> tuple[TokenBatch, ...]:

@@ -91,7 +91,7 @@ I2V = as_class(ImageToVideoWithEncoder, T2V, transformer=I2V_14B, image_encoder=
 FLF2V = as_class(FirstAndLastFrameToVideo, I2V, transformer=FLF2V_14B)
 VACE = as_class(ControlledVideo, T2V, transformer=VACE_14B)
 VACE_SMALL = replace(VACE, transformer=VACE_1_3B)
-T2V_EXPERTS = replace(T2V, experts=True)
+T2V_EXPERTS = replace(T2V, has_experts=True)
 I2V_EXPERTS = as_class(ImageToVideo, T2V_EXPERTS, transformer=I2V_A14B)
 TI2V = as_class(FirstFrameToVideo, T2V, transformer=TI2V_5B, vae=VAE_2_2)
 ANIMATE = as_class(CharacterAnimation, I2V, transformer=ANIMATE_14B, image_encoder=CLIP_VIT_H, scheduler=FlowDPM())
@@ -663,7 +663,7 @@ PRESETS = (
 
 
 def find_published(
-    transformer: TransformerConfig, experts: bool, name_hint: str, shift: float | None = None
+    transformer: TransformerConfig, has_experts: bool, name_hint: str, shift: float | None = None
 ) -> Preset | None:
     """Find the published model with these shapes. Return None if no published model has them.
 
@@ -677,11 +677,11 @@ def find_published(
         *DISTILLED_PRESETS,
         *SPARSE_LINEAR_PRESETS,
     )
-    same_shape = [preset for preset in presets if _transformer_config(preset) == (transformer, experts)]
+    same_shape = [preset for preset in presets if _transformer_config(preset) == (transformer, has_experts)]
     return best_match(same_shape, name_hint, DISTILLATIONS, shift)
 
 
-def find_fallback(transformer: TransformerConfig, experts: bool, name_hint: str) -> Preset | None:
+def find_fallback(transformer: TransformerConfig, has_experts: bool, name_hint: str) -> Preset | None:
     """Find a model in the layout of diffusers whose other components fit a transformer. Return None if no model fits.
 
     Prefers a model of the same shapes with full attention; the name selects one of several such models. Without a model
@@ -698,14 +698,14 @@ def find_fallback(transformer: TransformerConfig, experts: bool, name_hint: str)
         if input_widths(_transformer_config(preset)[0]) == input_widths(dense_config)
     ]
     same_config = [preset for preset in compatible if _transformer_config(preset)[0] == dense_config]
-    same_experts = [preset for preset in same_config if _transformer_config(preset) == (dense_config, experts)]
+    same_experts = [preset for preset in same_config if _transformer_config(preset) == (dense_config, has_experts)]
     return best_match(same_experts or same_config or compatible[:1], name_hint, DISTILLATIONS)
 
 
 def _transformer_config(preset: Preset) -> tuple[Any, bool]:
     """Return the config of a preset's transformer, and whether the preset has two transformers."""
     model: Any = preset.model
-    return model.transformer, model.experts
+    return model.transformer, model.has_experts
 
 
 def default_settings(source: Source, model: WanModel, preset: Preset | None) -> Settings:
@@ -722,7 +722,7 @@ def default_settings(source: Source, model: WanModel, preset: Preset | None) -> 
         )
     else:
         settings = preset.defaults
-    if not model.experts:
+    if not model.has_experts:
         return replace(settings, boundary=None, boundary_step=None, guidance_scale_2=None)
     return replace(settings, boundary=source.index.get("boundary_ratio") or settings.boundary, boundary_step=0)
 
@@ -736,16 +736,16 @@ def _distillation_settings(scheduler: Scheduler) -> dict[str, Any]:
 
 def _similar_settings(model: WanModel, source: Source) -> Settings:
     """Return the settings of the published model with the same shapes, or else with the same task and experts."""
-    kind, experts = type(model), model.experts
+    kind, has_experts = type(model), model.has_experts
     if isinstance(model, CharacterAnimation):  # both checkpoints have the same shapes and the same shift
         return ANIMATE_PRESETS[model.distilled].defaults
     shift = shift_of(source["scheduler"].config())
-    match = find_published(model.transformer, experts, source.name_hint, shift)
-    if (kind, experts) == (ImageToVideo, False):
-        experts = True  # a merge of two experts, because the only published model of this task has two
+    match = find_published(model.transformer, has_experts, source.name_hint, shift)
+    if (kind, has_experts) == (ImageToVideo, False):
+        has_experts = True  # a merge of two experts, because the only published model of this task has two
     for preset in (*([match] if match else []), *OFFICIAL_PRESETS, *FUN_PRESETS, CAUSAL_PRESET):
         preset_model = preset.model
         assert isinstance(preset_model, WanModel)
-        if (type(preset_model), preset_model.experts) == (kind, experts):
+        if (type(preset_model), preset_model.has_experts) == (kind, has_experts):
             return preset.defaults
     return DEFAULTS
