@@ -117,7 +117,7 @@ def compile_functions(
     tpu_slice = smallest_slice(chip)
     mesh = abstract_mesh(find_slice(tpu_slice))
     programs = [(program(mesh, workload, function), tpu_slice) for function in functions.values()]
-    return dict(zip(functions, compile_programs(programs, schedules=True), strict=True))
+    return dict(zip(functions, compile_programs(programs, reads_schedules=True), strict=True))
 
 
 def functions_to_compare(workload: Workload, qk: str | None = None) -> Mapping[str, Callable]:

@@ -37,9 +37,9 @@ def price_listed_blocks(compiled: Compiled, mask: Radial, workload: Workload) ->
 
 
 def price_table(workload: Workload, chip: str, decays: list[float], blocks: list[tuple[int, int]]) -> Table:
-    frames, text, sink = VIDEO_TOKENS[workload.name.partition("_")[0]]
+    frames, text, has_sink = VIDEO_TOKENS[workload.name.partition("_")[0]]
     frame = (workload.num_keys - text) // frames
-    masks = [Radial(frames, frame, decay, sink, *block) for decay in decays for block in blocks]
+    masks = [Radial(frames, frame, decay, has_sink, *block) for decay in decays for block in blocks]
     run = partial(attention, implementation="flash_tpu")
     functions = {mask: run if mask is None else partial(run, window=mask) for mask in (None, *masks)}
     columns = "decay", "queries × keys of a block", "share of the scores", "ms", "of dense", "ms / share"

@@ -99,16 +99,17 @@ def user_stack_level() -> int:
     return level
 
 
-def causes(error: BaseException | None, *, contexts: bool = False) -> Iterator[BaseException]:
+def causes(error: BaseException | None, *, follows_contexts: bool = False) -> Iterator[BaseException]:
     """Yield an error and its causes, each only once, even if the causes form a cycle.
 
-    With `contexts`, also follow `__context__`: network libraries often raise an error while they handle another error.
+    With `follows_contexts`, also follow `__context__`: network libraries often raise an error while they handle another
+    error.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__ or (error.__context__ if contexts and not error.__suppress_context__ else None)
+        error = error.__cause__ or (error.__context__ if follows_contexts and not error.__suppress_context__ else None)
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -133,7 +134,7 @@ def is_failure(error: BaseException) -> bool:
         getattr(cause, "sqlite_errorname", "").startswith("SQLITE_IOERR")
         or isinstance(cause, NetworkError | ConnectionError | TimeoutError | socket.gaierror)
         or (isinstance(cause, OSError) and cause.errno in UNREACHABLE_ERRNOS)
-        for cause in causes(error, contexts=True)
+        for cause in causes(error, follows_contexts=True)
     )
 
 

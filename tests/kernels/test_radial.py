@@ -235,7 +235,9 @@ def test_a_text_names_radial_attention_and_its_decay():
     assert AttentionConfig.parse("radial") == AttentionConfig(radial=True)
     assert AttentionConfig.parse("radial:1") == AttentionConfig(radial=True, decay=1.0)
     assert AttentionConfig.parse("radial").mask((7, 10, 10)) == Radial(7, 100, 0.2)
-    assert AttentionConfig.parse("radial").mask((7, 10, 10), decay=0.95, sink=False) == Radial(7, 100, 0.95, sink=False)
+    assert AttentionConfig.parse("radial").mask((7, 10, 10), decay=0.95, has_sink=False) == Radial(
+        7, 100, 0.95, has_sink=False
+    )
     assert AttentionConfig.parse("radial:1").mask((7, 10, 10), decay=0.95) == Radial(7, 100, 1.0)
     assert AttentionConfig.parse("chunked:window=9").mask((7, 10, 10)) is None
     q, k, v = operands(1, 1960, 1960, 1, 1, 32)

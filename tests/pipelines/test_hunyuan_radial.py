@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("cached_programs")
 GRID = (11, 4, 16)  # tokens of VIDEO: 11 frames of 64, so that a block of 512 queries does not attend to all
 VIDEO = {"size": (64, 256), "frames": 41}
 STEPS, DENSE_STEPS = 3, 1
-MASK = Radial(11, 64, 0.95, sink=False)
+MASK = Radial(11, 64, 0.95, has_sink=False)
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compiler")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(folder))
-        results = dict(zip(PROGRAMS, compile_programs(list(PROGRAMS.values()), schedules=True), strict=True))
+        results = dict(zip(PROGRAMS, compile_programs(list(PROGRAMS.values()), reads_schedules=True), strict=True))
     return results | {"remaining_files": list(folder.iterdir())}
 
 

@@ -253,9 +253,9 @@ def test_a_missing_file_is_downloaded_from_its_url(models, monkeypatch):
     addresses = {"f.safetensors": ADDRESS.replace("a.saf", "f.saf")}
     monkeypatch.setattr(files, "is_cached", lambda name: False)
     located = locate(file_named("f.safetensors"), Folders(models), addresses)
-    assert (located.name, located.to_download) == ("owner/video/split files/f.safetensors", True)
+    assert (located.name, located.needs_download) == ("owner/video/split files/f.safetensors", True)
     monkeypatch.setattr(files, "is_cached", lambda name: True)
-    assert not locate(file_named("f.safetensors"), Folders(), addresses).to_download
+    assert not locate(file_named("f.safetensors"), Folders(), addresses).needs_download
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ class HubFile(NamedTuple):
 
     name: str
     size: int
-    to_download: bool
+    needs_download: bool
 
 
 def hub_files(repository: str, patterns: Iterable[str], *, revision: str | None = None) -> list[HubFile]:
@@ -151,7 +151,7 @@ def file_names_in_folder(folder: str, files: Iterable[HubFile]) -> list[str]:
 
 def download_bytes(files: Iterable[HubFile]) -> int:
     """Return the number of bytes of the files that are not yet downloaded."""
-    return sum(file.size for file in files if file.to_download)
+    return sum(file.size for file in files if file.needs_download)
 
 
 def check_room(repository: str, files: Iterable[HubFile]) -> None:
@@ -184,7 +184,7 @@ def checked_file_bytes(source: str, *, revision: str | None = None) -> int:
 
 
 def _snapshot(repository: str, patterns: list[str], revision: str | None, quiet: bool) -> Path:
-    missing = [file for file in _list_files(repository, patterns, revision) if file.to_download]
+    missing = [file for file in _list_files(repository, patterns, revision) if file.needs_download]
     from huggingface_hub import snapshot_download  # imported late: local checkpoints need no client
     from huggingface_hub.utils import are_progress_bars_disabled
 

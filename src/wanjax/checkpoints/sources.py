@@ -294,7 +294,7 @@ def in_folder(storage: Storage, component: str, kind: str) -> Component:
 
 def _check_folders(storage: Storage, networks: Iterable[str], other_components: Iterable[str]) -> None:
     """Check the folders of components in the layout of diffusers, as `Source.check` does."""
-    incomplete = {PurePosixPath(file.name).parts[0] for file in storage.hub_files if file.to_download}
+    incomplete = {PurePosixPath(file.name).parts[0] for file in storage.hub_files if file.needs_download}
 
     def complete_folder(component: str) -> Path:
         """Return a component's folder with all its files.

@@ -232,7 +232,7 @@ class Report:
         be lost or would crash the process.
         """
         exit_immediately(
-            f"\nwanjax: stopped\n{self.outcome}", terminal=self._current is not None and self.console.is_terminal
+            f"\nwanjax: stopped\n{self.outcome}", is_terminal=self._current is not None and self.console.is_terminal
         )
 
     def _on_interrupt(self) -> None:
@@ -451,9 +451,9 @@ def handle_interrupts(on_interrupt: Callable[[], None]) -> Iterator[None]:
         writer.close()
 
 
-def exit_immediately(message: str, terminal: bool) -> NoReturn:
+def exit_immediately(message: str, is_terminal: bool) -> NoReturn:
     """End the process at once, after running the cleanups, printing a message and restoring the terminal's cursor."""
     run_cleanups()
     with suppress(OSError):  # the pipe may be closed
-        os.write(2, f"{SHOW_CURSOR if terminal else ''}{message}".encode())
+        os.write(2, f"{SHOW_CURSOR if is_terminal else ''}{message}".encode())
     os._exit(INTERRUPTED)

@@ -364,10 +364,10 @@ class VideoCommand:
         else:  # the previous stage has already encoded the pictures
             self.pictures, self.settings = Pictures(), self.pipe.settings(**settings)
             self.pipe.check_memory(self.settings)
-        self.from_video = "video" in pictures and self.pipe.model.spec.starts_from_video
+        self.starts_from_video = "video" in pictures and self.pipe.model.spec.starts_from_video
         if on_command_line("strength"):
             check_strength(
-                self.settings, video="video" in pictures, starts_from_video=self.pipe.model.spec.starts_from_video
+                self.settings, has_video="video" in pictures, starts_from_video=self.pipe.model.spec.starts_from_video
             )
         self.noise = (
             None if command.noise is None else self._load_noise(command.noise, len(pictures.get("references", ())))
@@ -532,7 +532,7 @@ class VideoCommand:
             f"on {devices_of(mesh)}{f', mesh {mesh}, rules {mesh.rules_name}' if 'mesh' in self.metadata else ''}"
             f"{f'; the videos differ in {differing_names}' if differing_names else ''}"
         )
-        if not differing_names and (sentence := estimate_note(self.pipe, chosen_settings, self.from_video)):
+        if not differing_names and (sentence := estimate_note(self.pipe, chosen_settings, self.starts_from_video)):
             self.report.note(sentence)
         self._note(
             *(note for video in videos or [chosen_settings] for note in (*guidance_notes(video), *shape_notes(video)))
@@ -1001,11 +1001,11 @@ class FrameRate:
         )
 
 
-def estimate_note(pipe: Pipeline, settings: Settings, from_video: bool) -> str | None:
+def estimate_note(pipe: Pipeline, settings: Settings, starts_from_video: bool) -> str | None:
     """Write a sentence about the memory of large weights and the time of denoising. On accelerators this is the minimum
     time. On a CPU it is an estimate, if denoising takes minutes. Return None if there is nothing to say.
 
-    `from_video` says that denoising starts from a video and runs fewer steps.
+    `starts_from_video` says that denoising starts from a video and runs fewer steps.
     """
     parts = []
     if sizes := pipe.components.sizes:
@@ -1013,7 +1013,7 @@ def estimate_note(pipe: Pipeline, settings: Settings, from_video: bool) -> str |
         if sizes[largest] >= LARGE_BYTES:
             parts.append(f"the weights of its {largest} take about {format_bytes(sizes[largest])} of memory")
     settings = pipe.model.spec.passes_of(settings)[0]  # only the first of several passes is counted
-    steps = settings.steps_with_strength if from_video else settings.steps
+    steps = settings.steps_with_strength if starts_from_video else settings.steps
     if jax.devices()[0].platform == "cpu":
         if (seconds := compute_seconds(pipe, settings, steps, cpu_machine().flops)) >= LONG_RUN_SECONDS:
             rate = f"{CORE_FLOPS / 1e9:g} GFLOP/s a core"

@@ -294,7 +294,7 @@ class _OptionReader:
             self.missing.setdefault(parameter, str(error))
             return None
         self._add_file_note(parameter, file, located.description)
-        if located.to_download:
+        if located.needs_download:
             self.downloads.setdefault(parameter, []).append(located.name)
         return located
 

@@ -28,20 +28,20 @@ class Compilation(NamedTuple):
 
 @contextmanager
 def watch_compiler(
-    end: Callable[[Compilation], None], begin: Callable[[], None] = lambda: None, *, this_thread: bool = False
+    end: Callable[[Compilation], None], begin: Callable[[], None] = lambda: None, *, only_this_thread: bool = False
 ) -> Iterator[None]:
     """Within the block, call `begin` before and `end` after each program is compiled or read from a cache.
 
-    With `this_thread`, watch only the programs that this thread compiles, and the programs that another thread compiles
-    while this thread waits.
+    With `only_this_thread`, watch only the programs that this thread compiles, and the programs that another thread
+    compiles while this thread waits.
     """
     from jax import monitoring  # imported late, because some commands compute nothing
 
     thread, state = get_ident(), local()
 
     def start(event: str, value: float, **_: object) -> None:
-        if (event == COMPILATION_EVENT or (this_thread and event == WAITING_EVENT)) and (
-            not this_thread or get_ident() == thread
+        if (event == COMPILATION_EVENT or (only_this_thread and event == WAITING_EVENT)) and (
+            not only_this_thread or get_ident() == thread
         ):
             state.cached = False
             begin()
@@ -54,7 +54,9 @@ def watch_compiler(
 
     def stop(event: str, duration_secs: float, **details: object) -> None:
         is_waiting = event == WAITING_EVENT
-        if (event == COMPILATION_EVENT or is_waiting) and (get_ident() == thread if this_thread else not is_waiting):
+        if (event == COMPILATION_EVENT or is_waiting) and (
+            get_ident() == thread if only_this_thread else not is_waiting
+        ):
             name = str(details.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
             cached = not is_waiting and getattr(state, "cached", False)
             end(Compilation(name, duration_secs, cached, getattr(state, "refusal_reason", "")))

@@ -429,7 +429,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
     def _check_strength(self, settings: Settings, video: Any) -> None:
         """Raise WanjaxError for a strength without an input video, or for a model that cannot start from one."""
         if settings.strength != self.defaults.strength:
-            check_strength(settings, video=video is not None, starts_from_video=self.model.spec.starts_from_video)
+            check_strength(settings, has_video=video is not None, starts_from_video=self.model.spec.starts_from_video)
 
     def _shape_from_pictures(
         self, pictures: Pictures, settings: Settings, keywords: Mapping[str, Any]

@@ -180,7 +180,7 @@ class Stage:
             self._compiling_since = None
             self._restart()
 
-        with watch_compiler(end, begin, this_thread=True):
+        with watch_compiler(end, begin, only_this_thread=True):
             yield
 
 

@@ -201,9 +201,9 @@ def check_tiling(tiling: Any, vae: Any, unit: int | None = None) -> Tiling | Non
     return tiling and tiling.with_defaults(vae.tiling, unit or vae.spatial_factor)
 
 
-def check_strength(settings: Settings, *, video: bool, starts_from_video: bool) -> None:
+def check_strength(settings: Settings, *, has_video: bool, starts_from_video: bool) -> None:
     """Raise SettingError for a strength without an input video, or for a model that always starts from noise."""
-    if not video:
+    if not has_video:
         raise strength_without_video(settings.strength)
     if not starts_from_video:
         raise SettingError(

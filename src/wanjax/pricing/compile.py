@@ -83,27 +83,27 @@ def temporary_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def compile_program(abstract_call: AbstractCall, chip: str, *, schedules: bool = False) -> Compiled:
+def compile_program(abstract_call: AbstractCall, chip: str, *, reads_schedules: bool = False) -> Compiled:
     """Compile a program for a slice such as v6e-8, whose chips may be absent.
 
     Raises CompilerError if the program does not compile, and the errors of `compile_programs`.
     """
-    (result,) = compile_programs([(abstract_call, chip)], schedules=schedules)
+    (result,) = compile_programs([(abstract_call, chip)], reads_schedules=reads_schedules)
     if isinstance(result, CompilerError):
         raise result
     return result
 
 
 def compile_programs(
-    programs: Sequence[tuple[AbstractCall, str]], *, schedules: bool = False
+    programs: Sequence[tuple[AbstractCall, str]], *, reads_schedules: bool = False
 ) -> list[Compiled | CompilerError]:
     """Compile programs, each for a slice such as v6e-8, in one process.
 
     Args:
         programs: The programs, each with the name of its slice. Their arguments have shardings on a mesh of
             `chips.abstract_mesh`, or no shardings.
-        schedules: Whether to return the LLO bundles of each operation too. Schedules need far more memory, so request
-            schedules only for kernels and small programs.
+        reads_schedules: Whether to return the LLO bundles of each operation too. Schedules need far more memory, so
+            request schedules only for kernels and small programs.
 
     Returns:
         The compiled programs in order. For a program that does not compile, the list has a CompilerError.
@@ -121,7 +121,7 @@ def compile_programs(
         except CompilerError as error:
             results[index] = error
     indices = list(jobs)
-    for index, result in compile_jobs(list(jobs.values()), schedules=range(len(indices)) if schedules else ()):
+    for index, result in compile_jobs(list(jobs.values()), schedules=range(len(indices)) if reads_schedules else ()):
         results[indices[index]] = result
     return [results[index] for index in range(len(programs))]
 
@@ -257,14 +257,14 @@ def _job_fields(job: CompileJob) -> dict:
     }
 
 
-def _read_result(target: Slice, folder: Path, schedules: bool) -> Compiled | CompilerError:
+def _read_result(target: Slice, folder: Path, reads_schedules: bool) -> Compiled | CompilerError:
     error = folder / "error.json"
     if error.exists():
         failure = json.loads(error.read_text(encoding="utf-8"))
         return CompilerError(compile_failure(target, failure["kind"], failure["message"]))
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     module = (folder / "module.txt").read_text(encoding="utf-8")
-    dump = {} if isinstance(target.chip, Card) or not schedules else read_dump(folder, target.chip)
+    dump = {} if isinstance(target.chip, Card) or not reads_schedules else read_dump(folder, target.chip)
     return Compiled(target, Memory(**result["memory"]), module, dump, result["seconds"], result["rejected_options"])
 
 

@@ -76,7 +76,7 @@ class Instruction:
     operands: tuple[str, ...]
     arguments: str = field(repr=False)  # text in the parentheses: the operands, or a constant's value
     attributes: str = field(repr=False)
-    root: bool
+    is_root: bool
 
     def attribute(self, name: str) -> str | None:
         return self._match(rf"\b{name}=(\{{.*?\}}|\[[^ ]*|[^, ]+)")
@@ -149,7 +149,7 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        return next(instruction for instruction in self.instructions if instruction.root)
+        return next(instruction for instruction in self.instructions if instruction.is_root)
 
     @property
     def parameters(self) -> list[Instruction]:

@@ -244,7 +244,7 @@ def _read_bytes(module: Module, inner: Computation, value: Instruction) -> int:
     users = inner.users(value.name)
     if not value.results or value.results[0].space:
         return 0
-    if value.root:  # the fusion returns the whole parameter
+    if value.is_root:  # the fusion returns the whole parameter
         return _total_traffic(value.results)
     read_bytes = 0
     for user in users:

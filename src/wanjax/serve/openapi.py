@@ -25,8 +25,8 @@ def build_document(models: Sequence[Mapping[str, Any]], version: str, prompt: in
         prompt: The maximal length of a prompt, in characters.
     """
     schemas = {
-        "VideoRequest": _request_schema(models, prompt, form=False),
-        "VideoForm": _request_schema(models, prompt, form=True),
+        "VideoRequest": _request_schema(models, prompt, is_form=False),
+        "VideoForm": _request_schema(models, prompt, is_form=True),
         "Video": _video_schema(models),
         "Videos": _list_schema("Video") | {"properties": _list_schema("Video")["properties"] | _page_fields()},
         "Model": {"type": "object", "required": ["id", "object"], "properties": {"id": TEXT, "object": TEXT}},
@@ -62,7 +62,7 @@ def build_document(models: Sequence[Mapping[str, Any]], version: str, prompt: in
     }
 
 
-def _request_schema(models: Sequence[Mapping[str, Any]], prompt: int, *, form: bool) -> dict[str, Any]:
+def _request_schema(models: Sequence[Mapping[str, Any]], prompt: int, *, is_form: bool) -> dict[str, Any]:
     """Return the schema of a request: the settings of all models, and the other fields."""
     settings: dict[str, dict[str, Any]] = {}
     for model in reversed(models):  # the served model's descriptions take precedence
@@ -95,7 +95,7 @@ def _request_schema(models: Sequence[Mapping[str, Any]], prompt: int, *, form: b
         pictures[OPENAI_IMAGE] = pictures["image"] | {
             "description": f"Same as image. {pictures['image']['description']}"
         }
-    files = {name: _file_schema(picture, form) for name, picture in pictures.items()}
+    files = {name: _file_schema(picture, is_form) for name, picture in pictures.items()}
     required = [name for name, picture in pictures.items() if picture["required"] and len(models) == 1]
     return {"type": "object", "required": ["prompt", *required], "properties": settings | request_fields | files}
 
@@ -108,12 +108,12 @@ def _setting_schema(setting: Mapping[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _file_schema(picture: Mapping[str, Any], form: bool) -> dict[str, Any]:
+def _file_schema(picture: Mapping[str, Any], is_form: bool) -> dict[str, Any]:
     """Return the schema of a picture or a clip.
 
     In a form it is a file, and in JSON a data: URL, alone or in OpenAI's {"image_url": ...}.
     """
-    if form:
+    if is_form:
         file: dict[str, Any] = {"type": "string", "contentMediaType": "application/octet-stream"}
     else:
         url = {"type": "string", "pattern": "^data:", "description": "A data: URL. Other URLs are not fetched."}

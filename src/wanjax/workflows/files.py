@@ -68,12 +68,12 @@ class FileLocation(NamedTuple):
     Args:
         name: The path, or OWNER/NAME/FILE on the hub; the value of an option.
         description: The location, for a message.
-        to_download: Whether it must be downloaded.
+        needs_download: Whether it must be downloaded.
     """
 
     name: str
     description: str
-    to_download: bool = False
+    needs_download: bool = False
 
 
 def check_name(file: File) -> str:
@@ -120,7 +120,7 @@ def locate(file: File, folders: Folders, addresses: Mapping[str, str]) -> FileLo
         )
     if is_cached(hub_name):
         return FileLocation(hub_name, f"{hub_name}, in the hub's cache")
-    return FileLocation(hub_name, f"{hub_name} on the hub", to_download=True)
+    return FileLocation(hub_name, f"{hub_name} on the hub", needs_download=True)
 
 
 def find_file(file: File, folders: Folders) -> Path | None:

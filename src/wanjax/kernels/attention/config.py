@@ -125,13 +125,13 @@ class AttentionConfig:
         """Return the config without a window and a sparse mask, for attention other than the video's self-attention."""
         return AttentionConfig(self.implementation)
 
-    def mask(self, grid: tuple[int, int, int], *, decay: float = DEFAULT_DECAY, sink: bool = True) -> Radial | None:
+    def mask(self, grid: tuple[int, int, int], *, decay: float = DEFAULT_DECAY, has_sink: bool = True) -> Radial | None:
         """Return the mask of self-attention over a grid of tokens, or None if it is not radial.
 
-        `decay` is the model's default decay. `Radial` explains `sink`.
+        `decay` is the model's default decay. `Radial` explains `has_sink`.
         """
         frames, height, width = grid
-        return Radial(frames, height * width, self.decay or decay, sink) if self.radial else None
+        return Radial(frames, height * width, self.decay or decay, has_sink) if self.radial else None
 
 
 AUTO = AttentionConfig()

@@ -32,7 +32,7 @@ class Radial:
         frames: Latent frames.
         frame_tokens: Tokens of a frame.
         decay: How slowly the band narrows with the distance of frames. With a larger decay, more keys are visible.
-        sink: Whether all queries attend to the first frame.
+        has_sink: Whether all queries attend to the first frame.
         block_q: Queries of a block.
         block_kv: Keys of a block.
     """
@@ -40,7 +40,7 @@ class Radial:
     frames: int
     frame_tokens: int
     decay: float
-    sink: bool = True
+    has_sink: bool = True
     block_q: int = 256
     block_kv: int = MASK_BLOCK
 
@@ -74,7 +74,7 @@ def _cached_block_mask(mask: Radial, num_queries: int, num_keys: int) -> Bool[np
     """Compute `Radial.block_mask`. Queries after the last key are padding and attend to no key."""
     first_text_block = mask.frames * mask.frame_tokens // MASK_BLOCK  # if there is text
     visible = np.zeros((ceil_div(num_queries, MASK_BLOCK), ceil_div(num_keys, MASK_BLOCK)), bool)
-    video_mask = published_mask(mask.frames, mask.frame_tokens, mask.decay, mask.sink)
+    video_mask = published_mask(mask.frames, mask.frame_tokens, mask.decay, mask.has_sink)
     video_mask = video_mask[: len(visible), : visible.shape[1]]
     visible[: len(video_mask), : video_mask.shape[1]] = video_mask
     if num_keys > mask.frames * mask.frame_tokens:
@@ -86,7 +86,7 @@ def _cached_block_mask(mask: Radial, num_queries: int, num_keys: int) -> Bool[np
 
 
 @cache
-def published_mask(frames: int, frame_tokens: int, decay: float, sink: bool) -> Bool[np.ndarray, "_L _S"]:
+def published_mask(frames: int, frame_tokens: int, decay: float, has_sink: bool) -> Bool[np.ndarray, "_L _S"]:
     """Return the blocks of 128 by 128 video tokens that are visible by the published rule.
 
     The rule treats each pair of frames separately. Of the columns of a block, it counts those that intersect the pair's
@@ -99,7 +99,7 @@ def published_mask(frames: int, frame_tokens: int, decay: float, sink: bool) -> 
     for q_frame in range(frames):
         for kv_frame in range(frames):
             half_width = band_half_width(abs(q_frame - kv_frame), frame_tokens, decay)
-            if sink and kv_frame == 0:
+            if has_sink and kv_frame == 0:
                 half_width = frame_tokens
             if half_width is None:
                 continue

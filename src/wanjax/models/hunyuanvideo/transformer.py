@@ -264,7 +264,7 @@ class HunyuanVideoTransformer(nnx.Module):
 
         The first frame is not an attention sink. The authors of radial attention use this mask for HunyuanVideo.
         """
-        return self.attention.mask(grid, decay=DECAY, sink=False)
+        return self.attention.mask(grid, decay=DECAY, has_sink=False)
 
     def time(self, t: Float[Array, "B"], t_next: Float[Array, "B"] | None = None) -> Time:
         """Embed timesteps. A network with `uses_meanflow` also needs `t_next`, the timesteps at which the step ends."""

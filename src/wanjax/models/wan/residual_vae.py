@@ -33,16 +33,16 @@ def fold_means(x: Float[Array, "B T H W C"], factors: Factors, channels: int) ->
     return x.reshape(*x.shape[:4], channels, -1).mean(axis=-1)
 
 
-def unfold_copies(x: Float[Array, "B T H W C"], factors: Factors, channels: int, *, first: bool) -> Chunk:
-    """Repeat channels, and unfold them into frames and positions. With `first`, drop the frames before the first real
-    frame."""
+def unfold_copies(x: Float[Array, "B T H W C"], factors: Factors, channels: int, *, is_first_chunk: bool) -> Chunk:
+    """Repeat channels, and unfold them into frames and positions. With `is_first_chunk`, drop the frames before the
+    first real frame."""
     ft, fs = factors
     batch, frames, height, width, channels_in = x.shape
     x = x.repeat(channels * ft * fs * fs // channels_in, axis=-1)
     x = x.reshape(batch, frames, height, width, channels, ft, fs, fs)
     x = jnp.transpose(x, (0, 1, 5, 2, 6, 3, 7, 4))  # [B T ft H fs W fs C]
     x = x.reshape(batch, frames * ft, height * fs, width * fs, channels)
-    return x[:, ft - 1 :] if first else x
+    return x[:, ft - 1 :] if is_first_chunk else x
 
 
 class DownLevel(Level):
@@ -69,7 +69,7 @@ class UpLevel(Level):
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         y, new_cache = super().__call__(x, cache)
-        return y + unfold_copies(x, self.factors, y.shape[-1], first=cache is None), new_cache
+        return y + unfold_copies(x, self.factors, y.shape[-1], is_first_chunk=cache is None), new_cache
 
 
 class WanResidualVAE(WanVAE):
