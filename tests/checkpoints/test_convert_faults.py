@@ -17,7 +17,7 @@ import wanjax
 from tests.support import commands
 from tests.support.conversion import COMPONENTS, checksums, convert_command, flip_a_bit, refused, tensors
 from tests.support.disks import limit_file_size
-from tests.support.harm import WEIGHTS, corrupt, truncated, with_nan, with_other_keys, without_a_shard
+from tests.support.harm import WEIGHTS, corrupt, delete_a_shard, rename_keys, truncate, write_nan
 from tests.support.quick import quick
 from tests.support.words import has_line_with_words, line_with_words
 from wanjax.checkpoints import convert
@@ -31,11 +31,11 @@ from wanjax.registry import open_source
 pytestmark = pytest.mark.usefixtures("cached_shapes")
 
 
-def with_another_shape(folder: Path) -> None:
+def change_shape(folder: Path) -> None:
     change(folder, lambda x: {"proj_out.bias": np.zeros(3, np.float32)})
 
 
-def with_another_dtype(folder: Path) -> None:
+def change_dtype(folder: Path) -> None:
     change(folder, lambda x: {"proj_out.bias": x["proj_out.bias"].astype(np.int32)})
 
 
@@ -47,12 +47,12 @@ def change(folder: Path, changed: Callable[[dict], dict]) -> None:
 
 
 def test_weights_that_are_not_finite_are_not_written(damaged, tmp_path):
-    in_one_file(with_nan)(damaged)
+    after_merging_shards(write_nan)(damaged)
     assert has_line_with_words(refused(damaged, tmp_path / "new"), "proj_out.bias finite")
     assert not (tmp_path / "new").exists()
 
 
-def in_one_file(harm: Callable[[Path], None]) -> Callable[[Path], None]:
+def after_merging_shards(harm: Callable[[Path], None]) -> Callable[[Path], None]:
     """Apply damage to a transformer that is stored in one file."""
 
     def damage(folder: Path) -> None:
@@ -69,12 +69,12 @@ def in_one_file(harm: Callable[[Path], None]) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (truncated, "diffusion_pytorch_model.safetensors incomplete metadata"),
+        (truncate, "diffusion_pytorch_model.safetensors incomplete metadata"),
         (corrupt, "model.safetensors header"),
-        (in_one_file(without_a_shard), "diffusion_pytorch_model-00002-of-00002.safetensors"),
-        (in_one_file(with_other_keys), "missing proj_out.bias unused extra.weight more.bias wrong shape dtype"),
-        (with_another_shape, "proj_out.bias [3] [16]"),
-        (with_another_dtype, "proj_out.bias int32 float32"),
+        (after_merging_shards(delete_a_shard), "diffusion_pytorch_model-00002-of-00002.safetensors"),
+        (after_merging_shards(rename_keys), "missing proj_out.bias unused extra.weight more.bias wrong shape dtype"),
+        (change_shape, "proj_out.bias [3] [16]"),
+        (change_dtype, "proj_out.bias int32 float32"),
     ],
 )
 def test_a_fault_of_the_source_is_reported_and_leaves_nothing(damaged, tmp_path, harm, message):
@@ -230,22 +230,22 @@ def test_a_conversion_that_is_killed_at_any_moment_completes_when_repeated(
             verify(open_source(run))
 
 
-def lost_chunk(folder: Path) -> Path:
+def delete_chunk(folder: Path) -> Path:
     flip_a_bit(folder / "transformer").unlink()
     return folder / "transformer" / "weights" / "proj_out.kernel"
 
 
-def lost_array(folder: Path) -> Path:
+def delete_array(folder: Path) -> Path:
     shutil.rmtree(folder / "vae" / "weights" / "quant.kernel")
     return folder / "vae" / "weights" / "quant.kernel"
 
 
-def flipped(folder: Path) -> Path:
+def flip_kernel_bit(folder: Path) -> Path:
     flip_a_bit(folder / "transformer")
     return folder / "transformer" / "weights" / "proj_out.kernel"
 
 
-def swapped_arrays(folder: Path) -> Path:
+def swap_arrays(folder: Path) -> Path:
     """Swap two valid arrays."""
     weights = folder / "transformer" / "weights"
     for a, b in (
@@ -257,7 +257,7 @@ def swapped_arrays(folder: Path) -> Path:
     return weights
 
 
-def another_config(folder: Path) -> Path:
+def write_empty_config(folder: Path) -> Path:
     (folder / "vae" / "config.json").write_text("{}")
     return folder / "vae" / "config.json"
 
@@ -268,34 +268,34 @@ def change_manifest(folder: Path, **changes: object) -> Path:
     return folder / "wanjax.json"
 
 
-def without_networks(folder: Path) -> Path:
+def delete_networks(folder: Path) -> Path:
     """Remove all networks from the manifest, and keep its old digest."""
     return change_manifest(folder, networks={})
 
 
-def without_networks_with_new_digest(folder: Path) -> Path:
-    without_networks(folder)
+def delete_networks_and_renew_digest(folder: Path) -> Path:
+    delete_networks(folder)
     manifest = json.loads((folder / "wanjax.json").read_text())
     return change_manifest(folder, digest=own_digest(manifest))
 
 
-def another_licence(folder: Path) -> Path:
+def change_licence(folder: Path) -> Path:
     return change_manifest(folder, licence="none")
 
 
-def no_arrays(folder: Path) -> Path:
+def delete_arrays(folder: Path) -> Path:
     for weights in folder.glob("*/weights"):
         shutil.rmtree(weights)
-    without_networks_with_new_digest(folder)
+    delete_networks_and_renew_digest(folder)
     return folder
 
 
-def extra_file(folder: Path) -> Path:
+def add_file(folder: Path) -> Path:
     (folder / "vae" / "weights" / "quant.kernel" / "more").write_bytes(b"x")
     return folder / "vae" / "weights" / "quant.kernel" / "more"
 
 
-def swapped_chunks(folder: Path) -> Path:
+def swap_chunks(folder: Path) -> Path:
     """Swap the chunks of two arrays of equal shape. The checksum in each chunk stays valid."""
     weights = folder / "transformer" / "weights"
     first, second = (weights / name / "c" / "0" for name in ("text_embed.up.bias", "time_embed.up.bias"))
@@ -305,7 +305,7 @@ def swapped_chunks(folder: Path) -> Path:
     return weights
 
 
-def with_manifest(text: str) -> Callable[[Path], Path]:
+def manifest_of(text: str) -> Callable[[Path], Path]:
     def harm(folder: Path) -> Path:
         (folder / "wanjax.json").write_text(text)
         return folder / "wanjax.json"
@@ -314,18 +314,18 @@ def with_manifest(text: str) -> Callable[[Path], Path]:
 
 
 MANIFESTS = ["", "[]", "{}", '{"format": 2}', '{"format": 1}', '{"format": 1, "request": 7}']
-HARMS = [lost_chunk, lost_array, flipped, swapped_arrays, swapped_chunks, extra_file, another_config]
+HARMS = [delete_chunk, delete_array, flip_kernel_bit, swap_arrays, swap_chunks, add_file, write_empty_config]
 
 
 @pytest.mark.parametrize(
     "harm",
     [
         *HARMS,
-        without_networks,
-        without_networks_with_new_digest,
-        another_licence,
-        no_arrays,
-        *map(with_manifest, MANIFESTS),
+        delete_networks,
+        delete_networks_and_renew_digest,
+        change_licence,
+        delete_arrays,
+        *map(manifest_of, MANIFESTS),
     ],
 )
 def test_verify_names_the_damage(converted, tmp_path, harm):
@@ -336,9 +336,9 @@ def test_verify_names_the_damage(converted, tmp_path, harm):
 @pytest.mark.parametrize(
     ("harm", "verify", "words"),
     [
-        (flipped, False, "proj_out.kernel damaged"),
-        (swapped_chunks, True, "text_embed.up.bias"),  # the chunks are valid, but the checksums of the manifest differ
-        (swapped_chunks, False, None),
+        (flip_kernel_bit, False, "proj_out.kernel damaged"),
+        (swap_chunks, True, "text_embed.up.bias"),  # the chunks are valid, but the checksums of the manifest differ
+        (swap_chunks, False, None),
     ],
 )
 def test_damaged_weights_are_not_loaded(converted, tmp_path, monkeypatch, harm, verify, words):
@@ -360,7 +360,7 @@ def cut(folder: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("harm", [lost_chunk, lost_array, cut])
+@pytest.mark.parametrize("harm", [delete_chunk, delete_array, cut])
 def test_files_of_another_size_are_refused_before_anything_is_read(converted, tmp_path, monkeypatch, harm):
     folder = shutil.copytree(converted, tmp_path / "harmed")
     name = str(harm(folder))

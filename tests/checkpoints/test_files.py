@@ -257,21 +257,21 @@ def test_the_default_variant_is_not_mixed_with_another(tmp_path):
     assert_same(read_all(SafetensorsFolder(tmp_path)), SPLIT[1])
 
 
-def without_shards(folder):
+def delete_shards(folder):
     for name in write_shards(folder, SPLIT):
         (folder / name).unlink()
 
 
-def with_a_truncated_shard(folder):
+def truncate_a_shard(folder):
     _, second = write_shards(folder, SPLIT)
     os.truncate(folder / second, os.path.getsize(folder / second) - 1)
 
 
-def with_a_key_in_two_shards(folder):
+def write_a_key_twice(folder):
     write_shards(folder, [SPLIT[0], SPLIT[1] | {"b": TENSORS["b"]}])
 
 
-def with_an_index_of(weight_map, more_keys=()):
+def index_writer(weight_map, more_keys=()):
     """Return a function that writes shards with a wrong index, and another file with these tensors."""
 
     def write(folder):
@@ -281,7 +281,7 @@ def with_an_index_of(weight_map, more_keys=()):
     return write
 
 
-def with_the_file(name, text=""):
+def text_writer(name, text=""):
     """Return a function that writes a text file into a folder."""
     return lambda folder: (folder / name).write_text(text, encoding="latin-1")
 
@@ -293,17 +293,17 @@ INDEX, FIRST_SHARD, SECOND_SHARD = (
 )
 FOLDERS = {  # the damage to a folder, and the words of the message
     "nothing": (lambda folder: None, "no weights"),
-    "a config alone": (with_the_file("config.json", "{}"), "no weights"),
-    "weights of torch": (with_the_file("pytorch_model.bin"), "pytorch_model.bin"),
-    "another variant": (with_the_file("model.fp16.safetensors"), "model.safetensors"),
-    "no shards": (without_shards, f"{FIRST_SHARD} {SECOND_SHARD} {INDEX}"),
-    "a truncated shard": (with_a_truncated_shard, SECOND_SHARD),
-    "a key in two shards": (with_a_key_in_two_shards, f"'b' shards {FIRST_SHARD} {SECOND_SHARD}"),
-    "a key elsewhere": (with_an_index_of({"b": "other.safetensors"}), f"'b' other.safetensors {FIRST_SHARD}"),
-    "a key nowhere": (with_an_index_of({"lost": "other.safetensors"}), "'lost' other.safetensors"),
-    "a key too many": (with_an_index_of({"x": "other.safetensors"}, "xy"), "'y' other.safetensors"),
+    "a config alone": (text_writer("config.json", "{}"), "no weights"),
+    "weights of torch": (text_writer("pytorch_model.bin"), "pytorch_model.bin"),
+    "another variant": (text_writer("model.fp16.safetensors"), "model.safetensors"),
+    "no shards": (delete_shards, f"{FIRST_SHARD} {SECOND_SHARD} {INDEX}"),
+    "a truncated shard": (truncate_a_shard, SECOND_SHARD),
+    "a key in two shards": (write_a_key_twice, f"'b' shards {FIRST_SHARD} {SECOND_SHARD}"),
+    "a key elsewhere": (index_writer({"b": "other.safetensors"}), f"'b' other.safetensors {FIRST_SHARD}"),
+    "a key nowhere": (index_writer({"lost": "other.safetensors"}), "'lost' other.safetensors"),
+    "a key too many": (index_writer({"x": "other.safetensors"}, "xy"), "'y' other.safetensors"),
     **{
-        f"a shard named {name!r}": (with_an_index_of({"b": name}), repr(name))
+        f"a shard named {name!r}": (index_writer({"b": name}), repr(name))
         for name in (
             *("../x.safetensors", "/etc/x.safetensors", "a/x.safetensors", "a\\x.safetensors", "C:x.safetensors"),
             *("x.bin", "", "\0.safetensors", "\ud800.safetensors", 7, None, ["x.safetensors"]),
@@ -311,7 +311,7 @@ FOLDERS = {  # the damage to a folder, and the words of the message
     },
     **{
         f"an index of {text!r:.20}": (
-            with_the_file("model.safetensors.index.json", text),
+            text_writer("model.safetensors.index.json", text),
             "model.safetensors.index.json",
         )
         for text in ("", "[]", "{}", '{"weight_map": []}', "\xff", "[" * 100_000)

@@ -15,7 +15,7 @@ import wanjax
 from tests.support import tiny
 from tests.support.clips import write_clips
 from tests.support.conversion import split
-from tests.support.harm import WEIGHTS, truncated, without_a_shard
+from tests.support.harm import WEIGHTS, delete_a_shard, truncate
 from tests.support.hub import ID
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import has_line_with_words, line_with_words
@@ -63,7 +63,7 @@ def dangling_tokenizer(folder: Path) -> str:
 
 
 def lost_shard(folder: Path) -> str:
-    without_a_shard(folder)
+    delete_a_shard(folder)
     return "diffusion_pytorch_model-00002-of-00002.safetensors"
 
 
@@ -77,7 +77,7 @@ def unknown_tensor_in_index(folder: Path) -> str:
 
 
 def truncated_weights(folder: Path) -> str:
-    truncated(folder)
+    truncate(folder)
     return f"vae/{WEIGHTS}"
 
 

@@ -21,11 +21,11 @@ from tests.support.commands import refused, wanjax
 from tests.support.harm import (
     WEIGHTS,
     corrupt,
-    truncated,
+    delete_a_shard,
+    rename_keys,
+    truncate,
     unchecked,
-    with_nan,
-    with_other_keys,
-    without_a_shard,
+    write_nan,
 )
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
@@ -184,35 +184,35 @@ def test_missing_processes_are_reported(intact):
     assert remaining_files() == []
 
 
-def without_index(folder: Path) -> None:
+def delete_index(folder: Path) -> None:
     (folder / "model_index.json").unlink()
 
 
-def without_config(folder: Path) -> None:
+def delete_config(folder: Path) -> None:
     (folder / "vae" / "config.json").unlink()
 
 
-def with_broken_config(folder: Path) -> None:
+def break_config(folder: Path) -> None:
     (folder / "transformer" / "config.json").write_text("{")
 
 
-def with_short_config(folder: Path) -> None:
+def write_empty_config(folder: Path) -> None:
     (folder / "text_encoder" / "config.json").write_text("{}")
 
 
-def without_tokenizer(folder: Path) -> None:
+def delete_tokenizer(folder: Path) -> None:
     (folder / "tokenizer" / "tokenizer.json").unlink()
 
 
-def of_another_pipeline(folder: Path) -> None:
+def name_another_pipeline(folder: Path) -> None:
     (folder / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
 
 
-def without_tensors(folder: Path) -> None:
+def delete_tensors(folder: Path) -> None:
     save_safetensors(folder / "transformer" / WEIGHTS, {})
 
 
-def with_unlike_experts(folder: Path) -> None:
+def add_unlike_expert(folder: Path) -> None:
     shutil.copytree(folder / "transformer", folder / "transformer_2")
     for file, change in (
         ("model_index.json", {"transformer_2": ["diffusers", "WanTransformer3DModel"]}),
@@ -224,17 +224,17 @@ def with_unlike_experts(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "messages"),
     [
-        (without_index, ["damaged model_index.json"]),
-        (of_another_pipeline, ["FluxPipeline"]),
-        (without_tokenizer, ["tokenizer tokenizer.json spiece.model"]),
-        (without_config, ["vae config.json"]),
-        (with_broken_config, ["transformer/config.json"]),
-        (with_short_config, ["text config.json model_type None"]),
-        (without_a_shard, ["transformer diffusion_pytorch_model-00002-of-00002.safetensors"]),
-        (truncated, ["vae/diffusion_pytorch_model.safetensors incomplete metadata"]),
+        (delete_index, ["damaged model_index.json"]),
+        (name_another_pipeline, ["FluxPipeline"]),
+        (delete_tokenizer, ["tokenizer tokenizer.json spiece.model"]),
+        (delete_config, ["vae config.json"]),
+        (break_config, ["transformer/config.json"]),
+        (write_empty_config, ["text config.json model_type None"]),
+        (delete_a_shard, ["transformer diffusion_pytorch_model-00002-of-00002.safetensors"]),
+        (truncate, ["vae/diffusion_pytorch_model.safetensors incomplete metadata"]),
         (corrupt, ["text_encoder/model.safetensors header"]),
         (
-            with_other_keys,
+            rename_keys,
             [
                 "missing blocks.0.attn1.to_q.weight",
                 "missing proj_out.bias",
@@ -243,9 +243,9 @@ def with_unlike_experts(folder: Path) -> None:
                 "blocks.1.ffn.net.2.bias [7] [24]",
             ],
         ),
-        (with_unlike_experts, ["transformers damaged config.json"]),
-        (with_nan, ["finite step 1 2"]),
-        (without_tensors, ["missing blocks.{0-1}.attn1.to_q.weight"]),
+        (add_unlike_expert, ["transformers damaged config.json"]),
+        (write_nan, ["finite step 1 2"]),
+        (delete_tensors, ["missing blocks.{0-1}.attn1.to_q.weight"]),
     ],
 )
 def test_damaged_checkpoints_are_refused(damaged, damage, messages):
@@ -318,11 +318,11 @@ def test_stage_files_of_different_videos_are_refused(intact, stages):
     assert not (Path("other") / stage_files.VIDEO_FILE).exists()
 
 
-def without(name: str) -> Callable[[Path], None]:
+def deletion_of(name: str) -> Callable[[Path], None]:
     return lambda stages: (stages / name).unlink()
 
 
-def with_settings(**change: Any) -> Callable[[Path], None]:
+def change_settings(**change: Any) -> Callable[[Path], None]:
     """Return a function that changes the settings of stage files."""
 
     def harm(stages: Path) -> None:
@@ -332,32 +332,32 @@ def with_settings(**change: Any) -> Callable[[Path], None]:
     return harm
 
 
-def with_latents_that_are_not_finite(stages: Path) -> None:
+def write_nan_latents(stages: Path) -> None:
     with unchecked():
         stage_files.save_latents(stages, np.full((1, 4, 2, 2, 4), np.nan, np.float32), load_settings(stages))
 
 
 STAGES = {  # the command, the damage to the files, and the words of the message
-    "no settings to denoise": ("denoise", without(stage_files.CONFIG), "generation_config.json encode"),
+    "no settings to denoise": ("denoise", deletion_of(stage_files.CONFIG), "generation_config.json encode"),
     "no embeddings": (
         "denoise",
-        without(stage_files.EMBEDDINGS_FILE),
+        deletion_of(stage_files.EMBEDDINGS_FILE),
         "stage1_embeddings.safetensors encode PROMPT --dir stage_outputs",
     ),
     "no latents": (
         "decode",
-        without(stage_files.LATENTS_FILE),
+        deletion_of(stage_files.LATENTS_FILE),
         "stage2_latents.safetensors denoise --dir stage_outputs",
     ),
-    "no settings to decode": ("decode", without(stage_files.CONFIG), "generation_config.json"),
-    "latents that are not finite": ("decode", with_latents_that_are_not_finite, "not finite"),
-    "steps that are a word": ("denoise", with_settings(steps="many"), "generation_config.json steps 'many'"),
-    "steps that are true": ("denoise", with_settings(steps=True), "steps True"),
-    "no model": ("denoise", with_settings(model=None), "generation_config.json model --model"),
-    "another dtype": ("denoise", with_settings(dtype="float8"), "dtype 'float8' bfloat16 float32"),
-    "other sigmas": ("denoise", with_settings(sigmas="other"), "other"),
-    "a strength without a video": ("denoise --strength 0.5", with_settings(), "strength 0.5 video"),
-    "the usual strength without a video": ("denoise --strength 0.8", with_settings(), "strength 0.8 video"),
+    "no settings to decode": ("decode", deletion_of(stage_files.CONFIG), "generation_config.json"),
+    "latents that are not finite": ("decode", write_nan_latents, "not finite"),
+    "steps that are a word": ("denoise", change_settings(steps="many"), "generation_config.json steps 'many'"),
+    "steps that are true": ("denoise", change_settings(steps=True), "steps True"),
+    "no model": ("denoise", change_settings(model=None), "generation_config.json model --model"),
+    "another dtype": ("denoise", change_settings(dtype="float8"), "dtype 'float8' bfloat16 float32"),
+    "other sigmas": ("denoise", change_settings(sigmas="other"), "other"),
+    "a strength without a video": ("denoise --strength 0.5", change_settings(), "strength 0.5 video"),
+    "the usual strength without a video": ("denoise --strength 0.8", change_settings(), "strength 0.8 video"),
 }
 
 

@@ -241,22 +241,22 @@ def configured(**entries):
     return lambda folder: authors.write_json(folder / TRANSFORMER / "config.json", authors.config(**entries))
 
 
-def with_weights(change):
+def change_weights_by(change):
     def change_weights(folder):
         save_safetensors(folder / TRANSFORMER / WEIGHTS, change(authors.tensors_of(folder / TRANSFORMER)))
 
     return change_weights
 
 
-def with_narrow_patches(weights):
+def narrow_patches(weights):
     return weights | {"img_in.proj.weight": weights["img_in.proj.weight"][:, :7]}
 
 
-def without_glyphs(weights):
+def remove_glyphs(weights):
     return {key: x for key, x in weights.items() if "byt5_in" not in key}
 
 
-def with_llama(folder):
+def write_llama_config(folder):
     authors.write_json(folder / "text_encoder/llm/config.json", {"model_type": "llama", "hidden_size": 24})
 
 
@@ -265,14 +265,14 @@ BROKEN_FOLDERS = {  # by words of the message: what breaks the authors' folder, 
     "rope_axes_dim [16, 56, 56] attention_head_dim 16": (configured(rope_dim_list=[16, 56, 56]), loading.load),
     "config.json rope_axes_dim": (configured(rope_dim_list=None), loading.load),
     "config.json rope_theta x": (configured(rope_theta="x"), loading.load),
-    "VAE 4 channels transformer 9": (with_weights(with_narrow_patches), loading.load),
-    "transformer byt5_in.fc1.weight": (with_weights(without_glyphs), loading.load),
+    "VAE 4 channels transformer 9": (change_weights_by(narrow_patches), loading.load),
+    "transformer byt5_in.fc1.weight": (change_weights_by(remove_glyphs), loading.load),
     "480p_t2v no weights": (lambda folder: (folder / TRANSFORMER / WEIGHTS).unlink(), loading.load),
     "no file byt5_model.pt": (
         lambda folder: (folder / GLYPHS / "checkpoints/byt5_model.pt").unlink(),
         component("text_encoder_2"),
     ),
-    "model_type 'llama' 'qwen2_5_vl_text'": (with_llama, component("text_encoder")),
+    "model_type 'llama' 'qwen2_5_vl_text'": (write_llama_config, component("text_encoder")),
 }
 
 

@@ -24,7 +24,7 @@ def rewrite(file: Path, change: Callable[[dict[str, np.ndarray]], dict[str, np.n
         save_safetensors(file, change({key: value.copy() for key, value in load_safetensors(file).items()}))
 
 
-def without_a_shard(folder: Path) -> None:
+def delete_a_shard(folder: Path) -> None:
     tensors = load_safetensors(folder / "transformer" / WEIGHTS)
     names = [f"diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     weight_map = {key: names[i % 2] for i, key in enumerate(tensors)}
@@ -35,7 +35,7 @@ def without_a_shard(folder: Path) -> None:
     (folder / "transformer" / names[1]).unlink()
 
 
-def truncated(folder: Path) -> None:
+def truncate(folder: Path) -> None:
     file = folder / "vae" / WEIGHTS
     file.write_bytes(file.read_bytes()[:-100])
 
@@ -45,7 +45,7 @@ def corrupt(folder: Path) -> None:
     file.write_bytes(b"\xff" * 16 + file.read_bytes()[16:])
 
 
-def with_other_keys(folder: Path) -> None:
+def rename_keys(folder: Path) -> None:
     def change(tensors):
         del tensors["blocks.0.attn1.to_q.weight"], tensors["proj_out.bias"]
         tensors["blocks.1.ffn.net.2.bias"] = np.zeros(7, np.float32)
@@ -54,7 +54,7 @@ def with_other_keys(folder: Path) -> None:
     rewrite(folder / "transformer" / WEIGHTS, change)
 
 
-def with_nan(folder: Path) -> None:
+def write_nan(folder: Path) -> None:
     rewrite(
         folder / "transformer" / WEIGHTS, lambda tensors: tensors | {"proj_out.bias": tensors["proj_out.bias"] * np.nan}
     )
