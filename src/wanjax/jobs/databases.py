@@ -258,17 +258,17 @@ class Database:
         self._writer, self._reader = (_SharedConnection(connect, self.errors) for _ in range(2))
 
     @contextmanager
-    def transaction(self, *, write: bool, durable: bool) -> Iterator[Connection]:
+    def transaction(self, *, writes: bool, durable: bool) -> Iterator[Connection]:
         """Run the block in a transaction, and yield its connection.
 
         Args:
-            write: Whether the transaction writes. A process runs one such transaction at a time.
+            writes: Whether the transaction writes. A process runs one such transaction at a time.
             durable: Whether the changes must survive a power failure or a crash of the database.
         """
-        shared_connection = self._writer if write else self._reader
+        shared_connection = self._writer if writes else self._reader
         with (
             shared_connection.use() as connection,
-            self._write_transaction(connection, durable) if write else nullcontext(),
+            self._write_transaction(connection, durable) if writes else nullcontext(),
         ):
             yield connection
 

@@ -294,7 +294,7 @@ class JobStore:
                 db.execute("INSERT INTO places VALUES (:id) ON CONFLICT (id) DO NOTHING", id=namespace)
             return bool(db.rows("SELECT 1 FROM places WHERE id = :id", id=namespace))
 
-        if is_registered := self._run(register, write=is_new):
+        if is_registered := self._run(register, writes=is_new):
             self.namespace = namespace
         return is_registered
 
@@ -796,9 +796,9 @@ class JobStore:
             db.execute("INSERT INTO schema_version VALUES (:number)", number=number)
 
     def _read(self, operation: Callable[["_Transaction"], T]) -> T:
-        return self._run(operation, write=False)
+        return self._run(operation, writes=False)
 
-    def _run(self, operation: Callable[["_Transaction"], T], *, write: bool = True, durable: bool = True) -> T:
+    def _run(self, operation: Callable[["_Transaction"], T], *, writes: bool = True, durable: bool = True) -> T:
         """Run an operation in a transaction, and retry it while the database is unavailable.
 
         Raises:
@@ -808,7 +808,7 @@ class JobStore:
         end = time.monotonic() + self.retry_seconds
         while True:
             try:
-                with self._database.transaction(write=write, durable=durable) as connection:
+                with self._database.transaction(writes=writes, durable=durable) as connection:
                     return operation(_Transaction(connection, self._database.now, self.namespace))
             except self._database.errors as error:
                 cause, is_full = mask_password(reason(error), self.url), self._database.is_full(error)
