@@ -275,9 +275,11 @@ def test_a_training_recovers_from_a_far_too_high_rate(rate, tmp_path, data, wan)
 def test_each_differing_entry_is_reported(tmp_path):
     long_text = "x" * 200
     first, second = ({"c": f"{long_text}{word}", "d": [*range(n)]} for word, n in (("one", 3), ("two", 2)))
-    Trainer._check_identity(SimpleNamespace(folder=tmp_path, step=2), {"a": 1, "b": first, "steps": 2})
+    Trainer._check_and_save_identity(SimpleNamespace(folder=tmp_path, step=2), {"a": 1, "b": first, "steps": 2})
     with pytest.raises(WanjaxError, match=line_with_words("a none 1 e 7 b.c b.d differ")) as refused:
-        Trainer._check_identity(SimpleNamespace(folder=tmp_path, step=2), {"a": None, "b": second, "steps": 2, "e": 7})
+        Trainer._check_and_save_identity(
+            SimpleNamespace(folder=tmp_path, step=2), {"a": None, "b": second, "steps": 2, "e": 7}
+        )
     assert all(f"x{word}'" in str(refused.value) for word in ("one", "two"))
     assert len(str(refused.value)) < 500 + len(str(tmp_path))
 
@@ -288,7 +290,7 @@ def test_remaining_steps_may_have_another_learning_rate(step, is_allowed, tmp_pa
     for rate in (1e-3, 1e-4):
         identity = {"optimizer": {"learning_rate": rate}, "steps": 2}
         with nullcontext() if is_allowed or rate == 1e-3 else pytest.raises(WanjaxError, match=line_with_words(advice)):
-            changed = Trainer._check_identity(SimpleNamespace(folder=tmp_path, step=step), identity)
+            changed = Trainer._check_and_save_identity(SimpleNamespace(folder=tmp_path, step=step), identity)
             assert changed == ({} if rate == 1e-3 else {"optimizer.learning_rate": 1e-3})
 
 

@@ -140,7 +140,7 @@ class DequantizedReader(TensorReaderView):
                 _check_parts(parts, self._stored(weight), reader.specs[parts.scale_name], zero_point)
                 _check_rotation(weight, self._stored(weight), layer_format)
             else:
-                unread_keys |= self._check_blocks(weight, layer_format)
+                unread_keys |= self._checked_scale_names(weight, layer_format)
         weight_by_numbers = {parts.numbers_name: weight for weight, parts in self._parts.items()}
         names = [weight_by_numbers.get(key, key) for key in reader.specs if key not in unread_keys]
         self.specs = {key: self._spec(key) for key in names}
@@ -221,7 +221,7 @@ class DequantizedReader(TensorReaderView):
             blocks *= scales[piece][..., None]
         return numbers
 
-    def _check_blocks(self, weight: str, layer_format: LayerFormat) -> set[str]:
+    def _checked_scale_names(self, weight: str, layer_format: LayerFormat) -> set[str]:
         """Raise WanjaxError unless a weight has a scale for each block of its rows; return the names of its scales."""
         parts, shape = self._parts[weight], self._stored(weight).shape
         scale = self._reader.specs[parts.scale_name]

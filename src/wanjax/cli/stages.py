@@ -113,7 +113,7 @@ def generate(
     with releasing_folder(
         VideoCommand(report, request, options, command, original_metadata=original_metadata)
     ) as video:
-        if video.check_existing_file(existing_file):
+        if video.keep_existing_file(existing_file):
             return
         video.check_unfinished()
         video.print_settings()
@@ -140,7 +140,7 @@ def encode(report: Report, request: VideoRequest, options: PipelineOptions, comm
     if existing_file is None and not command.force:
         check_no_results(folder, [FIRST_FRAME])
     with releasing_folder(VideoCommand(report, request, options, command)) as video:
-        if video.check_existing_file(existing_file, existing_file and existing_file.metadata):
+        if video.keep_existing_file(existing_file, existing_file and existing_file.metadata):
             return
         video.print_prompt_notes()
         check_encode_memory(video.pipe, video.settings, video.pictures, tiling=video.run_options["tiling"])
@@ -167,7 +167,7 @@ def denoise(report: Report, request: VideoRequest, options: PipelineOptions, com
         )
     with releasing_folder(VideoCommand(report, request, options, command, stored_settings, loads="lora")) as video:
         conditioning = video.checked_conditioning(tensors)
-        if video.check_existing_file(existing_file):
+        if video.keep_existing_file(existing_file):
             return
         video.print_settings()
         video.check_room()
@@ -201,7 +201,7 @@ def decode(report: Report, request: VideoRequest, options: PipelineOptions, comm
             stored_settings | video.settings.to_json() | decoder
         )  # settings stored with the latents take precedence
         video.metadata |= {DIGESTS_KEY: digests} if digests else {}
-        if video.check_existing_file(existing_file):
+        if video.keep_existing_file(existing_file):
             return
         video.check_writable(video.video_path, video.metadata)
         run = video.run()
@@ -416,8 +416,8 @@ class VideoCommand:
         folder = self.run_folder.folder if self.run_folder else Path(next(names()))  # other processes write nothing
         return folder, out or str(video_path(folder.name))
 
-    def check_existing_file(self, existing_file: ExistingFile | None, names: Collection[str] | None = None) -> bool:
-        """Return whether the file to make already exists. If the file exists, print its name.
+    def keep_existing_file(self, existing_file: ExistingFile | None, names: Collection[str] | None = None) -> bool:
+        """Return whether the file to make already exists, so that it is kept. If the file exists, print its name.
 
         Raises WanjaxError if the existing file has different metadata. If `names` is given, only these entries are
         compared.

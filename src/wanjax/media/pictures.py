@@ -197,7 +197,7 @@ def read_picture(source: PictureSource, background: Background = "white") -> Pic
 def _read_unscaled(source: PictureSource, background: Background) -> Picture | HighBitDepthPicture:
     """Read a picture. A deep grey picture is not scaled to 8 bits yet."""
     if isinstance(source, np.ndarray):
-        return _check_array(source, 3)
+        return _checked_array(source, 3)
     if isinstance(source, Image.Image):
         with _wrap_errors("the picture", MEDIA_LIMITS.max_pixels):
             _check_single(source, "the picture")
@@ -234,7 +234,7 @@ def read_clip(source: ClipSource, frames: int, fps: int | float, background: Bac
     Numbers in names are sorted by value. `frames`, `fps` and errors are those of `read_pictures`.
     """
     if isinstance(source, np.ndarray):
-        return _check_array(source, 4)[:frames]
+        return _checked_array(source, 4)[:frames]
     if not isinstance(source, str | Path | Sequence) or isinstance(source, bytes):
         if isinstance(source, Video):
             raise WanjaxError("a Video is not a clip: give its frames, video.frames")
@@ -439,7 +439,7 @@ def _read_video_file(source: str | Path, frames: int, fps: int | float, backgrou
             yield frame if frame.shape[-1] == 3 else _flatten(Image.fromarray(frame), background)
 
 
-def _check_array(array: np.ndarray, rank: int) -> np.ndarray:
+def _checked_array(array: np.ndarray, rank: int) -> np.ndarray:
     if array.dtype != np.uint8 or array.ndim != rank or array.shape[-1] != 3 or 0 in array.shape:
         expected = f"uint8 [{'T, ' * (rank - 3)}H, W, 3]"
         problem = f"pictures must be {expected}, got {array.dtype} {list(array.shape)}"

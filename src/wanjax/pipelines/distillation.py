@@ -74,7 +74,7 @@ class Distillation:
         return self.image_scheduler if self.image_scheduler and needs_image else self.scheduler
 
     def note(self, name: str, settings: Settings, solver: Scheduler) -> str:
-        """Tell the user that the model or LoRA `name` is distilled, and which settings and solver are in use."""
+        """Return a sentence: the model or LoRA `name` is distilled, and these settings and this solver are in use."""
         values = settings.to_json()
         texts = {
             "steps": pluralize(settings.steps, "step"),

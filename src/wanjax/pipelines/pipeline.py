@@ -92,12 +92,12 @@ from wanjax.pipelines.validation import (
     check_latents,
     check_loaded,
     check_modalities,
-    check_prompt,
-    check_prompt_list,
     check_settings_type,
     check_strength,
-    check_text,
     check_tiling,
+    checked_prompt,
+    checked_prompt_list,
+    checked_prompt_text,
     on_host,
 )
 from wanjax.pipelines.video_metadata import devices_of, make_metadata, paths_or_array
@@ -324,7 +324,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         Raises:
             WanjaxError: A value is invalid, or the model cannot use it. The error is raised before any video is made.
         """
-        prompts = [check_prompt(prompt) for prompt in check_prompt_list(prompts)]
+        prompts = [checked_prompt(prompt) for prompt in checked_prompt_list(prompts)]
         if not prompts:
             raise WanjaxError("prompts must not be empty, got []: give at least one prompt")
         observers = self._create_observers(callback)
@@ -520,7 +520,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         Raises:
             WanjaxError: A value is invalid, or the model cannot use it.
         """
-        pictures, settings = self.prepare(prompt=check_prompt(prompt), negative_prompt=negative_prompt, **keywords)
+        pictures, settings = self.prepare(prompt=checked_prompt(prompt), negative_prompt=negative_prompt, **keywords)
         check_single_window(settings, "encode")
         check_encode_memory(self, settings, pictures, tiling=tiling)
         run = Run(self, [PreparedRequest(settings)], pictures, tiling=tiling, observers=self._create_observers(None))
@@ -537,7 +537,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
             negative_prompt: The negative prompt; None uses the model's default.
             follow: Which reference implementation to match; None is the model's default.
         """
-        texts = {"prompt": check_prompt(prompt), "negative_prompt": negative_prompt, "follow": follow}
+        texts = {"prompt": checked_prompt(prompt), "negative_prompt": negative_prompt, "follow": follow}
         return self.model.encode_text(self.runtime, self.defaults.updated(texts))
 
     @check_keywords
@@ -548,7 +548,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
             prompt: The prompt.
             follow: Which reference implementation to match; None is the model's default.
         """
-        return truncations(self.model, self.runtime, check_text(prompt), follow or self.defaults.follow)
+        return truncations(self.model, self.runtime, checked_prompt_text(prompt), follow or self.defaults.follow)
 
     @check_keywords
     def draws(self, settings: Settings, references: int = 0) -> Mapping[str, tuple[int, ...]]:
@@ -704,7 +704,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         self.model.spec.check_chunked(self.model_name)
         check_tiling(tiling, self.model.vae)
         observers = self._create_observers(callback)
-        pictures, settings = self.prepare(prompt=check_prompt(prompt), negative_prompt=negative_prompt, **keywords)
+        pictures, settings = self.prepare(prompt=checked_prompt(prompt), negative_prompt=negative_prompt, **keywords)
         resolve_seeds([keywords.get("seed")], [settings.seed])
         checked_noise_inputs(noise, self.draws(settings))
         options: dict[str, Any] = {"tiling": tiling, "batch_guidance": batch_guidance}

@@ -255,7 +255,7 @@ class Run:
         if seed is None:
             seed = (self.requests[0].settings if self.requests else self.pipe.defaults).seed
         if runtime.strategy.executes:
-            checked_chunks = (_check_finite(x, self.pipe.defaults.dtype) for x in latent_chunks)
+            checked_chunks = (_checked_latents(x, self.pipe.defaults.dtype) for x in latent_chunks)
             latent_chunks = list(checked_chunks) if isinstance(latent_chunks, Sequence) else checked_chunks
         tiling = self.tiling and self.tiling.with_defaults(spec.vae.tiling, spec.vae.spatial_factor)
         if isinstance(latent_chunks, Sequence):
@@ -286,7 +286,7 @@ class Run:
             yield chunk.frames
 
 
-def _check_finite(latents: AnyLatents, dtype: str) -> AnyLatents:
+def _checked_latents(latents: AnyLatents, dtype: str) -> AnyLatents:
     """Return latents unchanged; raise WanjaxError with advice for the networks' dtype if a value is not finite."""
     for x in jax.tree.leaves(latents):
         reject_tracer(x)

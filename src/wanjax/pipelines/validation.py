@@ -20,21 +20,21 @@ from wanjax.pipelines.settings import DTYPES, Settings, strength_without_video
 Shape = tuple[int | None, ...]  # an axis of any size is None
 
 
-def check_prompt(prompt: Any) -> str:
+def checked_prompt(prompt: Any) -> str:
     """Return a prompt; raise SettingError if it is None. For other settings, None means the default."""
     if prompt is None:
         raise SettingError('prompt must be a text, got None: give "" for a video without a prompt', "prompt")
     return prompt
 
 
-def check_prompt_list(prompts: Any) -> Iterable[Any]:
+def checked_prompt_list(prompts: Any) -> Iterable[Any]:
     """Return a list of prompts; raise WanjaxError for one prompt, and for a value of another type."""
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):  # a text is a sequence too, of letters
         raise WanjaxError(f"prompts must be a list, got {repr_short(prompts)}: call pipe(prompt) for one prompt")
     return prompts
 
 
-def check_text(prompt: Any) -> str:
+def checked_prompt_text(prompt: Any) -> str:
     """Return a prompt; raise WanjaxError if it is not a text."""
     if not isinstance(prompt, str):
         raise WanjaxError(f"the prompt must be a text, got {repr_short(prompt)}: give one, such as 'a red circle'")

@@ -141,7 +141,7 @@ def check_attentions() -> Iterator[Check]:
     for dtype, bound in MAX_ATTENTION_ERRORS.items():
         bound = max(bound, BOUNDS[_platform()] if dtype == "float32" else 0.0)
         for name, measured in check_attention(HEADS, HEAD_DIM, dtype).items():
-            yield check_error(f"attention {name}, {dtype}", measured, bound)
+            yield check_from_error(f"attention {name}, {dtype}", measured, bound)
 
 
 def check_nano() -> Iterator[Check]:
@@ -255,7 +255,7 @@ def mesh_axes(devices: int) -> dict[str, int] | None:
     return axes if prod(axes.values()) > 1 else None
 
 
-def check_error(name: str, measured: float, bound: float) -> Check:
+def check_from_error(name: str, measured: float, bound: float) -> Check:
     """Build the outcome of a check from its relative error, which must be within the bound."""
     fault = "" if measured <= bound else f"its relative error is {measured:.1e}: at most {bound:g} is allowed"
     return Check(name, measured, bound, fault)
@@ -263,7 +263,9 @@ def check_error(name: str, measured: float, bound: float) -> Check:
 
 def _compare_with_golden(name: str, results: Mapping[str, Any], bound: float, suffix: str = "") -> Iterator[Check]:
     for stage, x in results.items():
-        yield check_error(f"{name}, {stage}{suffix}", relative_error(signature(x), load_golden()[name][stage]), bound)
+        yield check_from_error(
+            f"{name}, {stage}{suffix}", relative_error(signature(x), load_golden()[name][stage]), bound
+        )
 
 
 @cache

@@ -115,7 +115,7 @@ class Trainer:
             options = ocp.CheckpointManagerOptions(max_to_keep=max_checkpoints)
             self.manager = ocp.CheckpointManager(self.folder / STATES_FOLDER, options=options)
         self.start_step = self.step = self.manager.latest_step() or 0
-        self.changed_settings = self._check_identity(identity)
+        self.changed_settings = self._check_and_save_identity(identity)
         self._strategy, self._compile_context = (
             Execute(EXECUTE.executables),
             CompileContext(one_device_partitioner() if partitioner is None else partitioner),
@@ -131,8 +131,8 @@ class Trainer:
     def _call(self, program: Program, *arguments: Any) -> Any:
         return self._strategy.call(program, self._compile_context, self.static, *arguments)
 
-    def _check_identity(self, identity: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Write the identity. Raises WanjaxError if the folder's identity differs.
+    def _check_and_save_identity(self, identity: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Save the identity in the folder. Raises WanjaxError if the folder's identity differs.
 
         Returns the previous number of steps and the previous learning rate, if they differ from the new values.
         """

@@ -76,7 +76,7 @@ class FileLocation(NamedTuple):
     needs_download: bool = False
 
 
-def check_name(file: File) -> str:
+def checked_name(file: File) -> str:
     """Return the base name of a file. Raises WanjaxError for a name that leads out of a folder.
 
     Args:
@@ -103,7 +103,7 @@ def locate(file: File, folders: Folders, addresses: Mapping[str, str]) -> FileLo
     Raises:
         WanjaxError: The file is in none of these places.
     """
-    name = check_name(file)
+    name = checked_name(file)
     if (path := find_file(file, folders)) is not None:
         return FileLocation(str(path), str(path))
     address = addresses.get(name) or addresses.get(file.name)
@@ -133,7 +133,7 @@ def find_file(file: File, folders: Folders) -> Path | None:
     Raises:
         WanjaxError: The name leads out of the folder, several files have it, or a link leads out of the folder.
     """
-    name, relative = check_name(file), PurePosixPath(file.name.replace("\\", "/"))
+    name, relative = checked_name(file), PurePosixPath(file.name.replace("\\", "/"))
     for folder in folders.folders_of_kind(file.kind):
         exact_path = folder / relative
         paths = [exact_path] if os.path.lexists(exact_path) else list(_with_name(folder, name))
