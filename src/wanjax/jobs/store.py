@@ -595,11 +595,11 @@ class JobStore:
             if limit == 1 or not job.batch:
                 db.update(job.id, worker=worker, status=RUNNING, attempts=job.attempts + 1)
             else:
-                same_batch = (
+                same_batch_sql = (
                     f"SELECT id FROM jobs WHERE {available_sql} AND batch = :batch ORDER BY position LIMIT :limit"
                 )
                 db.execute(
-                    f"UPDATE jobs SET worker = :worker WHERE place = :place AND id IN ({same_batch})",
+                    f"UPDATE jobs SET worker = :worker WHERE place = :place AND id IN ({same_batch_sql})",
                     worker=worker,
                     batch=job.batch,
                     limit=limit,
