@@ -85,7 +85,7 @@ COMMANDS = [  # mistakes in a request itself are in tests/mistakes
     ("a --noise absent.safetensors", "absent.safetensors"),
     ("a --preview-decoder absent.safetensors", "absent.safetensors"),
     ("a --out clip.avi", "clip.avi .avi .mp4 .mov .webm .gif .webp"),
-    ("a -o clip.png", "clip.png picture video frame"),
+    ("a -o clip.png", "clip.png picture one frame"),
     ("a --out -", "output ./-"),
     ("a --strength 0.8", "strength 0.8 video"),  # the default
     ("a two prompts", "prompt 3 quotes a two prompts"),

@@ -120,7 +120,7 @@ def test_mistakes_are_reported_with_their_row(tmp_path, line, words):
         ("r.txt", b'{"prompt": "a"', "r.txt JSON prompt"),
         ("r.txt", b'{"prompt": "a" "seed": 3}', "line 1 JSON"),
         ("r.json", b"a cat\na dog", "r.json JSON .txt"),
-        ("r.json", b"[]", "r.json array items"),
+        ("r.json", b"[]", "r.json array empty"),
         ("r.json", b'[{"prompt": "a"}, {"step": 2}]', "item 2 'step' steps"),
         ("requests", None, "requests folder file"),
     ],

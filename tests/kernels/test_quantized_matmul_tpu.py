@@ -329,8 +329,8 @@ def test_the_kernel_is_used_where_it_is_faster_and_fits():
         is None
     )
     assert "faster" in reason_against_kernel("v6e", "fp8")
-    assert "L from 32" in reason_against_kernel("v6e", shape=(1, 1, 512))
-    assert "L from 32" in reason_against_kernel("v6e", shape=(512, 512))
+    assert "L of at least 32" in reason_against_kernel("v6e", shape=(1, 1, 512))
+    assert "L of at least 32" in reason_against_kernel("v6e", shape=(512, 512))
     assert "channels" in reason_against_kernel("v6e", hadamard_size=64, shape=(1, 512, 384))
     assert "channels" in reason_against_kernel("v6e", columns=100)
     assert "channels" in reason_against_kernel("v6e", hadamard_size=1024, shape=(1, 512, 1024))
