@@ -196,7 +196,7 @@ HOSTILE = {
 REFUSED = [  # changed responses of a server, the options of the command, and the words of the message
     *((name, ("--out", "cat.mp4", "--quiet"), f"{{url}} {words}") for name, words in HOSTILE.values()),
     ({"models": {"data": [MODEL | {"loras": ["a", 7]}]}}, ("--lora", "a.safetensors"), "{url} none"),
-    ({"models": 404}, (), "{url} not wanjax serve 404 address"),
+    ({"models": 404}, (), "{url} not wanjax server 404 address"),
     ({}, ("--image", "gone.png"), "gone.png"),
     ({}, ("--from", "generation_config.json"), "gone.png --image"),  # the picture of the metadata
     *(

@@ -126,10 +126,10 @@ def test_frames_are_written_as_png_files_in_a_folder(tmp_path, name):
     ("name", "frames", "message"),
     [
         ("clip.avi", clip(), "clip.avi .avi .mp4 .mov .webm .gif .webp .png"),
-        ("clip.png", clip(), "clip.png picture video frame"),
+        ("clip.png", clip(), "clip.png picture one frame"),
         ("clip.mp4", clip(height=31), "frames 64x31 mp4"),
         ("clip.mp4", clip().astype(np.float32), "uint8 [T, H, W, 3] float32"),
-        ("clip.mp4", [clip(), clip(height=16)], "uint8 (5, 16, 64, 3)"),
+        ("clip.mp4", [clip(), clip(height=16)], "uint8 [5, 16, 64, 3]"),
         ("clip.mp4", clip(0), "frames"),
         ("clip.gif", [], "no frames"),
         ("frames", [], "no frames"),
