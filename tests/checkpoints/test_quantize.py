@@ -104,6 +104,14 @@ def test_a_converted_checkpoint_has_the_weights_that_loading_rounds(write_checkp
     assert manifest["networks"]["transformer"]["blocks.self_attn.q.values"].startswith("int8 [2, 24, 24] ")
 
 
+def test_a_checkpoint_converted_in_floats_is_rounded_like_the_original(tmp_path):
+    source = tiny_checkpoint(tmp_path / "source")
+    converted = convert(source, tmp_path / "converted", "none")
+    for precision in ("int8", "fp8-weights"):
+        loaded, rounded = (wanjax.load(folder, precision=precision) for folder in (converted, source))
+        assert_equal(weights_of(loaded), weights_of(rounded))
+
+
 def test_the_dtype_applies_to_the_weights_that_are_not_rounded(tmp_path):
     source = tiny_checkpoint(tmp_path / "source")
     dtypes = dict.fromkeys(["transformer"], "bfloat16")

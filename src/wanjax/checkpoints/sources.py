@@ -32,7 +32,7 @@ from wanjax.checkpoints.hub import (
     locate,
 )
 from wanjax.checkpoints.lora_source import Lora
-from wanjax.checkpoints.quantize import float_kernels
+from wanjax.checkpoints.quantize import float_kernels, quantized_kernels
 from wanjax.converters.weight_rules import WeightRule
 from wanjax.errors import WanjaxError, no_checkpoint, reason, repr_short
 from wanjax.layers.precision import UNQUANTIZED, Precision
@@ -174,7 +174,8 @@ class Component:
     ) -> Module:
         """Fill a network with the component's weights, as `modules.load` does. `rules` apply to diffusers' names."""
         arrays = self.weights()
-        if not self.changes and isinstance(arrays, OrbaxCheckpoint):
+        has_stored_form = self.precision.quantizes or not quantized_kernels(abstract)
+        if isinstance(arrays, OrbaxCheckpoint) and has_stored_form and not self.changes:
             return modules.restore(abstract, arrays, progress=progress)
         rules, options = list(rules), {"ignore": ignore, "progress": progress}
         quantized = self.precision.quantizes or getattr(arrays, "is_quantized", False)
