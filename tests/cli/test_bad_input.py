@@ -337,8 +337,14 @@ def write_nan_latents(stages: Path) -> None:
         stage_files.save_latents(stages, np.full((1, 4, 2, 2, 4), np.nan, np.float32), load_settings(stages))
 
 
+def write_damaged_settings(stages: Path) -> None:
+    (stages / stage_files.CONFIG).write_text("{")
+
+
+ENCODE_ANEW = "wanjax encode PROMPT --dir stage_outputs --force"
 STAGES = {  # the command, the damage to the files, and the words of the message
-    "no settings to denoise": ("denoise", deletion_of(stage_files.CONFIG), "generation_config.json encode"),
+    "no settings to denoise": ("denoise", deletion_of(stage_files.CONFIG), f"generation_config.json {ENCODE_ANEW}"),
+    "damaged settings": ("denoise", write_damaged_settings, f"generation_config.json {ENCODE_ANEW}"),
     "no embeddings": (
         "denoise",
         deletion_of(stage_files.EMBEDDINGS_FILE),

@@ -163,7 +163,7 @@ def denoise(report: Report, request: VideoRequest, options: PipelineOptions, com
     if follow not in (None, stored_settings.get("follow")) and any(stored_settings.get(name) for name in INPUT_SPECS):
         raise WanjaxError(
             f"the pictures were encoded with --follow {stored_settings.get('follow')}, and --follow is now {follow}: "
-            f"run `wanjax encode` again with --follow {follow}, or change only the noise levels, with --sigmas"
+            f"run `wanjax encode` again with --follow {follow} --force, or change only the noise levels, with --sigmas"
         )
     with releasing_folder(VideoCommand(report, request, options, command, stored_settings, loads="lora")) as video:
         conditioning = video.checked_conditioning(tensors)

@@ -80,17 +80,18 @@ def _folder_without_settings(folder: Path) -> str:
 def load_settings(folder: Path) -> dict[str, Any]:
     """Return the settings in generation_config.json. Raises WanjaxError if the file is missing or not a JSON object."""
     file = folder / CONFIG
+    remedy = f"run `{shlex.join(['wanjax', 'encode', 'PROMPT', '--dir', str(folder), '--force'])}`"  # writes it anew
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         if not folder.exists():
             advice = f"run `wanjax encode PROMPT --dir {folder}` first, or give the folder of another video"
             raise WanjaxError(f"there is no folder {folder}: {advice}") from error
-        raise WanjaxError(f"{folder} contains no {CONFIG}, which `wanjax encode` writes: run it first") from error
+        raise WanjaxError(f"{folder} contains no {CONFIG}: {remedy}") from error
     except (OSError, ValueError) as error:
-        raise WanjaxError(f"{file} cannot be read, {reason(error)}: run `wanjax encode` again") from error
+        raise WanjaxError(f"{file} cannot be read, {reason(error)}: {remedy}") from error
     if not isinstance(settings, dict):
-        raise WanjaxError(f"{file} is not a JSON object: run `wanjax encode` again")
+        raise WanjaxError(f"{file} is not a JSON object: {remedy}")
     return _rename_legacy(settings)
 
 
