@@ -156,6 +156,26 @@ def test_a_chunk_damaged_before_the_end_is_detected_and_rewritten(source, conver
     assert checksums(tmp_path / "new") == checksums(converted)
 
 
+@pytest.mark.parametrize("lost", ["transformer/weights/proj_out.bias/c/0", "vae/config.json"])
+def test_a_copy_that_lost_a_file_is_not_complete(source, converted, tmp_path, lost):
+    copy = shutil.copytree(converted, tmp_path / "copy")
+    (copy / lost).unlink()
+    assert has_line_with_words(refused(source, copy), f"{copy / lost} delete folder convert new")
+    shutil.rmtree(copy)
+    convert_command(source, copy)
+    assert checksums(copy) == checksums(converted)
+
+
+@pytest.mark.parametrize("harm", ["lost", "damaged"])
+def test_the_message_of_a_damaged_copy_says_to_delete_it(converted, tmp_path, harm):
+    copy = shutil.copytree(converted, tmp_path / "copy")
+    file = flip_a_bit(copy / "transformer")
+    if harm == "lost":
+        file.unlink()
+    with pytest.raises(WanjaxError, match=line_with_words("proj_out.kernel delete folder convert new")):
+        verify(open_source(copy))
+
+
 KILL_SCRIPT = """
 import os, random, signal, sys
 from pathlib import Path

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wanjax.checkpoints import modules
-from wanjax.checkpoints.arrays import OrbaxCheckpoint, chunk_shape, fsync_files
+from wanjax.checkpoints.arrays import REMEDY, OrbaxCheckpoint, chunk_shape, fsync_files
 from wanjax.checkpoints.converted import (
     DIGEST_LENGTH,
     FORMAT_VERSION,
@@ -34,6 +34,8 @@ from wanjax.checkpoints.converted import (
     PRECISION_ENTRY,
     UNUSED_FILE,
     WEIGHTS_FOLDER,
+    open_converted,
+    open_stored,
 )
 from wanjax.checkpoints.files import (
     SafetensorsFile,
@@ -163,10 +165,10 @@ class Conversion(ABC):
             on_begin: Called when another run of the same request can resume.
 
         Returns:
-            False if the target is already complete.
+            False if the target is already complete: all its files exist, and those of weights have the right sizes.
 
         Raises:
-            WanjaxError: The target exists with other contents, or cannot be written.
+            WanjaxError: The target exists with other contents or is damaged, or cannot be written.
         """
         if self.target.exists():
             if self._is_complete():
@@ -233,7 +235,7 @@ class Conversion(ABC):
 
     @abstractmethod
     def _is_complete(self) -> bool:
-        """Return whether the target is the result of the same request."""
+        """Return whether the target is the result of the same request. Raise WanjaxError if a file of it is lost."""
 
     @abstractmethod
     def _write(self, progress: Callable[[int], object]) -> None:
@@ -424,7 +426,14 @@ class ConversionToWanjax(Conversion):
         if not (file := self.target / MANIFEST).is_file():
             return False
         with local_copy(file) as copy:
-            return read_json(copy).get("request") == self._request()
+            if read_json(copy).get("request") != self._request():
+                return False
+        target = self.target
+        source = open_stored(target) if isinstance(target, RemotePath) else open_converted(target, target)
+        source.check((), ())
+        if lost_files := [name for name in (source.manifest or {})["files"] if not source.storage.is_available(name)]:
+            raise WanjaxError(f"{target / lost_files[0]} is missing: {REMEDY}")
+        return True
 
     def _write(self, progress: Callable[[int], object]) -> None:
         for entry in self.networks:
