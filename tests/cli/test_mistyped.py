@@ -274,3 +274,12 @@ def test_the_message_for_a_clip_as_a_picture_suggests_video():
     Path("circle.mp4").write_bytes(b"")
     advice = "--image circle.mp4 is a clip: give a picture, or the clip as --video\n"
     assert advice in wanjax("cat", "--image", "circle.mp4").stderr
+
+
+def test_a_prompt_in_quotes_needs_no_others():
+    assert "quotes" not in refused("a red circle", "--offload", "disk")
+
+
+def test_a_file_of_settings_without_a_model_says_to_add_one(tmp_path):
+    (tmp_path / "settings.json").write_text('{"prompt": "a red circle"}')
+    assert has_line_with_words(refused("--from", str(tmp_path / "settings.json")), "settings.json add model")

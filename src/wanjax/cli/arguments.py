@@ -282,7 +282,9 @@ def _check_flag_values(command: click.Command, ctx: click.Context, arguments: Se
     for option, argument in pairwise(arguments):
         if argument == word and option in flags:
             values = "takes none, stages, blocks or blocks:N" if option == "--offload" else "takes no value"
-            quotes = ", and put a prompt of several words in quotes" if ctx.params.get("prompt") else ""
+            is_quoted = any(" " in text for text in arguments)
+            needs_quotes = ctx.params.get("prompt") and not is_quoted
+            quotes = ", and put a prompt of several words in quotes" if needs_quotes else ""
             raise click.UsageError(f"{option} {values}, got {shorten(word)!r}: leave it out{quotes}", ctx)
 
 

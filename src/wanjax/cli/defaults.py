@@ -273,7 +273,10 @@ def _load_metadata(file: str) -> dict[str, Any]:
     check_not_removed(Path(file))
     metadata = find_metadata(file)
     if not isinstance(metadata.get("model"), str):
-        raise WanjaxError(f"{file} names no model: give the generation_config.json next to the stage's file")
+        advice = "give the generation_config.json next to the stage's file"
+        if Path(file).suffix == ".json":
+            advice = 'add the entry "model" to the file, such as "nano"'
+        raise WanjaxError(f"{file} names no model: {advice}")
     return metadata
 
 
