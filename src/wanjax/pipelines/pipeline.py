@@ -269,7 +269,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
 
         Args:
             prompt: What the video shows; it is required. A sequence of prompts makes one video per prompt.
-            seeds: One video is made per prompt and seed. None uses the one `seed` of the settings.
+            seeds: One video is made per prompt and seed. None uses `seed`. Give only one of `seeds` and `seed`.
             **keywords: Settings and pictures. None uses the model's default. `noise`, `callback`, `tiling` and
                 `batch_guidance` are as in `videos`.
 
@@ -309,7 +309,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         Args:
             prompts: What the videos show.
             negative_prompt: What they should not show. None uses the model's default.
-            seeds: One video is made per prompt and seed. None uses the one `seed` of the settings.
+            seeds: One video is made per prompt and seed. None uses `seed`. Give only one of `seeds` and `seed`.
             noise: Random arrays to use instead of the seed's, as in `denoise`. Only for a single video.
             callback: Called after each step with a `Step`, which holds the latents of all videos that are denoised at
                 once. If it returns False, `Cancelled` is raised.
@@ -329,7 +329,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
             raise WanjaxError("prompts must not be empty, got []: give at least one prompt")
         observers = self._create_observers(callback)
         check_function(skip, "skip", "the metadata of a video")
-        check_seeds(seeds)
+        check_seeds(seeds, keywords.get("seed"))
         check_count(1 if seeds is None else len(seeds), len(prompts))
         pictures, settings = self.prepare(negative_prompt=negative_prompt, **keywords)
         video_seeds = [settings.seed] if seeds is None else [checked_seed(seed) for seed in seeds]
@@ -608,7 +608,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
                 returns False, `Cancelled` is raised.
             switched: Called with a `Switch` when a second network takes over.
             batch_guidance: Run both prompts of a step as one batch.
-            seeds: One video is made per seed. None uses the one `seed` of the settings.
+            seeds: One video is made per seed. None uses `seed`. Give only one of `seeds` and `seed`.
             keep: A file that stores the state from time to time. If the run stops, the same call resumes from the last
                 stored step. A model of several passes uses one file per pass. Causal models do not support it.
             continued: Called with the number of completed steps and of all steps when a run resumes from `keep`.
@@ -625,6 +625,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         """
         check_function(switched, "switched", "a Switch")
         check_function(continued, "continued", "the number of completed steps", "the number of all steps")
+        check_seeds(seeds, settings.get("seed"))
         video_settings = self._complete_settings(conditioning, dict(settings))
         seeds = resolve_seeds([settings.get("seed")], [video_settings.seed]) if seeds is None else resolve_seeds(seeds)
         observers = [*self._create_observers(callback), *([SwitchObserver(switched)] if switched else [])]
@@ -746,6 +747,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         """
         self.model.spec.check_chunked(self.model_name)
         check_function(callback, "callback", "a Step")
+        check_seeds(seeds, settings.get("seed"))
         video_settings = self._complete_settings(conditioning, dict(settings))
         seeds = resolve_seeds([settings.get("seed")], [video_settings.seed]) if seeds is None else resolve_seeds(seeds)
         checked_noise_inputs(noise, self.model.spec.noise_inputs(video_settings, num_videos=len(seeds)))

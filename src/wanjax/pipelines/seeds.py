@@ -36,14 +36,17 @@ def checked_seed(seed: Any, *, alone: bool = False) -> int:
     return draw(alone=alone) if number == RANDOM_SEED else number
 
 
-def check_seeds(seeds: Any) -> None:
-    """Raise WanjaxError if `seeds` is not a sequence, for example because it is a single seed."""
+def check_seeds(seeds: Any, seed: Any = None) -> None:
+    """Raise WanjaxError if `seeds` is not a sequence, for example because it is a single seed, or if a call has both
+    `seeds` and `seed`."""
     if seeds is not None and (isinstance(seeds, str | bytes) or not hasattr(seeds, "__len__")):
         raise WanjaxError(
             f"seeds must be a sequence, such as range(3) or [7], got {repr_short(seeds)}: give a single seed as seed"
         )
     if seeds is not None and not len(seeds):
         raise WanjaxError(f"seeds must not be empty, got {repr_short(seeds)}: give at least one, such as range(3)")
+    if seeds is not None and seed is not None:
+        raise WanjaxError(f"both seeds={repr_short(seeds)} and seed={repr_short(seed)}: give one of them")
 
 
 def check_count(seeds: int, requests: int = 1) -> None:
