@@ -199,23 +199,28 @@ WRONG = [
     {"prompt": "a", "mask": "here.png"},
     {"prompt": "a", "frames": 6},
     {"prompt": "a"},
+    [1, 2],  # refused when it is read
+    {"prompt": "a", "model": "nope"},  # refused by the model
+    {"prompt": "a", "scheduler": "heun"},
+    {"prompt": "a", "cache": "magcach"},
 ]
 
 
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ((), ["6 lines", "line 1: steps 0", "lines 2, 6:", "line 3: gone.png", "line 4: 70", "line 5: mask"]),
+        ((), ["line 1: steps 0", "lines 2, 6:", "line 3: gone.png", "line 4: 70", "line 5: mask"]),
         (  # before the download
             ("--model", "wan2.1-t2v-1.3b"),
-            ["6 lines", "line 1: steps 0", "lines 2, 6: 4n", "line 3: image", "line 4: 70", "line 5: mask"],
+            ["line 1: steps 0", "lines 2, 6: 4n", "line 3: image", "line 4: 70", "line 5: mask"],
         ),
     ],
 )
 def test_all_wrong_rows_are_reported_at_once(model, words):
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in WRONG))
     output = refused("batch", "rows.jsonl", *model, "--out", "videos")
-    for line, words_of_line in zip(output.splitlines(), words, strict=True):
+    others = ["line 8: [1, 2] prompt", "line 9: 'nope' --model", "line 10: 'heun' unipc", "line 11: 'magcach' magcache"]
+    for line, words_of_line in zip(output.splitlines(), ["10 lines", *words, *others], strict=True):
         assert has_line_with_words(line, words_of_line), line
     assert not Path("videos").exists()
 

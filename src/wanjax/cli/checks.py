@@ -26,6 +26,7 @@ from wanjax.pipelines.text.prompt_extension import check_url
 from wanjax.stores.paths import is_url
 
 if TYPE_CHECKING:
+    from wanjax.jobs.rows import RowErrors
     from wanjax.pipelines.request import VideoRequest
 
 VIDEO_COMMANDS = (
@@ -218,20 +219,12 @@ def _check_prompts(file: str | None) -> None:
         raise WanjaxError(f"the folder {file} contains no workflow of ComfyUI: give a file with a prompt on each line")
 
 
-def _check_rows(
-    file: str | None,
-    model: str | None,
-    request: "VideoRequest | None",
-    rows: "Sequence[VideoRequest] | None",
-) -> None:
-    """Raise WanjaxError if a row of a file cannot be read, or if a listed model does not support it with the options of
-    the command. Standard input can be read only once, so it is checked later. `rows` are the requests of a folder."""
-    if file is None or file == "-" or request is None or "prompt" in request.settings:
-        return
-    from wanjax.jobs.rows import RowErrors, read_requests, shared_by_all  # imported late for a quick --help
-
-    row_errors, options = RowErrors(), shared_by_all(request)
-    rows = read_requests(file, row_errors) if rows is None else rows
+def valid_rows(
+    rows: "Sequence[VideoRequest]", model: str | None, options: "VideoRequest", row_errors: "RowErrors"
+) -> "list[VideoRequest]":
+    """Select the rows whose files exist and that a listed model supports with the options of the command. `row_errors`
+    collects the errors of the other rows."""
+    valid = []
     for row in rows:
         try:
             if model is not None:
@@ -241,7 +234,32 @@ def _check_rows(
                     check_file(path, f"give {name} an existing file")
         except WanjaxError as error:
             row_errors.add(row.row, error, row.row_noun)
-    row_errors.raise_if_any()
+        else:
+            valid.append(row)
+    return valid
+
+
+def _check_rows(
+    file: str | None,
+    model: str | None,
+    request: "VideoRequest | None",
+    rows: "Sequence[VideoRequest] | None",
+) -> None:
+    """Raise WanjaxError if every row of a file is wrong, or if an option has no effect on any row.
+
+    If only some rows are wrong, the command reports them later, together with the rows that the model's own checks
+    refuse. Standard input can be read only once, so it is checked later. `rows` are the requests of a folder.
+    """
+    if file is None or file == "-" or request is None or "prompt" in request.settings:
+        return
+    from wanjax.jobs.rows import RowErrors, read_requests, shared_by_all  # imported late for a quick --help
+
+    row_errors, options = RowErrors(), shared_by_all(request)
+    rows = read_requests(file, row_errors) if rows is None else rows
+    if not valid_rows(rows, model, options, row_errors):
+        row_errors.raise_if_any()
+    if row_errors.rows:
+        return
     complete_requests = [row.with_defaults(options) for row in rows]
     for name in ("strength", *SEAM_SETTINGS):
         if (

@@ -16,14 +16,14 @@ import click
 import jax
 
 from wanjax import registry
-from wanjax.cli import listing
+from wanjax.cli.checks import valid_rows
 from wanjax.cli.extending import Extender
 from wanjax.cli.names import videos_folder
 from wanjax.cli.options import COMPILE_CACHE, SETTINGS
 from wanjax.cli.parsed import CommandOptions, PipelineOptions, WorkerOptions
 from wanjax.cli.processes import init_distributed
 from wanjax.cli.report import Report
-from wanjax.cli.stages import ReportObserver, VideoCommand, load_pipeline, with_full_paths
+from wanjax.cli.stages import ReportObserver, VideoCommand, load_pipeline, published_pipeline, with_full_paths
 from wanjax.cli.workflow_options import WORKFLOW_REQUESTS
 from wanjax.errors import WanjaxError
 from wanjax.figures import format_batch_progress, pluralize
@@ -31,7 +31,7 @@ from wanjax.jobs import ray_cluster
 from wanjax.jobs.batch import MANIFEST, MAX_RUN_JOBS, Batch, Manifest
 from wanjax.jobs.databases import resolve_database
 from wanjax.jobs.lockstep import Leader, follow_leader
-from wanjax.jobs.maker import Task, VideoMaker, with_program_cache
+from wanjax.jobs.maker import Task, VideoMaker, batch_key, check_loaded_with, with_program_cache
 from wanjax.jobs.multihost import is_first
 from wanjax.jobs.pool import POLL_INTERVAL, Autoscaler, LocalWorker, Pool
 from wanjax.jobs.ray_placement import FIRST_HOST, placement_bundles, start_group, start_single
@@ -40,9 +40,9 @@ from wanjax.jobs.rows import PROMPT_SETTINGS, RowErrors, read_requests, shared_b
 from wanjax.jobs.sharing import BATCH_FILE, check_namespace, join_namespace
 from wanjax.jobs.store import JobStore, Unavailable
 from wanjax.jobs.worker import work
-from wanjax.pipelines.request import VideoRequest
+from wanjax.pipelines.request import MODEL, VideoRequest
 from wanjax.pipelines.seeds import check_count, checked_seed
-from wanjax.pipelines.settings import read_seed, read_seeds
+from wanjax.pipelines.settings import LOAD_SETTINGS, read_seed, read_seeds
 from wanjax.pipelines.text.prompt_extension import as_settings
 from wanjax.stores.paths import AnyPath, file_names_in
 from wanjax.stores.temporary import temp_dir
@@ -89,11 +89,13 @@ def generate(
     with _local_maker(report, arguments) if makes_here else nullcontext() as maker:
         row_errors = RowErrors()
         requests, shared_settings = requests_of(request, command.prompts, row_errors), shared_by_all(request)
-        requests = _valid_requests(requests, str(options.model), shared_settings, row_errors)
+        requests = valid_rows(requests, str(options.model), shared_settings, row_errors)
         if not _is_local(str(options.model)):  # if a row is invalid, stop before a model is downloaded
+            _check_published_rows(requests, shared_settings, options, row_errors)
             row_errors.raise_if_any()
         seeds = seeds_of(requests, command, request.settings.get("seed", SETTINGS["seed"].example))
         if extend is not None:
+            row_errors.raise_if_any()
             extended_prompts = extend.extend_all([request.settings["prompt"] for request in requests], target)
             extended_settings = [as_settings(text) for text in extended_prompts]
             requests = [
@@ -402,20 +404,26 @@ def requests_of(request: VideoRequest, file: str | None, row_errors: RowErrors |
     return read_requests(file, row_errors) if rows is None else rows
 
 
-def _valid_requests(
-    requests: Sequence[VideoRequest], model: str, options: VideoRequest, row_errors: RowErrors
-) -> list[VideoRequest]:
-    """Select the requests that a listed model accepts with these options. `row_errors` collects the errors of the other
-    requests."""
-    valid = []
+def _check_published_rows(
+    requests: Sequence[VideoRequest], shared: VideoRequest, options: PipelineOptions, row_errors: RowErrors
+) -> None:
+    """Check the requests by the rules of a published model, before the model is downloaded. `row_errors` collects the
+    errors."""
+    if (pipe := published_pipeline(options)) is None:
+        return
+    groups: dict[str, list[VideoRequest]] = {}  # requests that differ only in prompt and seed
     for request in requests:
+        request = with_shared(request, shared).seconds_to_frames(pipe.defaults.fps, pipe.model.vae.temporal_factor)
+        groups.setdefault(batch_key(request), []).append(request)
+    for group in groups.values():
+        request = group[0].common
+        settings = {name: value for name, value in request.settings.items() if name not in LOAD_SETTINGS}
         try:
-            listing.check(model, request.with_defaults(options), is_complete=True)
+            check_loaded_with(request, pipe.defaults, [MODEL.name])
+            pipe.with_solver(request.scheduler).settings(**settings)
         except WanjaxError as error:
-            row_errors.add(request.row, error, request.row_noun)
-        else:
-            valid.append(request)
-    return valid
+            for request in group:
+                row_errors.add(request.row, error, request.row_noun)
 
 
 def _is_local(model: str) -> bool:

@@ -50,7 +50,7 @@ from wanjax.media.stage_files import LATENTS_FILE, VIDEO_FILE
 from wanjax.media.video import FRAME_FILE
 from wanjax.pipelines.denoiser import select_modality
 from wanjax.pipelines.guidance import CLASSIFIER_FREE
-from wanjax.pipelines.model import Chunk, check_compatible, conditioning_from, with_scheduler
+from wanjax.pipelines.model import Chunk, check_compatible, conditioning_from
 from wanjax.pipelines.noise_inputs import INITIAL, checked_noise_inputs
 from wanjax.pipelines.observers import Observer, Step, Switch
 from wanjax.pipelines.pipeline import Pipeline
@@ -933,21 +933,28 @@ def load_pipeline(
     return pipe.with_solver(request.scheduler)
 
 
+def published_pipeline(options: PipelineOptions) -> Pipeline | None:
+    """Build the abstract pipeline of a published model, which checks settings before the model is downloaded. Return
+    None for a model on this machine and for a model that is not published."""
+    preset = registry.find_preset(str(options.model))
+    if preset is None or preset.bundled or preset.model is None:
+        return None
+    description = registry.apply_distilled_loras(
+        registry.model_description(preset.name), loras_of(options), lambda sentence: None
+    )
+    return abstract_pipeline(description, ONE_DEVICE_PARTITIONER)
+
+
 def check_published(request: VideoRequest, stored_settings: VideoRequest, options: PipelineOptions) -> None:
     """Raise WanjaxError for settings that a published model does not support, before the model is downloaded.
 
     Settings that the previous stage `stored` are ignored if the model does not support them.
     """
-    preset = registry.find_preset(str(options.model))
-    if preset is None or preset.bundled or preset.model is None:
+    if (pipe := published_pipeline(options)) is None:
         return
-    description = registry.apply_distilled_loras(
-        registry.model_description(preset.name), loras_of(options), lambda sentence: None
-    )
-    if (solver := request.scheduler or stored_settings.scheduler) is not None:
-        description = replace(description, model=with_scheduler(description.model, solver))
-    settings = request.with_defaults(_without_missing_settings(stored_settings, description.settings)).settings
-    abstract_pipeline(description, ONE_DEVICE_PARTITIONER).settings(**settings)
+    pipe = pipe.with_solver(request.scheduler or stored_settings.scheduler)
+    settings = request.with_defaults(_without_missing_settings(stored_settings, pipe.defaults)).settings
+    pipe.settings(**settings)
 
 
 def _without_missing_settings(stored_settings: VideoRequest, defaults: Settings) -> VideoRequest:

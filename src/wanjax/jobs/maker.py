@@ -298,13 +298,7 @@ class VideoMaker:
             WanjaxError: The request is invalid.
         """
         setup = request.common
-        loaded = {MODEL.name: setup.model, **setup.settings}
-        for name in LOAD_SETTINGS:
-            if (value := loaded.get(name)) not in (None, default := getattr(self.pipe.defaults, name)):
-                option = f"--{name.replace('_', '-')}"
-                raise WanjaxError(
-                    f"{name} is {repr_short(value)}, but the model was loaded with {default}: give the option {option}"
-                )
+        check_loaded_with(setup, self.pipe.defaults)
         pipe = self.pipe.with_solver(setup.scheduler)
         pictures, settings = pipe.prepare(**setup.inputs, **setup.settings, model=setup.model)
         return BatchSetup(pipe, pictures, settings, pipe.metadata(settings, setup.inputs, **self.run_options))
@@ -413,6 +407,23 @@ class JobProgress(Observer):
             start_percent, end_percent = STAGE_PERCENTS["decode"]
             self._report(
                 start_percent + (end_percent - start_percent) * done // total, stage_done=done, stage_total=total
+            )
+
+
+def check_loaded_with(request: VideoRequest, defaults: Settings, names: Iterable[str] = LOAD_SETTINGS) -> None:
+    """Raise WanjaxError if a request has another model, dtype or precision than the loaded model.
+
+    Args:
+        request: The request.
+        defaults: The settings of the loaded model.
+        names: The names of the settings to check.
+    """
+    requested = {MODEL.name: request.model, **request.settings}
+    for name in names:
+        if (value := requested.get(name)) not in (None, default := getattr(defaults, name)):
+            option = f"--{name.replace('_', '-')}"
+            raise WanjaxError(
+                f"{name} is {repr_short(value)}, but the model was loaded with {default}: give the option {option}"
             )
 
 
