@@ -116,12 +116,22 @@ def test_only_the_first_process_writes_and_reports(folder):
         ("localhost,2,0", "'localhost,2,0' ADDRESS,COUNT,INDEX 10.0.0.1:8476,2,0"),
         ("localhost:1,2", "malformed"),
         ("localhost:1,2,-1", "malformed"),
+        ("localhost:99999,2,0", "--processes 'localhost:99999' HOST:PORT 65535"),
+        ("localhost:0,2,0", "--processes 'localhost:0' HOST:PORT 65535"),
+        ("host 1:80,2,0", "--processes 'host 1:80' HOST:PORT"),
         ("localhost:1,2,2", "process index 2 count"),
     ],
 )
 def test_invalid_processes_are_refused(value, why):
     with pytest.raises(WanjaxError, match=line_with_words(why)):
         multihost.join_processes(value)
+
+
+@pytest.mark.parametrize("others", [{}, {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}], ids=["auto", "all"])
+def test_an_invalid_port_in_the_environment_is_refused(others):
+    words = "JAX_COORDINATOR_ADDRESS 'localhost:99999' 65535"
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
+        multihost.join_processes(None, {"JAX_COORDINATOR_ADDRESS": "localhost:99999", **others})
 
 
 def test_one_process_is_the_default(monkeypatch):

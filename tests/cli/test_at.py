@@ -182,6 +182,11 @@ def test_an_error_with_a_closed_stderr_keeps_its_status():
     os.close(writer)
 
 
+@pytest.mark.parametrize("url", ["http://localhost:99999", "localhost:99999", "http://localhost:0", "http://[::1"])
+def test_a_malformed_address_is_refused(url):
+    assert has_line_with_words(refused("a cat", "--at", url), "--at http://localhost:8000")
+
+
 NESTED = b"[" * 200_000
 HOSTILE = {
     "nested": ({"models": NESTED}, "JSON"),

@@ -19,6 +19,7 @@ from wanjax.cli.names import TOKEN_VARIABLE
 from wanjax.cli.options import check_file, is_given, on_command_line, option_of
 from wanjax.cli.workflow_options import WORKFLOW_REQUESTS
 from wanjax.errors import WanjaxError
+from wanjax.jobs.addresses import parse_processes
 from wanjax.media.inputs import CLIP_SUFFIXES, INPUT_SPECS
 from wanjax.pipelines.mesh_sizes import MeshSizes
 from wanjax.pipelines.settings import SEAM_SETTINGS, read_seeds, seams_without_windows, strength_without_video
@@ -95,6 +96,8 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
         raise WanjaxError(f"{values['file']} is a model, not a file: `wanjax models {values['file']}` describes it")
     if "chip" in values:
         _check_chip(values["chip"])
+    if "processes" in values:
+        parse_processes(values["processes"])
     if "offload" in values and isinstance(mesh := values.get("mesh"), MeshSizes):
         values["offload"].check_devices(prod(mesh))
     if "data" in values:

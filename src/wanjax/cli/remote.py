@@ -31,6 +31,7 @@ from wanjax.cli.parsed import CommandOptions, PipelineOptions
 from wanjax.cli.report import Report
 from wanjax.errors import NetworkError, WanjaxError, printable, reason, repr_short
 from wanjax.figures import format_batch_progress, pluralize
+from wanjax.jobs.addresses import is_http_url
 from wanjax.jobs.worker import INVALID_REQUEST
 from wanjax.media.inputs import INPUT_SPECS
 from wanjax.pipelines.request import VideoRequest
@@ -45,7 +46,7 @@ POLL_INTERVALS = 0.05, 1.0  # seconds between two polls of a video, at first and
 MAX_REPLY_BYTES = 2**33  # the maximum bytes of a reply
 MAX_PROGRESS_TOTAL = 10**9  # a larger total in the progress of a stage counts as an error of the server
 MAX_CLIP_FRAMES = 10**9  # a clip from the server is read as a whole
-HOST_AND_PORT = re.compile(r"[\w.-]+:\d{1,5}(/\S*)?", re.ASCII)  # matches an address without a scheme
+SCHEMELESS_URL = re.compile(r"[\w.-]+:\d{1,5}(/\S*)?", re.ASCII)  # matches an address without a scheme
 MODEL_FIELDS = {
     "id": str,
     "defaults": dict,
@@ -548,9 +549,8 @@ class Server:
     def __init__(self, url: str):
         """Set the address, such as http://localhost:8000; it may end in /v1. Raises WanjaxError for a malformed
         address."""
-        url = f"http://{url}" if HOST_AND_PORT.fullmatch(url) else url
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        url = f"http://{url}" if SCHEMELESS_URL.fullmatch(url) else url
+        if not is_http_url(url):
             raise WanjaxError(f"--at got {repr_short(url)}: give an address such as http://localhost:8000")
         self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")  # clients of OpenAI's API expect an address with /v1
         self._opener = build_opener(NoRedirect)

@@ -21,6 +21,7 @@ from urllib.parse import unquote
 import psutil
 
 from wanjax.errors import WanjaxError, install_extra, reason
+from wanjax.jobs.addresses import MAX_PORT, is_port
 from wanjax.stores.writing import check_folder
 
 ENV_VARIABLE = "WANJAX_DATABASE"  # the environment variable keeps the password out of the command line
@@ -400,6 +401,9 @@ class Postgres(Database):
             message = f"the URL of the database is not of the form {POSTGRES_EXAMPLE}"
             advice = "percent-encode special characters in the password, such as @ as %40"
             raise DatabaseError(f"{message}: {advice}") from None  # the message of psycopg may contain parts of the URL
+        for port in filter(None, str(parameters.get("port") or "").split(",")):  # one for each host
+            if not is_port(port):
+                raise DatabaseError(f"the database {self.name} has the port {port!r}: give a port from 1 to {MAX_PORT}")
         server_settings = {  # the server also releases the locks of a client that lost its network
             "lock_timeout": LOCK_TIMEOUT * 1000,
             "idle_in_transaction_session_timeout": NETWORK_TIMEOUT * 1000,

@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from wanjax.errors import WanjaxError
+from wanjax.jobs.addresses import AUTO, check_coordinator, parse_processes
 
 ADDRESS_VARIABLE, COUNT_VARIABLE, INDEX_VARIABLE = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 HEARTBEAT_TIMEOUT = 10  # seconds without a heartbeat after which a process counts as dead
@@ -33,16 +34,19 @@ def join_processes(processes: str | None, environment: Mapping[str, str] = os.en
     Raises:
         WanjaxError: `processes` is malformed, or the processes do not connect.
     """
+    name = "--processes"
     if processes is None and ADDRESS_VARIABLE in environment:
+        name = ADDRESS_VARIABLE
+        check_coordinator(name, environment[name])
         values = [
             environment[name] for name in (ADDRESS_VARIABLE, COUNT_VARIABLE, INDEX_VARIABLE) if name in environment
         ]
-        processes = "auto" if len(values) == 1 else ",".join(values)
+        processes = AUTO if len(values) == 1 else ",".join(values)
     elif processes is None and "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
-        processes = "auto"
+        processes = AUTO
     if processes is None or jax.distributed.is_initialized():
         return
-    address, count, index = (None, None, None) if processes == "auto" else _parse_processes(processes)
+    address, count, index = parse_processes(processes, name)
     try:
         connect(address, count, index)
     except (RuntimeError, ValueError) as error:
@@ -69,18 +73,6 @@ def connect(address: str | None, count: int | None, index: int | None, **keyword
         "jax_enable_preemption_service", False
     )  # without JAX's preemption service, which would catch SIGTERM: SIGTERM must end the process
     jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT, **keywords)
-
-
-def _parse_processes(processes: str) -> tuple[str, int, int]:
-    address, *numbers = processes.split(",")
-    if ":" not in address or len(numbers) != 2 or not all(number.isascii() and number.isdigit() for number in numbers):
-        raise WanjaxError(
-            f"--processes {processes!r} is malformed: give ADDRESS,COUNT,INDEX such as 10.0.0.1:8476,2,0, or auto"
-        )
-    count, index = map(int, numbers)
-    if not index < count:
-        raise WanjaxError(f"the process index {index} must be below the count {count}: the first index is 0")
-    return address, count, index
 
 
 def is_first() -> bool:

@@ -2,7 +2,6 @@
 """Connect to a Ray cluster or start a local one; read the results of its actors and the resources of its workers."""
 
 import os
-import re
 import socket
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -12,10 +11,10 @@ from math import inf
 from typing import Any
 
 from wanjax.errors import WanjaxError, install_extra, reason
+from wanjax.jobs.addresses import PORTS_ADVICE, is_host_and_port
 
 OBJECT_STORE_BYTES = 100 * 2**20  # the object store of a local cluster contains only requests and metadata
 CONNECT_TIMEOUT = 5.0  # seconds to wait for a cluster to accept a connection
-ADDRESS_PATTERN = re.compile(r".+:\d{1,5}")
 LOCAL = "local"  # the word, in place of an address, that starts a cluster on this machine
 ACTOR_OPTION_NAMES = {"cpu": "num_cpus", "gpu": "num_gpus"}
 LOCAL_ENVIRONMENT = {
@@ -48,11 +47,10 @@ def check_cluster(address: str | None) -> None:
         raise WanjaxError(
             f"{address} is an address for Ray clients: give auto or HOST:6379 on a machine of the cluster"
         )
-    if address not in (None, "auto") and not (
-        ADDRESS_PATTERN.fullmatch(address) and int(address.rpartition(":")[2]) < 2**16
-    ):
+    if address not in (None, "auto") and not is_host_and_port(address):
         raise WanjaxError(
-            f"{address!r} is not the address of a Ray cluster: give auto, HOST:PORT, or local for this machine"
+            f"{address!r} is not the address of a Ray cluster: give auto, local for this machine, "
+            f"or HOST:PORT {PORTS_ADVICE}"
         )
 
 
@@ -91,7 +89,7 @@ def connect_ray(
     if address is None:
         for name, value in environment.items():
             os.environ.setdefault(name, value)
-    elif ADDRESS_PATTERN.fullmatch(address):
+    elif is_host_and_port(address):
         _check_reachable(address)
     if (
         "IPython" in sys.modules and not sys.modules["IPython"]

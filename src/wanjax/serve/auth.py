@@ -68,11 +68,11 @@ class Origin(NamedTuple):
         """Parse an origin such as https://videos.example:8443. Return None if the text is not an origin."""
         try:
             parts = urlsplit(text)
-            port = parts.port or DEFAULT_PORTS[parts.scheme]
+            port = DEFAULT_PORTS[parts.scheme] if parts.port is None else parts.port
         except (ValueError, KeyError):
             return None
         has_extra_parts = parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
-        return None if has_extra_parts or not parts.hostname else cls(parts.scheme, parts.hostname, port)
+        return None if has_extra_parts or not parts.hostname or not port else cls(parts.scheme, parts.hostname, port)
 
 
 class Access(NamedTuple):
