@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A hint suggests only similar names: a wrong hint is worse than none."""
 
+from typing import Any
+
 import pytest
 
 import wanjax
 from tests.support.types import unchecked
 from tests.support.words import has_line_with_words
+from wanjax.cli import main
 from wanjax.cli.arguments import message_with_option
-from wanjax.errors import SettingError, near_names
+from wanjax.errors import SettingError, WanjaxError, near_names
+from wanjax.jobs.rows import RowError
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.request import field_names
+from wanjax.pipelines.request import VideoRequest, field_names
+from wanjax.pipelines.settings import missing_setting
 
 SIMILAR_NAMES = {
     "stepz": "steps",
@@ -108,3 +113,32 @@ def test_a_command_names_a_setting_by_its_option():
     assert (
         message_with_option(SettingError("flow_shift must be above 0", "flow_shift")) == "--flow-shift must be above 0"
     )
+
+
+def test_a_command_names_all_settings_of_a_message_by_their_options():
+    generate, train = main.commands["generate"], main.commands["train"]
+    for error, command, words in (
+        (missing_setting("boundary_step", "nano", ()), generate, "nano has no setting --boundary-step"),
+        (missing_setting("shift", "nano", ()), generate, "nano has no setting --shift"),
+        (
+            SettingError("set guidance_scale above 1", "guidance_rule"),
+            generate,
+            "--guidance-scale 1",
+        ),
+        (WanjaxError("holdout_every is 1: give 0"), train, "--holdout-every 1"),
+        (WanjaxError("call pipe(guidance_scale=4), guidance_scale.txt"), generate, "pipe(guidance_scale=4)"),
+        (RowError("line 2: set guidance_scale above 1"), generate, "line 2 set guidance_scale 1"),
+    ):
+        assert has_line_with_words(message_with_option(error, command), words)
+
+
+def test_a_pipeline_of_a_name_points_to_load():
+    build: Any = wanjax.Pipeline
+    with pytest.raises(WanjaxError, match=r"wanjax.load\('nano'\)"):
+        build("nano")
+
+
+@pytest.mark.parametrize("name", ["n", "count", "seeds", "num_videos_per_prompt"])
+def test_a_field_for_several_videos_is_refused_with_the_reason(name):
+    with pytest.raises(WanjaxError, match=f"'{name}' is not a field here: one request makes one video"):
+        VideoRequest.parse({"prompt": "a", name: 2})

@@ -303,6 +303,10 @@ PATHS = {  # paths that do not exist, and the words of the message
     "/v1/videos/": "/v1/videos/ mean /v1/videos",
     "/videos/video_1/content": "mean /v1/videos/video_1/content",
     "/v1/health": "mean /health",
+    **{
+        path: f"{path} POST /v1/videos makes a video"
+        for path in ("/generate", "/prompt", "/v1/images/generations", "/api/generate/")
+    },
     "/v1/video": "/v1/video mean /v1/videos GET POST",
     "/v1/video/video_1": "mean /v1/videos/video_1 DELETE GET",
     "/V1/Videos": "/V1/Videos mean /v1/videos",
@@ -380,7 +384,9 @@ FIELDS = {  # fields beside the prompt, as JSON; the wrong field; the words of t
     '"image": {"image_url": true}': ("image", "image data: true"),
     '"image": "/etc/passwd"': ("image", "image data: got the path of a file: send"),
     '"allow_empty_prompt": "yes"': ("allow_empty_prompt", "true false 'yes'"),
-    '"n": 2': ("n", "'n' field prompt"),
+    '"n": 2': ("n", "'n' field one video"),
+    '"count": 2': ("count", "'count' field one video"),
+    '"noise": 2': ("noise", "'noise' field seed"),
     '"stepz": 2': ("stepz", "'stepz' steps"),
     '"num_frames": 5': ("num_frames", "'num_frames' frames"),
     '"sampler": "euler"': ("sampler", "'sampler' scheduler"),

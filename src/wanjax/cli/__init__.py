@@ -132,7 +132,8 @@ class Commands(click.Group):
         except click.ClickException as error:
             status, message = USAGE_ERROR, describe_click_error(error)
         except WanjaxError as error:
-            status, message = FAILURE if is_failure(error) else USAGE_ERROR, message_with_option(error)
+            command = self.commands.get(ctx.invoked_subcommand or "")
+            status, message = FAILURE if is_failure(error) else USAGE_ERROR, message_with_option(error, command)
             is_wrong_request = isinstance(error, RequestError)
         except OSError as error:
             name = shorten(str(error.filename or ""))

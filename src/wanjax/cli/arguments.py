@@ -373,19 +373,33 @@ def describe_click_error(error: click.ClickException) -> str:
     return f"{name} got {invalid[1]}: give {values}"
 
 
-def message_with_option(error: WanjaxError) -> str:
-    """Return the message of an error, with the option, such as --guidance-scale, in place of the name of the
-    setting."""
+def message_with_option(error: WanjaxError, command: click.Command | None = None) -> str:
+    """Return the message of an error, with options, such as --guidance-scale, in place of the names of settings.
+
+    Args:
+        error: The error.
+        command: The command whose options replace names with underscores; None replaces only the wrong setting.
+    """
+    from wanjax.jobs.rows import RowError  # imported late for a quick --help
+
     sentence = str(error)
+    if isinstance(error, RowError):
+        return sentence
+    for option in [option for parameter in command.params for option in parameter.opts] if command else ():
+        if option.startswith("--") and "_" in (name := option[2:].replace("-", "_")):
+            sentence = re.sub(BARE_NAME.format(name), option, sentence)
     if not isinstance(error, SettingError):
         return sentence
     if error.setting == "strength":
         return sentence.replace("give a video too, or no strength", "give --video too, or no --strength")
-    if error.setting == "prompt" or not re.match(rf"{error.setting} (must be|contains) ", sentence):
+    if error.setting == "prompt":
         return sentence  # the prompt is an argument
-    return f"--{error.setting.replace('_', '-')}{sentence.removeprefix(error.setting)}"
+    option = f"--{error.setting.replace('_', '-')}"
+    sentence = re.sub(rf"^{re.escape(error.setting)}(?= (?:must be|contains) )", option, sentence)
+    return re.sub(rf"(?<= has no setting ){re.escape(error.setting)}\b", option, sentence)
 
 
+BARE_NAME = r"""(?<![\w.'"`/=(\[{{-]){}(?![\w.'"`/=(-]|:\S)"""  # matches a name outside code, paths and quotation marks
 INVALID_VALUE = re.compile(r"(.+?) is not (?:a valid|in the range|one of) ")  # matches click's messages
 WRONG_FILE_KIND = re.compile(r"(?:File|Directory|Path) '(.+)' is a (file|directory)\b")
 NO_ACCESS = re.compile(r"(?:File|Directory|Path) '(.+)' is not (?:readable|writable)\b")

@@ -41,6 +41,10 @@ PROMPT_COLUMNS = ("caption", "text")  # names of the prompt's column in tables o
 MAX_LISTED = 10  # the maximum number of errors in a message, and of row ranges for one error
 
 
+class RowError(WanjaxError):
+    """The errors of the rows of a file, which name fields and not options."""
+
+
 def read_requests(file: str, row_errors: "RowErrors | None" = None) -> list[VideoRequest]:
     """Read the requests of a file.
 
@@ -111,9 +115,9 @@ class RowErrors:
             f"{_format_ranges(rows, self.row_noun)}: {problem}" if any(rows) else problem for problem, rows in ordered
         ]
         if len(messages) == 1:
-            raise WanjaxError(messages[0])
+            raise RowError(messages[0])
         noun = self.row_noun.partition(" ")[0]
-        raise WanjaxError(_join_limited([f"{total} {noun}s are wrong:", *messages], "\n  ", MAX_LISTED + 1))
+        raise RowError(_join_limited([f"{total} {noun}s are wrong:", *messages], "\n  ", MAX_LISTED + 1))
 
 
 def _format_ranges(rows: Collection[int], row_noun: str) -> str:

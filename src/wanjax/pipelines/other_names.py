@@ -50,6 +50,12 @@ KEYWORD_ADVICE = {
     "use_safetensors": "safetensors files are always preferred",
 }
 """Keywords of diffusers without an equivalent keyword in wanjax, each with advice."""
+ONE_VIDEO = "one request makes one video: send a request for each seed"
+FIELD_ADVICE = {
+    **dict.fromkeys(("n", "count", "num_videos", "num_videos_per_prompt", "seeds", "batch_size"), ONE_VIDEO),
+    **dict.fromkeys(("noise", "latents"), "a request has no arrays of noise: use seed"),
+}
+"""Names that a user may give to a field of a request by mistake, each with advice."""
 LOAD_ADVICE = "it is fixed when a model is loaded, so give it to wanjax.load(MODEL, {}=...) or to the command"
 LOAD_KEYWORDS = (
     *LOAD_SETTINGS,
@@ -120,7 +126,9 @@ def unknown_keyword(
     names = list(keywords)
     similar = near_names(name, [*names, *of_call], 1)
     our_name = RENAMED.get(name, name)
-    if our_name not in names and our_name in of_call:
+    if kind != "keyword" and name not in names and name in FIELD_ADVICE:
+        advice = FIELD_ADVICE[name]
+    elif our_name not in names and our_name in of_call:
         advice = f"give it to pipe(prompt, {our_name}=...)"
     elif name in RENAMED:
         advice = f"use {our_name}"

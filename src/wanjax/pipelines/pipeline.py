@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wanjax.dims import readable_signature
-from wanjax.errors import SettingError, WanjaxError, WanjaxWarning, near_names, user_stack_level
+from wanjax.errors import SettingError, WanjaxError, WanjaxWarning, near_names, repr_short, user_stack_level
 from wanjax.execution import EXECUTE, ArrayOrShape, Program, Strategy
 from wanjax.figures import pluralize
 from wanjax.kernels.attention import AUTO, AttentionConfig
@@ -127,9 +127,16 @@ class Component:
 
 
 class OtherNamesAdvice(type):
-    """A metaclass whose error for another library's name, such as `from_pretrained`, gives wanjax's name."""
+    """A metaclass whose errors for calls of other libraries, such as `from_pretrained`, give wanjax's call."""
 
     if not TYPE_CHECKING:
+
+        def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
+            """Build a pipeline from its parts; for the name of a model, raise WanjaxError."""
+            if arguments and isinstance(arguments[0], str | Path):
+                name = repr_short(str(arguments[0]))
+                raise WanjaxError(f"{cls.__name__}({name}) loads no model: call wanjax.load({name})")
+            return super().__call__(*arguments, **keywords)
 
         def __getattr__(cls, name: str) -> Any:
             raise AttributeError(advice_for(name) or f"type object {cls.__name__!r} has no attribute {name!r}")

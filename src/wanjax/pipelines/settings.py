@@ -573,7 +573,7 @@ def strength_without_video(strength: float) -> SettingError:
     return SettingError(f"a strength of {strength} needs an input video: give a video too, or no strength", "strength")
 
 
-def missing_setting(name: str, model: str | None, settings: Iterable[str]) -> WanjaxError:
+def missing_setting(name: str, model: str | None, settings: Iterable[str]) -> SettingError:
     """Create the error for a setting that a model does not have.
 
     Args:
@@ -583,7 +583,7 @@ def missing_setting(name: str, model: str | None, settings: Iterable[str]) -> Wa
     """
     similar = near_names(name, settings, 1)
     advice = f"did you mean {similar[0]}?" if similar else "leave it out, or choose a model that has it"
-    return WanjaxError(f"{model} has no setting {name}: {advice}")
+    return SettingError(f"{model} has no setting {name}: {advice}", name)
 
 
 def to_int(value: Any) -> int | None:

@@ -15,6 +15,12 @@ from wanjax.serve.auth import error_response
 UNSUPPORTED_ROUTES = ("/v1/videos/{id}/remix", "/v1/videos/edits", "/v1/videos/extensions", "/v1/videos/characters")
 """Endpoints of OpenAI's videos API that this server does not support."""
 MIN_SIMILARITY = 0.7  # the minimum similarity of each part of a mistyped path: "video" and "videos" have 0.9
+PATHS_OF_OTHER_SERVERS = re.compile(
+    r"(/v\d+)?/(api/)?(generate|generations?|prompt|predict(ions)?|txt2vid|t2v|text-to-video|(images?|videos?)/generat\w+|"
+    r"sdapi/.*)",
+    re.IGNORECASE,
+)
+"""Matches the paths with which other servers make a picture or a video."""
 VERSION_PREFIX = re.compile(r"^(?:/v\d+)+(?=/|$)", re.IGNORECASE)
 
 
@@ -37,7 +43,9 @@ def path_not_found(request: Request, error: Exception) -> JSONResponse:
     """Answer a request for an unknown path, and suggest a similar one that exists."""
     path = request.scope["path"]
     methods = _methods_by_path(request.app.routes)
-    if (similar := _similar_path(path, methods)) is not None:
+    if PATHS_OF_OTHER_SERVERS.fullmatch(path.rstrip("/")):
+        advice = "POST /v1/videos makes a video"
+    elif (similar := _similar_path(path, methods)) is not None:
         template, suggestion = similar
         advice = f"did you mean {suggestion[:80]} ({', '.join(methods[template])})?"
     else:
