@@ -345,9 +345,19 @@ def test_teacache_with_too_few_steps_is_refused_before_the_run():
         pipe.denoise(conditioning, cache="teacache:.064", steps=9)
 
 
-def test_a_guidance_cache_is_accepted_with_separate_prompts():
-    check_separate_forwards(GuidanceCacheRule(5), False)
-    check_separate_forwards(MagCache(), True)
+@pytest.mark.parametrize(
+    ("options", "words", "other_cause"),
+    [
+        ({"batch_guidance": True}, "guidance:5 batched --batch-guidance batch_guidance cache", "dp"),
+        ({"mesh_sizes": {"dp": 2, "sp": 2, "tp": 1}}, "guidance:5 dp=2 tp=4 cache", "batch"),
+    ],
+)
+def test_a_guidance_cache_is_refused_where_both_prompts_run_together(options, words, other_cause):
+    with pytest.raises(WanjaxError, match=line_with_words(words)) as error:
+        check_separate_forwards(GuidanceCacheRule(5), **options)
+    assert other_cause not in str(error.value)
+    check_separate_forwards(GuidanceCacheRule(5), mesh_sizes={"dp": 1, "tp": 4})
+    check_separate_forwards(MagCache(), **options)
 
 
 TABLES = CacheTables(MagCacheTable((1.0, 0.9), (1.0, 0.8), 0.1, 2, 0.2), TeaCacheTable((1.0, 0.0), 0.1))

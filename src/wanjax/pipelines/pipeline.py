@@ -501,7 +501,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
             for name in SEAM_SETTINGS:
                 if settings.get(name) is not None and getattr(video_settings, name) != getattr(self.defaults, name):
                     raise seams_without_windows(name, "windows", name)
-        check_separate_forwards(video_settings.cache, self.partitioner.axis_size("dp") > 1)
+        check_separate_forwards(video_settings.cache, mesh_sizes=self.partitioner.mesh.shape)
         return replace(video_settings, cache=self.model.spec.cache_rule(video_settings))
 
     @document_keywords(InputKeywords)

@@ -89,7 +89,7 @@ class Run:
         self.runtime, self.model, self.observers = pipe.runtime, pipe.model, Observers(observers)
         self.noise, self.tiling, self.batch_guidance = noise, tiling, batch_guidance
         for request in requests:
-            check_separate_forwards(request.settings.cache, batch_guidance)
+            check_separate_forwards(request.settings.cache, batch_guidance=batch_guidance)
 
     def __iter__(self) -> Iterator[tuple[PreparedRequest, Iterator[Frames | Clip]]]:
         """Yield each request with an iterator over the frames of its video, in chunks. The caller must exhaust this

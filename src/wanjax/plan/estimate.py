@@ -232,7 +232,7 @@ def estimate_video(
     hardware, axes = mesh_axes(hardware, mesh, compute_step_cost, sp, one_device=offload.blocks > 0)
     offload.check_devices(hardware.devices)
     attention_cost = model.cost(model.spec.passes_of(settings)[0])
-    check_separate_forwards(settings.cache, axes["dp"] > 1 or batch_guidance)
+    check_separate_forwards(settings.cache, batch_guidance=batch_guidance, mesh_sizes=axes)
     settings = replace(settings, cache=model.spec.cache_rule(settings))
     # only the weights decide which steps reuse
     if not (settings.cache.reuse_is_known_before_run or settings.cache.decided_on_device):

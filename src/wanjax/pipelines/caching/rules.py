@@ -401,12 +401,27 @@ def check_any_reused(rule: TeaCache, table: TeaCacheTable, changes: Sequence[flo
     raise SettingError(message, "cache")
 
 
-def check_separate_forwards(rule: CacheRule, batched: bool) -> None:
-    """Raise WanjaxError for a guidance cache if a step runs both prompts in one forward pass."""
-    if batched and rule.needs_separate_forwards:
-        raise WanjaxError(
-            "a guidance cache has no effect where dp or batched guidance runs both prompts together: give a "
-            "mesh without dp, such as tp=8"
+def check_separate_forwards(
+    rule: CacheRule, *, batch_guidance: bool = False, mesh_sizes: Mapping[str, int] | None = None
+) -> None:
+    """Raise an error for a guidance cache if a step runs both prompts in one forward pass.
+
+    The reason is `batch_guidance`, or an axis `dp` of the mesh with more than one device.
+    """
+    if not rule.needs_separate_forwards:
+        return
+    if batch_guidance:
+        raise SettingError(
+            f"the step cache {rule} has no effect with batched guidance, which runs both prompts together: leave "
+            "--batch-guidance (batch_guidance in Python) or the cache out",
+            "cache",
+        )
+    if mesh_sizes and (dp := mesh_sizes.get("dp", 1)) > 1:
+        devices = math.prod(mesh_sizes.values())
+        raise SettingError(
+            f"the step cache {rule} has no effect with dp={dp}, which runs both prompts together: give a mesh without "
+            f"dp, such as tp={devices}, or leave the cache out",
+            "cache",
         )
 
 

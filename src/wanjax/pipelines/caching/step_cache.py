@@ -226,7 +226,7 @@ class GuidanceCache(StepCache):
         self, forwards: Sequence[Predict], x: Latents, cached: CachedArrays | None
     ) -> tuple[list[Prediction], CachedArrays]:
         if len(forwards) != 2:
-            raise WanjaxError("a guidance cache needs both prompts, one after the other: give a mesh without dp")
+            raise WanjaxError("a guidance cache needs both prompts, one after the other: leave the cache out")
         if cached is None:
             prompt, negative = (in_float32(predict()) for predict in forwards)
             low = jax.tree.map(low_frequencies, difference := replicate(jax.tree.map(sub, negative, prompt)))
