@@ -127,7 +127,8 @@ def test_the_option_names_of_older_scripts_are_accepted(parsed, options, name, v
         ("--use_fsdp --rules tp", "--use-fsdp --rules fsdp tp"),
         ("--window 0", "--window 0 1"),
         ("--attention chunked:window=x", "window 'chunked:window=x' number tokens"),
-        ("--use_k_smooth", "flash_tpu runs on TPUs"),
+        ("--use_k_smooth", "center_keys flash_tpu TPUs leave"),
+        ("--use_custom_attention", "flash_tpu TPUs chunked auto"),
         ("--sp_num 3", "8 devices sp=3"),
         ("--mesh auto,tp=2", "mesh 'auto,tp=2'"),
         ("--scheduler unipc:2", "'unipc:2' unipc euler dpm++ consistency rcm rcm-ode"),  # the schedulers for this model

@@ -79,9 +79,9 @@ class AttentionConfig:
             raise WanjaxError(f"the window in {text!r} is not a number of tokens, such as window=4096")
         tiles = ",".join(entry for entry in entries if not entry.startswith(_WINDOW_PREFIX))
         if tiles and name != "flash_tpu":
-            raise WanjaxError(f"{name} has no tiles and no qk: only flash_tpu has them")
+            raise WanjaxError(f"{name} has no option {tiles}: leave it out, or use flash_tpu on a TPU")
         implementation = None if name == _AUTO_NAME else name
-        attn = cls(implementation, Tiles.parse(tiles) if tiles else None, int(windows[0]) if windows else None)
+        attn = cls(implementation, _parse_tiles(tiles) if tiles else None, int(windows[0]) if windows else None)
         if attn.qk and attn.window is not None:
             raise WanjaxError(f"qk={attn.qk} with window={attn.window}: give one of the two")
         return attn
@@ -135,6 +135,14 @@ class AttentionConfig:
 
 
 AUTO = AttentionConfig()
+
+
+def _parse_tiles(text: str) -> Tiles:
+    """Parse the tiles of flash_tpu. The message of an error also says that they are useless without a TPU."""
+    try:
+        return Tiles.parse(text)
+    except WanjaxError as error:
+        raise WanjaxError(f"{error}, or leave it and flash_tpu out on a device that is not a TPU") from None
 
 
 def _parse_decay(text: str) -> float:

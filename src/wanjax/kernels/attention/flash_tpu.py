@@ -55,6 +55,11 @@ def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -
     if config is not None and not isinstance(config, Config | Int8Config):
         return f"flash_tpu must be configured by a flash_tpu.Config, not by {type(config).__name__}"
     if vmem_capacity is None and not (config and config.interpret):
+        if config is not None:
+            return (
+                "flash_tpu and its options (block_q, block_kv, block_kv_compute, center_keys and qk) are for TPUs: "
+                "leave them out here"
+            )
         return INTERPRETER_ADVICE.format("flash_tpu", "flash_tpu")
     if head_dim not in HEAD_DIMS:
         return f"flash_tpu does not support a head size of {head_dim}: it supports {' and '.join(map(str, HEAD_DIMS))}"
