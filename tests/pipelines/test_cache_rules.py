@@ -12,7 +12,8 @@ import pytest
 import wanjax
 from tests.support.recorded import run_counts
 from tests.support.words import line_with_words
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, WanjaxWarning
+from wanjax.figures import pluralize
 from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.caching.cache_tables import (
     NO_TABLES,
@@ -297,8 +298,16 @@ def test_a_rule_is_completed_with_the_checkpoints_settings():
     assert str(choose("teacache:mode=plain")) == "teacache:0.14,mode=plain"
     assert str(choose("auto")) == "magcache:0.12,2,0.2"
     assert str(choose("auto", "hunyuanvideo1.5-720p-t2v")) == "easycache:0.05,10"
-    assert choose("auto", steps=1) == NONE
-    assert choose("auto", "hunyuanvideo1.5-720p-t2v", steps=8) == NONE
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("wan2.1-t2v-14b", 1), ("hunyuanvideo1.5-720p-t2v", 8), ("nano", 1), ("nano", 3), ("nano", 4), ("nano", 6)],
+)
+def test_auto_runs_whole_steps_where_its_cache_does_not_fit(name, steps):
+    with pytest.warns(WanjaxWarning, match=line_with_words(f"auto nothing {pluralize(steps, 'step')} whole")):
+        assert choose("auto", name, steps) == NONE
+    assert choose("auto", "nano", 7) == choose("magcache", "nano", 7)
 
 
 @pytest.mark.parametrize(
@@ -323,6 +332,7 @@ def test_a_rule_is_completed_with_the_checkpoints_settings():
             {},
             "magcache:99.0,99,0.2 steps 10 50",
         ),
+        ("magcache", {"name": "nano", "steps": 3}, "magcache:0.4,6,0.1 1 3 least 7 steps leave"),
         ("guidance", {"steps": 2}, "guidance:5 2 steps 4 steps"),
         ("teacache", {"steps": 5}, "teacache:0.1 5 steps 6 steps"),
         ("guidance", {"guided": False}, "guidance:5 guidance"),

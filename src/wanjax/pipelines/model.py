@@ -27,7 +27,7 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import InputSpec
 from wanjax.media.pictures import Pictures, size_for_area
 from wanjax.pipelines.caching.cache_tables import NO_TABLES, CacheTables
-from wanjax.pipelines.caching.rules import NONE, CacheRule, resolve_rule
+from wanjax.pipelines.caching.rules import NONE, AutoRule, CacheRule, resolve_rule, warn_nothing_reused
 from wanjax.pipelines.denoiser import Denoiser, ModelInputs, Posterior, Preparation, pad_front, select_modality
 from wanjax.pipelines.frames import AnyLatents, Decoded, decode_latents
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, check_rule, dynamic_scales
@@ -669,7 +669,9 @@ class ModelSpec:
             settings: The settings of the video.
         """
         if self.is_chunked:
-            if settings.cache != NONE:
+            if isinstance(settings.cache, AutoRule):
+                warn_nothing_reused(settings.steps)
+            elif settings.cache != NONE:
                 raise WanjaxError(f"{settings.model} has too few steps for a step cache: leave {settings.cache} out")
             return NONE
         first_pass = self.passes_of(settings)[0]

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import SettingError, WanjaxError
+from wanjax.jobs.notes import noting_warnings
 from wanjax.layers.tiling import Tiling
 from wanjax.media.metadata import DIGESTS_KEY
 from wanjax.pipelines import guidance
@@ -123,7 +124,8 @@ def _sigmas_values(model: VideoModel, settings: Settings) -> list[str]:
 
 def _step_caches(pipe: Pipeline) -> list[str]:
     """Return the step caches that work with the model's default settings."""
-    return _working_choices(RULES, lambda name: pipe.settings(cache=name))
+    with noting_warnings(lambda message: None):  # auto warns where it reuses nothing
+        return _working_choices(RULES, lambda name: pipe.settings(cache=name))
 
 
 def _guidance_rules(pipe: Pipeline) -> list[str]:

@@ -6,6 +6,7 @@ All rules but EasyCache decide on the host, before a step is compiled; EasyCache
 
 import dataclasses
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Float
 
-from wanjax.errors import SettingError, WanjaxError, repr_short
+from wanjax.errors import SettingError, WanjaxError, WanjaxWarning, repr_short, user_stack_level
 from wanjax.figures import pluralize
 from wanjax.layers.stack import BlockCache
 from wanjax.pipelines.caching.cache_tables import CacheTables, MagCacheTable, TeaCacheTable
@@ -329,8 +330,9 @@ def cache_rule(rule: Any) -> CacheRule:
 def resolve_rule(
     rule: CacheRule, phases_for: Callable[[int], Sequence[Phase]], steps: int, tables: CacheTables, model: str
 ) -> CacheRule:
-    """Fill in a rule's settings for a checkpoint. Replace `AutoRule` by the best rule for the model, or by no rule if
-    no step would reuse. `phases_for` returns the phases of a video with a number of steps.
+    """Fill in a rule's settings for a checkpoint. Replace `AutoRule` by the best rule for the model. If the best rule
+    would reuse no step, or all steps, replace `AutoRule` by no rule and issue a WanjaxWarning. `phases_for` returns the
+    phases of a video with a number of steps.
 
     Raises SettingError if the checkpoint lacks the rule's table, or if the rule would reuse no step, or all steps.
     """
@@ -339,7 +341,11 @@ def resolve_rule(
         return rule
     if isinstance(rule, AutoRule):
         best = rule.with_defaults(tables)
-        return best if any(any(best.reused(phase, tables)) for phase in phases) else NONE
+        reused = [best.reused(phase, tables) for phase in phases]
+        if any(map(any, reused)) and _last_computed(best, reused) is None:
+            return best
+        warn_nothing_reused(steps)
+        return NONE
     if rule.table_name and getattr(tables, rule.table_name) is None:
         default_mode = f"give {rule.name} without a mode"
         advice = default_mode if rule.table_name == PLAIN else f"measure one with `wanjax calibrate {model}`"
@@ -350,13 +356,21 @@ def resolve_rule(
     reused = [rule.reused(phase, tables) for phase in phases]
     if not any(map(any, reused)):
         fewest_steps = min_steps(rule, phases_for, steps, tables)
-        advice = f"give at least {fewest_steps} steps" if fewest_steps else "give it other settings, or leave it out"
-        message = f"the step cache {rule} reuses nothing in {pluralize(steps, 'step')}: {advice}"
+        advice = f"give at least {fewest_steps} steps" if fewest_steps else "give it other settings"
+        message = f"the step cache {rule} reuses nothing in {pluralize(steps, 'step')}: {advice}, or leave it out"
         raise SettingError(message, "cache")
     if (first := _last_computed(rule, reused)) is not None:
-        message = f"{rule} reuses all steps after {first[0]} of {first[1]}: give a smaller threshold"
+        fewest_steps = min_steps(rule, phases_for, steps, tables)
+        advice = f"give at least {fewest_steps} steps" if fewest_steps else "give a smaller threshold"
+        message = f"the step cache {rule} reuses all steps after {first[0]} of {first[1]}: {advice}, or leave it out"
         raise SettingError(message, "cache")
     return rule
+
+
+def warn_nothing_reused(steps: int) -> None:
+    """Issue a warning that the best step cache reuses nothing in a video with this number of steps."""
+    message = f"cache auto has nothing to reuse in {pluralize(steps, 'step')}, so all steps are whole"
+    warnings.warn(message, WanjaxWarning, stacklevel=user_stack_level())
 
 
 def min_steps(
