@@ -13,7 +13,8 @@ import wanjax
 from tests.support.commands import succeeded
 from tests.support.commands import wanjax as command
 from tests.support.documents import ROOT, blocks, commands
-from wanjax.jobs.notes import domain_of, prompt_notes, shape_notes
+from tests.support.words import has_line_with_words
+from wanjax.jobs.notes import domain_of, prompt_notes, shape_notes, shift_notes
 from wanjax.media.pictures import read_clip
 from wanjax.pipelines.wan.model import WanModel
 from wanjax.pipelines.wan.presets import NANO, PRESETS
@@ -73,6 +74,21 @@ def test_a_converted_copy_gives_the_same_notes(tmp_path):
     assert [*shape_notes(settings)]
     assert [*prompt_notes(settings.model, ["a cat"])]
     assert not [*prompt_notes(settings.model, ["a red circle"])]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "options", "words"),
+    [
+        ("rcm", {"flow_shift": 9}, "flow shift 9 rcm"),
+        ("euler", {"flow_shift": 9, "sigmas": "comfy-linear-quadratic"}, "flow shift 9 comfy-linear-quadratic"),
+        ("euler", {"flow_shift": 9}, None),
+        ("rcm", {}, None),
+    ],
+)
+def test_a_flow_shift_without_effect_gives_a_note(scheduler, options, words):
+    pipe = wanjax.load("nano").with_solver(scheduler)
+    notes = [*shift_notes(pipe, pipe.settings(steps=4, **options))]
+    assert has_line_with_words("\n".join(notes), words) if words else not notes
 
 
 def test_nano_is_small_enough_for_the_package():

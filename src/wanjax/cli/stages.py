@@ -37,7 +37,7 @@ from wanjax.execution import EXECUTE, TracedProgram
 from wanjax.figures import format_bytes, format_duration, format_number, join_with_and, pluralize
 from wanjax.jobs.maker import write_frames
 from wanjax.jobs.multihost import PeerGroup, is_first
-from wanjax.jobs.notes import guidance_notes, prompt_notes, shape_notes, texts_of, truncation_notes
+from wanjax.jobs.notes import guidance_notes, prompt_notes, shape_notes, shift_notes, texts_of, truncation_notes
 from wanjax.kernels.compiler_options import saved_option_set
 from wanjax.layers.offload import AUTO_OFFLOAD, STAGES, Offload
 from wanjax.loading import abstract_pipeline, load
@@ -535,7 +535,11 @@ class VideoCommand:
         if not differing_names and (sentence := estimate_note(self.pipe, chosen_settings, self.starts_from_video)):
             self.report.note(sentence)
         self._note(
-            *(note for video in videos or [chosen_settings] for note in (*guidance_notes(video), *shape_notes(video)))
+            *(
+                note
+                for video in videos or [chosen_settings]
+                for note in (*guidance_notes(video), *shift_notes(self.pipe, video), *shape_notes(video))
+            )
         )
         if self.original_metadata and (sentence := version_note(self.original_metadata, self.metadata)):
             self.report.note(f"note: {sentence}")

@@ -4,17 +4,21 @@ to its clients."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from threading import get_ident
 from typing import Any
 
+import numpy as np
+
 from wanjax import registry
-from wanjax.errors import WanjaxWarning
+from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.figures import pluralize
 from wanjax.media.pictures import DECODE_LOCK
 from wanjax.pipelines.family import TrainingDomain
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
+from wanjax.schedulers import name_of
 
 MAX_WORDS = 3  # the maximum number of unknown words that a note lists
 
@@ -66,7 +70,7 @@ def video_notes(pipe: Pipeline, settings: Settings) -> list[str]:
         settings: The settings of the video.
     """
     notes = [] if settings.negative_prompt == pipe.defaults.negative_prompt else [*guidance_notes(settings)]
-    notes += [*shape_notes(settings), *prompt_notes(settings.model, settings.prompts)]
+    notes += [*shift_notes(pipe, settings), *shape_notes(settings), *prompt_notes(settings.model, settings.prompts)]
     for name, text in texts_of(settings):
         notes += truncation_notes(pipe, name, text, settings.follow)
     return list(dict.fromkeys(notes))
@@ -80,6 +84,30 @@ def guidance_notes(settings: Settings) -> Iterator[str]:
     """
     if not (settings.guided or settings.guidance_rule.nag is not None):
         yield "guidance is off, so the negative prompt has no effect"
+
+
+def shift_notes(pipe: Pipeline, settings: Settings) -> Iterator[str]:
+    """Yield a note if the flow shift is not the model's default, but the noise levels are those of the default.
+
+    Args:
+        pipe: The pipeline that makes the video.
+        settings: The settings of the video.
+    """
+    default, spec = pipe.defaults.flow_shift, pipe.model.spec
+    if settings.flow_shift is None or default is None or settings.flow_shift == default:
+        return
+    with suppress(WanjaxError):  # the default can be impossible with the other settings
+        first_pass = spec.passes_of(settings)[0]
+        levels, default_levels = (
+            np.asarray(spec.schedule(replace(first_pass, flow_shift=shift)).sigmas)
+            for shift in (settings.flow_shift, default)
+        )
+        if np.array_equal(levels, default_levels):
+            yield (
+                f"the flow shift of {settings.flow_shift:g} has no effect: the noise levels of "
+                f"{name_of(pipe.scheduler)} with sigmas {settings.sigmas} in {pluralize(settings.steps, 'step')} do "
+                "not depend on it"
+            )
 
 
 def shape_notes(settings: Settings) -> Iterator[str]:
