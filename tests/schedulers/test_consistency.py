@@ -152,7 +152,10 @@ def initial_state(scheduler, noise):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: RCM().schedule(4, shift=5.0, sigma_schedule="diffusers"), "noise diffusers sigmas official"),
+        (
+            lambda: RCM().schedule(4, shift=5.0, sigma_schedule="diffusers"),
+            "scheduler noise diffusers sigmas official euler",
+        ),
         (lambda: CAUSVID.schedule(3, shift=8.0, sigma_schedule="diffusers"), "noise diffusers"),
         (lambda: Consistency().schedule(4, shift=0), "flow shift 0"),
         (lambda: CAUSVID.schedule(0, shift=8.0), "0 steps"),

@@ -244,8 +244,10 @@ def comfy_levels(steps: int, shift: float, sigma_schedule: str) -> np.ndarray:
         case "comfy-beta":
             entries = _beta_entries(steps)
             if (count := len(np.unique(entries))) < steps:
+                most = next(n for n in range(steps - 1, 0, -1) if len(np.unique(_beta_entries(n))) == n)
                 raise WanjaxError(
-                    f"sigmas comfy-beta has only {count} different noise levels for {steps} steps: use fewer steps"
+                    f"sigmas comfy-beta has only {count} different noise levels for {steps} steps: use at most {most} "
+                    "steps"
                 )
             return table[entries]
         case "comfy-karras":

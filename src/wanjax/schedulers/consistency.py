@@ -135,7 +135,8 @@ class RCMEuler(FlowEuler, RCMLevels):
 def _check_official(sigma_schedule: str) -> None:
     """Raise SettingError unless the official noise levels are requested."""
     if sigma_schedule != "official":
-        raise SettingError(f"distilled models have no noise levels of {sigma_schedule}: use sigmas official", "sigmas")
+        message = f"the scheduler has noise levels of its own, so sigmas {sigma_schedule} cannot replace them"
+        raise SettingError(f"{message}: use sigmas official, or another scheduler such as euler", "sigmas")
 
 
 def _points_along(points: Sequence[float], steps: int) -> np.ndarray:
