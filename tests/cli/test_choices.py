@@ -131,6 +131,7 @@ def test_the_option_names_of_older_scripts_are_accepted(parsed, options, name, v
         ("--use_custom_attention", "flash_tpu TPUs chunked auto"),
         ("--sp_num 3", "8 devices sp=3"),
         ("--mesh auto,tp=2", "mesh 'auto,tp=2'"),
+        ("--scheduler unipc:foo=1", "option 'foo=1' 'unipc:foo=1' unipc:order=1"),
         ("--scheduler unipc:2", "'unipc:2' unipc euler dpm++ consistency rcm rcm-ode"),  # the schedulers for this model
         ("--scheduler unipc:2", "unipc:order=1 consistency:timesteps=1000,757,522 rcm:sigma_max=200"),
     ],

@@ -57,7 +57,7 @@ CPU = AbstractDevice("cpu", None, "cpu")
 
 @pytest.mark.parametrize(
     ("device", "size", "implementation", "words"),
-    [(CPU, 64, "cudnn", "cudnn NVIDIA's cpu"), (TPU, 80, "flash_tpu", "size 80 64 128")],
+    [(CPU, 64, "cudnn", "cudnn NVIDIA's cpu chunked auto"), (TPU, 80, "flash_tpu", "size 80 64 128")],
     ids=["cudnn", "flash_tpu"],
 )
 def test_a_named_kernel_is_refused_where_it_cannot_run(device, size, implementation, words):

@@ -184,6 +184,8 @@ def parse(text: object, usable_names: Collection[str] = tuple(SCHEDULERS)) -> Sc
         with_options = f", or with options {', '.join(examples)}" if examples else ""
         choices = f"give {', '.join(usable_names)}{with_options}"
         advice = f"did you mean {similar[0]}?" if similar and not colon else choices
+        if scheduler:
+            raise WanjaxError(f"the option {repr_short(option)} of scheduler {repr_short(text)} is invalid: {advice}")
         raise WanjaxError(f"no scheduler is named {repr_short(text)}: {advice}")
     return replace(scheduler, **{field: value}) if colon else scheduler
 

@@ -28,7 +28,7 @@ def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -
     if device.platform == "gpu" and BEFORE_AMPERE.search(device.device_kind):
         return f"cudnn's attention needs an Ampere card or a later card, and the card is {device.device_kind}"
     if device.platform != "gpu" or "NVIDIA" not in device.device_kind:
-        return f"cudnn runs on NVIDIA's cards, and the device is {device.device_kind}"
+        return f"cudnn runs on NVIDIA's cards, and the device is {device.device_kind}: choose chunked or auto here"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cudnn takes bfloat16 and float16, not {q.dtype}"
     if q.shape[3] % 8 or q.shape[3] > MAX_HEAD_DIM:
