@@ -104,7 +104,7 @@ def test_mistakes_are_reported_with_their_row(tmp_path, line, words):
     ("name", "data", "words"),
     [
         ("r.csv", b"prompt,seed\na,b,3\n", "row 1 below header quote"),
-        ("r.csv", b'prompt,seed\n"a,3\n', "r.csv cannot"),
+        ("r.csv", b'prompt,seed\nb,4\n"a,3\n', "row 2 below header quotes"),
         ("r.csv", b"text,seed\na,3\n", "'text' column"),
         ("r.csv", b'"text, or what is shown";prompt\na;b\n', "'text, column shown"),
         ("r.csv", b"prompt,seed\n", "r.csv rows header"),

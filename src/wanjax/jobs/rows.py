@@ -188,7 +188,7 @@ def _parse_json(text: str, name: str, advice: str) -> Any:
 
 
 def _read_csv(text: str) -> Iterator[dict[str, Any] | WanjaxError]:
-    """Yield the rows of a CSV file without their empty fields. For a row that is too long, yield an error."""
+    """Yield the rows of a CSV file without their empty fields, and an error for a row that is too long or not CSV."""
 
     delimiter = max(DELIMITERS, key=lambda delimiter: len(_known_columns(text, delimiter)))
     table = csv.DictReader(StringIO(text), strict=True, delimiter=delimiter)
@@ -197,11 +197,14 @@ def _read_csv(text: str) -> Iterator[dict[str, Any] | WanjaxError]:
         if len(columns) == 1 and len(parts := re.split(r"\s*[|:]\s*", name)) > 1 and _column(parts[0]) in _row_fields():
             raise WanjaxError(f"the header is {repr_short(name)}: separate its columns by commas, semicolons or tabs")
     _check_columns(columns)
-    for row in table:
-        if None in row:
-            yield WanjaxError(f"the row has more fields than the header: quote fields that contain {delimiter!r}")
-        else:
-            yield {_column(name): value for name, value in row.items() if value}
+    try:
+        for row in table:
+            if None in row:
+                yield WanjaxError(f"the row has more fields than the header: quote fields that contain {delimiter!r}")
+            else:
+                yield {_column(name): value for name, value in row.items() if value}
+    except csv.Error as error:
+        yield WanjaxError(f"the row is not CSV ({error}): close the quotes of its fields, and double those inside")
 
 
 def _check_columns(columns: Sequence[str]) -> None:
