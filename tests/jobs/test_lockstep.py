@@ -205,7 +205,7 @@ def test_a_host_with_another_folder_takes_no_job(local_store, tmp_path, with_req
 
 
 def test_the_maker_of_a_worker_with_several_hosts_leads_them(local_store, tmp_path):
-    maker = many._make_maker({"load": None, "folder": tmp_path}, local_store, leads=True)
+    maker = many._make_maker({"load": lambda: None, "folder": tmp_path}, local_store, leads=True)
     assert isinstance(maker, Leader)
     assert maker.can_restart
 

@@ -63,7 +63,7 @@ def test_a_workflow_fills_a_request(server, form):
         **{"model": "nano", "width": 832, "height": 480, "frames": 33, "fps": 16, "steps": 30, "guidance_scale": 6.0},
         **{"flow_shift": 8.0, "sigmas": "comfy", "seed": 82628696717253, "rng": "torch", "scheduler": "unipc"},
     }
-    assert "the workflow is for wan2.1-t2v-1.3b, and this server has nano" in notes
+    assert "the workflow is for wan2.1-t2v-1.3b, but this server has nano" in notes
 
 
 def test_the_fields_are_a_valid_request(server):
@@ -136,9 +136,9 @@ def test_files_that_metadata_names_are_not_read(server, tmp_path):
 @pytest.mark.parametrize(
     ("name", "data", "words"),
     [
-        ("a.txt", b"text", "a.txt of another kind json mp4"),
-        ("json", b"{}", "another kind"),
-        ("a\x1b.exe", b"text", r"a\x1b.exe another kind"),
+        ("a.txt", b"text", "a.txt suffixes json mp4"),
+        ("json", b"{}", "suffixes ComfyUI"),
+        ("a\x1b.exe", b"text", r"a\x1b.exe suffixes ComfyUI"),
         ("a.json", b"{}", "a.json no request workflow ComfyUI"),
         ("a.json", b"[" * 100_000, "a.json nested too deep"),
         ("a.json", b" " * (17 * 2**20), "a.json 16 MiB"),
