@@ -434,7 +434,7 @@ def test_folders_of_a_workflow_require_a_workflow(folder):
     ):
         result = wanjax(*arguments, folder)
         assert result.exit_code == 2, arguments
-        assert f"{arguments[-1]} says where the files of a workflow of ComfyUI are" in result.stderr
+        assert has_line_with_words(result.stderr, f"{arguments[-1]} workflow --from")
 
 
 def test_files_that_an_option_replaces_are_not_listed():

@@ -15,7 +15,7 @@ def test_a_server_has_one_precision(start, tmp_path):
     assert "precision" not in model["settings"]
     for precision in ("none", "int4"):  # the server's own precision is accepted, so that metadata can be sent unchanged
         assert has_line_with_words(
-            server.refused(422, json=SMALL | {"precision": precision}), "precision started leave out"
+            server.refused(422, json=SMALL | {"precision": precision}), "precision server starts leave out"
         )
     video = server.wait_until_finished(server.post_video(steps=1)["id"])
     assert (video["status"], video["settings"]["precision"]) == ("completed", "int8")
