@@ -186,7 +186,7 @@ def test_a_video_of_the_toy_is_estimated(cache):
 
 REFUSED = {  # the request to a model of this family, and what the message names
     "an image": (lambda toy: run("a", "--model", toy, "--image", "x.png", status=2).stderr, "image prompt alone"),
-    "an option": (lambda toy: run("a", "--model", toy, "--flow-shift", 3, status=2).stderr, "flow_shift"),
+    "an option": (lambda toy: run("a", "--model", toy, "--flow-shift", 3, status=2).stderr, "no setting --flow-shift"),
     "a keyword": (lambda toy: library_error(lambda: wanjax.load(toy)("a", flow_shift=3.0)), "flow_shift"),
     "its name again": (lambda toy: library_error(lambda: wanjax.register(TOY)), "toy registered already"),
 }
