@@ -358,7 +358,7 @@ def test_teacache_with_too_few_steps_is_refused_before_the_run():
 @pytest.mark.parametrize(
     ("options", "words", "other_cause"),
     [
-        ({"batch_guidance": True}, "guidance:5 batched --batch-guidance batch_guidance cache", "dp"),
+        ({"batch_guidance": True}, "guidance:5 batched leave batch_guidance cache", "dp"),
         ({"mesh_sizes": {"dp": 2, "sp": 2, "tp": 1}}, "guidance:5 dp=2 tp=4 cache", "batch"),
     ],
 )

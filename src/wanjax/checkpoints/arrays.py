@@ -38,8 +38,7 @@ CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "cr
 # Write chunks of zeros too, so that a missing chunk is an error.
 STRICT_CHUNKS = {"store_data_equal_to_fill_value": True, "fill_missing_data_reads": False}
 ARRAY_NAME = re.compile(r"\w+(\.\w+)*", re.ASCII)
-# what helps if a converted checkpoint is damaged
-REMEDY = "delete the checkpoint's folder and convert the original again, or convert it to a new folder"
+RECONVERT_ADVICE = "delete the checkpoint's folder and convert the original again, or convert it to a new folder"
 MAX_PENDING = 4  # the number of chunks that are in memory to be read or written
 
 ChunkSlice = tuple[slice, ...]
@@ -71,7 +70,7 @@ class StoredArray:
         if prod(self.chunk_sizes) * self.dtype.itemsize > MAX_READ_CHUNK_BYTES:
             raise WanjaxError(
                 f"{path} claims chunks of {list(self.chunk_sizes)} {self.dtype}, but `wanjax convert` writes "
-                f"smaller chunks: {REMEDY}"
+                f"smaller chunks: {RECONVERT_ADVICE}"
             )
 
     def __len__(self) -> int:
@@ -108,9 +107,9 @@ class StoredArray:
         """Raise WanjaxError for the first file that is missing or has the wrong size."""
         for file in map(self.chunk_file, self.chunk_slices()):
             if (size := size_of(file)) is None:
-                raise WanjaxError(f"{file} is missing: {REMEDY}")
+                raise WanjaxError(f"{file} is missing: {RECONVERT_ADVICE}")
             if size != self._file_bytes:
-                raise WanjaxError(f"{file} has {size:,} bytes, expected {self._file_bytes:,}: {REMEDY}")
+                raise WanjaxError(f"{file} has {size:,} bytes, expected {self._file_bytes:,}: {RECONVERT_ADVICE}")
 
     def start_write(self, chunk: ChunkSlice, values: np.ndarray | np.generic) -> ts.WriteFutures:
         """Start writing a chunk; `values` must not change until the write is done."""
@@ -195,10 +194,10 @@ class OrbaxCheckpoint:
             leaves = json.loads((path / TREE_FILE).read_bytes())["tree_metadata"].values()
             names = [".".join(str(key["key"]) for key in leaf["key_metadata"]) for leaf in leaves]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise WanjaxError(f"{path / TREE_FILE} cannot be read: {REMEDY}") from error
+            raise WanjaxError(f"{path / TREE_FILE} cannot be read: {RECONVERT_ADVICE}") from error
         if invalid := [name for name in names if not ARRAY_NAME.fullmatch(name)]:
             problem = f"{path / TREE_FILE} lists {invalid[0]!r}, which is not the name of an array"
-            raise WanjaxError(f"{problem}: {REMEDY}")
+            raise WanjaxError(f"{problem}: {RECONVERT_ADVICE}")
         fetch(path / name / ARRAY_FILE for name in names)
         self._arrays = {name: StoredArray(path / name, fetch=fetch) for name in names}
         self.specs = {name: array.spec for name, array in self._arrays.items()}
@@ -335,7 +334,7 @@ def _tensorstore_errors(problem: str, *, writes: bool = False) -> Iterator[None]
     except (ValueError, OSError, NotImplementedError) as error:
         if writes and (failure := _system_error(error)) is not None:
             raise failure from error
-        raise WanjaxError(f"{problem} ({reason(error)}): {REMEDY}") from error
+        raise WanjaxError(f"{problem} ({reason(error)}): {RECONVERT_ADVICE}") from error
 
 
 def _system_error(error: Exception) -> OSError | None:

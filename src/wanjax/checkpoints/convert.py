@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wanjax.checkpoints import modules
-from wanjax.checkpoints.arrays import REMEDY, OrbaxCheckpoint, chunk_shape, fsync_files
+from wanjax.checkpoints.arrays import RECONVERT_ADVICE, OrbaxCheckpoint, chunk_shape, fsync_files
 from wanjax.checkpoints.converted import (
     DIGEST_LENGTH,
     FORMAT_VERSION,
@@ -62,7 +62,7 @@ from wanjax.checkpoints.manifest import (
 from wanjax.checkpoints.network_kinds import Kinds, Network, network
 from wanjax.checkpoints.quantize import QuantizedKernel, as_floats, quantized_kernels
 from wanjax.checkpoints.readers import TensorReaderView
-from wanjax.checkpoints.sources import Source, Weights, read_json
+from wanjax.checkpoints.sources import Source, Weights
 from wanjax.checkpoints.stream import stored_specs, stream
 from wanjax.converters import weight_rules
 from wanjax.errors import WanjaxError
@@ -423,16 +423,16 @@ class ConversionToWanjax(Conversion):
         }
 
     def _is_complete(self) -> bool:
-        if not (file := self.target / MANIFEST).is_file():
-            return False
-        with local_copy(file) as copy:
-            if read_json(copy).get("request") != self._request():
-                return False
         target = self.target
+        if not (target / MANIFEST).is_file():
+            return False
         source = open_stored(target) if isinstance(target, RemotePath) else open_converted(target, target)
+        manifest = source.manifest or {}
+        if manifest["request"] != self._request():
+            return False
         source.check((), ())
-        if lost_files := [name for name in (source.manifest or {})["files"] if not source.storage.is_available(name)]:
-            raise WanjaxError(f"{target / lost_files[0]} is missing: {REMEDY}")
+        if lost_files := [name for name in manifest["files"] if not source.storage.is_available(name)]:
+            raise WanjaxError(f"{target / lost_files[0]} is missing: {RECONVERT_ADVICE}")
         return True
 
     def _write(self, progress: Callable[[int], object]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from wanjax.checkpoints.arrays import REMEDY, OrbaxCheckpoint
+from wanjax.checkpoints.arrays import RECONVERT_ADVICE, OrbaxCheckpoint
 from wanjax.checkpoints.files import HEADER_LIMIT, SafetensorsFile, TensorReader, progress_counter
 from wanjax.checkpoints.hub import COMPONENT_FILES, HubFile
 from wanjax.checkpoints.readers import CombinedReader, RenamedReader
@@ -86,14 +86,15 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     manifest = read_json(folder / MANIFEST)
     if (version := manifest.get("format")) != FORMAT_VERSION:
         raise WanjaxError(
-            f"{folder / MANIFEST} has the format {version!r}, but this wanjax reads {FORMAT_VERSION}: {REMEDY}"
+            f"{folder / MANIFEST} has the format {version!r}, but this wanjax reads {FORMAT_VERSION}: "
+            f"{RECONVERT_ADVICE}"
         )
     networks, names = manifest.get("networks"), manifest.get("names", {})
     tables = [manifest.get("files")]
     for parts in (networks, names):
         tables += parts.values() if isinstance(parts, dict) else [None]
     if not all(map(_is_string_table, tables)) or not isinstance(manifest.get("request"), dict):
-        raise WanjaxError(f"{folder / MANIFEST} was changed after `wanjax convert` wrote it: {REMEDY}")
+        raise WanjaxError(f"{folder / MANIFEST} was changed after `wanjax convert` wrote it: {RECONVERT_ADVICE}")
     return manifest
 
 
@@ -185,7 +186,7 @@ class _RemoteStorage(Storage):
         for name in sorted(self.digests.keys() & names):
             if hashlib.sha256((self.root / name).read_bytes()).hexdigest()[:DIGEST_LENGTH] != self.digests[name]:
                 (self.root / name).unlink()
-                raise WanjaxError(f"{self.remote / name} was changed after it was written: {REMEDY}")
+                raise WanjaxError(f"{self.remote / name} was changed after it was written: {RECONVERT_ADVICE}")
 
     def is_available(self, file: str) -> bool:
         return file in self.sizes

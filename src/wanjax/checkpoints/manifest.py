@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wanjax.checkpoints.arrays import REMEDY, OrbaxCheckpoint
+from wanjax.checkpoints.arrays import RECONVERT_ADVICE, OrbaxCheckpoint
 from wanjax.checkpoints.converted import DIGEST_LENGTH, MANIFEST, WEIGHTS_FOLDER
 from wanjax.checkpoints.files import Spec, progress_counter
 from wanjax.checkpoints.sources import Source
@@ -32,26 +32,26 @@ def verify(source: Source, progress: Progress = lambda at, done, total: None) ->
     source.storage.fetch_all(progress, force=True)
     root, networks, files = source.root, manifest["networks"], manifest["files"]
     if manifest.get(DIGEST_ENTRY) != own_digest(manifest):
-        raise WanjaxError(f"{root / MANIFEST} was changed after it was written: {REMEDY}")
+        raise WanjaxError(f"{root / MANIFEST} was changed after it was written: {RECONVERT_ADVICE}")
     if unmatched := sorted({path.parent.name for path in root.glob(f"*/{WEIGHTS_FOLDER}")} ^ networks.keys()):
-        raise WanjaxError(f"{root / MANIFEST} and the folders of weights differ in {unmatched[0]}: {REMEDY}")
+        raise WanjaxError(f"{root / MANIFEST} and the folders of weights differ in {unmatched[0]}: {RECONVERT_ADVICE}")
     weights = {name: OrbaxCheckpoint(source.storage.folder(name) / WEIGHTS_FOLDER) for name in networks}
     if not any(arrays.specs for arrays in weights.values()):
-        raise WanjaxError(f"{root} has no arrays: {REMEDY}")
+        raise WanjaxError(f"{root} has no arrays: {RECONVERT_ADVICE}")
     report = report_stage(progress, "verifying", sum(arrays.nbytes for arrays in weights.values()))
     for name, arrays in weights.items():
         if unexpected := sorted(set(files_in(arrays.path)) - arrays.files()):
-            raise WanjaxError(f"{unexpected[0]} does not belong to an array: {REMEDY}")
+            raise WanjaxError(f"{unexpected[0]} does not belong to an array: {RECONVERT_ADVICE}")
         expected_specs = {key: description.rpartition(" ")[0] for key, description in networks[name].items()}
         actual = {key: _describe_spec(spec) for key, spec in arrays.specs.items()}
         differences = _differing_keys(actual, expected_specs) or _differing_keys(
             array_digests(arrays, report), networks[name]
         )
         if differences:
-            raise WanjaxError(f"{differences[0]} in {arrays.path} was changed after it was written: {REMEDY}")
+            raise WanjaxError(f"{differences[0]} in {arrays.path} was changed after it was written: {RECONVERT_ADVICE}")
     actual = {str(path.relative_to(root)): digest(path) for path in files_beside(root)}
     if differences := _differing_keys(actual, files):
-        raise WanjaxError(f"{root / differences[0]} was changed after it was written: {REMEDY}")
+        raise WanjaxError(f"{root / differences[0]} was changed after it was written: {RECONVERT_ADVICE}")
     return dict(manifest)
 
 

@@ -395,8 +395,8 @@ def message_with_option(error: WanjaxError, command: click.Command | None = None
     if error.setting == "prompt":
         return sentence  # the prompt is an argument
     option = f"--{error.setting.replace('_', '-')}"
-    sentence = re.sub(rf"^{re.escape(error.setting)}(?= (?:must be|contains) )", option, sentence)
-    return re.sub(rf"(?<= has no setting ){re.escape(error.setting)}\b", option, sentence)
+    name = re.escape(error.setting)
+    return re.sub(rf"^{name}(?= (?:must be|contains) )|(?<= has no setting ){name}\b", option, sentence)
 
 
 BARE_NAME = r"""(?<![\w.'"`/=(\[{{-]){}(?![\w.'"`/=(-]|:\S)"""  # matches a name outside code, paths and quotation marks

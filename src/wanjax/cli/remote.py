@@ -31,13 +31,12 @@ from wanjax.cli.parsed import CommandOptions, PipelineOptions
 from wanjax.cli.report import Report
 from wanjax.errors import NetworkError, WanjaxError, printable, reason, repr_short
 from wanjax.figures import format_batch_progress, pluralize
-from wanjax.jobs.addresses import is_http_url
 from wanjax.jobs.worker import INVALID_REQUEST
 from wanjax.media.inputs import INPUT_SPECS
 from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.settings import ALLOW_EMPTY, parse_pixels
 from wanjax.pipelines.text.prompt_extension import NoRedirect
-from wanjax.stores.paths import AnyPath, base_name, file_names_in, parse_path
+from wanjax.stores.paths import AnyPath, base_name, file_names_in, is_http_url, parse_path
 from wanjax.stores.writing import atomic_write, check_folder, created_output_folder
 
 MODELS_PATH = "/v1/models"

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the addresses of processes, clusters and servers.
+"""Check the addresses of processes and clusters.
 
 This module does not import JAX, so that a mistyped address is reported at once.
 """
 
 import re
-from urllib.parse import urlsplit
 
 from wanjax.errors import WanjaxError
 
@@ -32,21 +31,6 @@ def is_host_and_port(text: str) -> bool:
     """
     match = HOST_AND_PORT.fullmatch(text)
     return match is not None and is_port(match[1])
-
-
-def is_http_url(text: str) -> bool:
-    """Return True for a URL of HTTP or HTTPS with a host and, if it has a port, a valid port.
-
-    Args:
-        text: The URL.
-    """
-    try:
-        parts = urlsplit(text)
-        has_valid_port = parts.port is None or parts.port > 0
-    except ValueError:
-        return False
-    is_plain = text.isascii() and text.isprintable() and " " not in text
-    return is_plain and parts.scheme in ("http", "https") and bool(parts.hostname) and has_valid_port
 
 
 def check_coordinator(name: str, address: str) -> None:
@@ -76,7 +60,7 @@ def parse_processes(processes: str, name: str = "--processes") -> tuple[str | No
     address, *numbers = processes.split(",")
     if ":" not in address or len(numbers) != 2 or not all(number.isascii() and number.isdigit() for number in numbers):
         raise WanjaxError(
-            f"--processes {processes!r} is malformed: give ADDRESS,COUNT,INDEX such as 10.0.0.1:8476,2,0, or auto"
+            f"{name} {processes!r} is malformed: give ADDRESS,COUNT,INDEX such as 10.0.0.1:8476,2,0, or auto"
         )
     check_coordinator(name, address)
     count, index = map(int, numbers)

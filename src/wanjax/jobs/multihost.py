@@ -36,11 +36,9 @@ def join_processes(processes: str | None, environment: Mapping[str, str] = os.en
     """
     name = "--processes"
     if processes is None and ADDRESS_VARIABLE in environment:
-        name = ADDRESS_VARIABLE
-        check_coordinator(name, environment[name])
-        values = [
-            environment[name] for name in (ADDRESS_VARIABLE, COUNT_VARIABLE, INDEX_VARIABLE) if name in environment
-        ]
+        name, variables = ADDRESS_VARIABLE, (ADDRESS_VARIABLE, COUNT_VARIABLE, INDEX_VARIABLE)
+        check_coordinator(name, environment[name])  # JAX reads the address if it finds the other numbers
+        values = [environment[variable] for variable in variables if variable in environment]
         processes = AUTO if len(values) == 1 else ",".join(values)
     elif processes is None and "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
         processes = AUTO

@@ -632,9 +632,8 @@ class Pipeline(metaclass=OtherNamesAdvice):
         """
         check_function(switched, "switched", "a Switch")
         check_function(continued, "continued", "the number of completed steps", "the number of all steps")
-        check_seeds(seeds, settings.get("seed"))
         video_settings = self._complete_settings(conditioning, dict(settings))
-        seeds = resolve_seeds([settings.get("seed")], [video_settings.seed]) if seeds is None else resolve_seeds(seeds)
+        seeds = resolve_seeds(seeds, settings.get("seed"), video_settings.seed)
         observers = [*self._create_observers(callback), *([SwitchObserver(switched)] if switched else [])]
         if keep is not None:
             self.model.spec.check_not_chunked(video_settings.model, "a file to continue from")
@@ -713,7 +712,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         check_tiling(tiling, self.model.vae)
         observers = self._create_observers(callback)
         pictures, settings = self.prepare(prompt=checked_prompt(prompt), negative_prompt=negative_prompt, **keywords)
-        resolve_seeds([keywords.get("seed")], [settings.seed])
+        resolve_seeds(None, keywords.get("seed"), settings.seed)
         checked_noise_inputs(noise, self.draws(settings))
         options: dict[str, Any] = {"tiling": tiling, "batch_guidance": batch_guidance}
         check_run_memory(self, settings, pictures, **options)
@@ -754,9 +753,8 @@ class Pipeline(metaclass=OtherNamesAdvice):
         """
         self.model.spec.check_chunked(self.model_name)
         check_function(callback, "callback", "a Step")
-        check_seeds(seeds, settings.get("seed"))
         video_settings = self._complete_settings(conditioning, dict(settings))
-        seeds = resolve_seeds([settings.get("seed")], [video_settings.seed]) if seeds is None else resolve_seeds(seeds)
+        seeds = resolve_seeds(seeds, settings.get("seed"), video_settings.seed)
         checked_noise_inputs(noise, self.model.spec.noise_inputs(video_settings, num_videos=len(seeds)))
         requests = [PreparedRequest(video_settings)]
         observers = [CallbackObserver(callback)] if callback else []

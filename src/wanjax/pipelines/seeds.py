@@ -56,17 +56,20 @@ def check_count(seeds: int, requests: int = 1) -> None:
         raise WanjaxError(f"{factors} make {total:,} videos: make at most {MAX_VIDEOS:,} per call")
 
 
-def resolve_seeds(requested: Sequence[Any], drawn_seeds: Sequence[int] | None = None) -> list[int]:
+def resolve_seeds(seeds: Sequence[Any] | None, seed: Any, drawn_seed: int) -> list[int]:
     """Return the seeds of a call as ints, and warn about each seed that is drawn at random.
 
     Args:
-        requested: The seeds, which may be "random" or -1.
-        drawn_seeds: The seeds as ints, if the caller has already drawn them; None draws them now.
+        seeds: The seeds of the call, which may be "random" or -1. None uses `seed`.
+        seed: The seed of the call, or None.
+        drawn_seed: `seed` as an int, already drawn if it is "random" or -1.
     """
+    check_seeds(seeds, seed)
+    requested = [seed] if seeds is None else seeds
     check_count(len(requested))
-    int_seeds = [checked_seed(seed) for seed in requested] if drawn_seeds is None else list(drawn_seeds)
-    for seed, number in zip(requested, int_seeds, strict=True):
-        if seed in (RANDOM_SEED, "random"):
+    int_seeds = [drawn_seed] if seeds is None else [checked_seed(each) for each in seeds]
+    for value, number in zip(requested, int_seeds, strict=True):
+        if value in (RANDOM_SEED, "random"):
             warnings.warn(f"the seed {number} was drawn at random", stacklevel=3)  # of the call to `denoise`
     return int_seeds
 

@@ -21,6 +21,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 from wanjax.errors import DISK_FULL_ERRNOS, WanjaxError, causes, install_extra, wrap_write_errors
@@ -237,6 +238,17 @@ def silence_logs(library: str) -> None:
 def is_url(name: object) -> bool:
     """Return True if a name is a URL of any kind."""
     return isinstance(name, RemotePath) or (isinstance(name, str) and URL_PATTERN.match(name) is not None)
+
+
+def is_http_url(text: str) -> bool:
+    """Return True for a URL of HTTP or HTTPS with a host and, if it has a port, a valid port."""
+    try:
+        parts = urlsplit(text)
+        has_valid_port = parts.port is None or parts.port > 0
+    except ValueError:
+        return False
+    is_plain = text.isascii() and text.isprintable() and " " not in text
+    return is_plain and parts.scheme in ("http", "https") and bool(parts.hostname) and has_valid_port
 
 
 def base_name(text: str) -> str:

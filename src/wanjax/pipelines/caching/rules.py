@@ -355,16 +355,15 @@ def resolve_rule(
     rule = rule.with_defaults(tables)
     reused = [rule.reused(phase, tables) for phase in phases]
     if not any(map(any, reused)):
-        fewest_steps = min_steps(rule, phases_for, steps, tables)
-        advice = f"give at least {fewest_steps} steps" if fewest_steps else "give it other settings"
-        message = f"the step cache {rule} reuses nothing in {pluralize(steps, 'step')}: {advice}, or leave it out"
-        raise SettingError(message, "cache")
-    if (first := _last_computed(rule, reused)) is not None:
-        fewest_steps = min_steps(rule, phases_for, steps, tables)
-        advice = f"give at least {fewest_steps} steps" if fewest_steps else "give a smaller threshold"
-        message = f"the step cache {rule} reuses all steps after {first[0]} of {first[1]}: {advice}, or leave it out"
-        raise SettingError(message, "cache")
-    return rule
+        problem = f"the step cache {rule} reuses nothing in {pluralize(steps, 'step')}"
+        advice = "give it other settings"
+    elif (first := _last_computed(rule, reused)) is not None:
+        problem, advice = f"{rule} reuses all steps after {first[0]} of {first[1]}", "give a smaller threshold"
+    else:
+        return rule
+    if fewest_steps := min_steps(rule, phases_for, steps, tables):
+        advice = f"give at least {fewest_steps} steps"
+    raise SettingError(f"{problem}: {advice}, or leave it out", "cache")
 
 
 def warn_nothing_reused(steps: int) -> None:
@@ -427,7 +426,7 @@ def check_separate_forwards(
     if batch_guidance:
         raise SettingError(
             f"the step cache {rule} has no effect with batched guidance, which runs both prompts together: leave "
-            "--batch-guidance (batch_guidance in Python) or the cache out",
+            "batch_guidance or the cache out",
             "cache",
         )
     if mesh_sizes and (dp := mesh_sizes.get("dp", 1)) > 1:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from wanjax.errors import NetworkError, WanjaxError, repr_short
+from wanjax.stores.paths import is_http_url
 
 KEY_VARIABLE = "WANJAX_EXTEND_KEY"  # the environment variable with the API key
 DEFAULT_MODEL = "default"  # servers with one model accept any name
@@ -84,16 +85,9 @@ def extend_prompt(prompt: str, url: str, *, model: str | None = None, picture: b
 def check_url(url: Any) -> None:
     """Raise WanjaxError unless this is a valid base URL that contains no key."""
     advice = f"give an address such as http://localhost:11434/v1, and a key in {KEY_VARIABLE}"
-    if not isinstance(url, str):
+    if not isinstance(url, str) or not is_http_url(url):
         raise WanjaxError(f"the URL for extending prompts is {repr_short(url)}: {advice}")
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-    except ValueError:
-        valid = False
-        parts = urlsplit("")
-    if not valid or not url.isascii() or not url.isprintable() or " " in url:
-        raise WanjaxError(f"the URL for extending prompts is {repr_short(url)}: {advice}")
+    parts = urlsplit(url)
     if parts.username or parts.password or parts.query or parts.fragment:
         raise WanjaxError(f"the URL for extending prompts contains a user, a query or a fragment: {advice}")
 
