@@ -5,6 +5,7 @@ The numbers of changes are those of the publishers' own files; each has its sour
 """
 
 import re
+from functools import partial
 
 import pytest
 
@@ -54,6 +55,9 @@ def factors(modules, down=A, up=B, *, prefix="", rank=32, alpha=False, underscor
         result |= {f"{key}{down}": (rank, *dimensions), f"{key}{up}": (rows, rank, *[1] * (len(dimensions) - 1))}
         result |= {f"{key}.alpha": ()} if alpha else {}
     return result
+
+
+kohya_factors = partial(factors, down=DOWN, up=UP, prefix="lora_unet_", underscores=True, alpha=True)
 
 
 def linear(shapes, pattern=r".*"):
@@ -203,7 +207,7 @@ def test_every_spelling_is_read_completely(spelling, tmp_path):
 
 def test_the_part_for_a_text_encoder_is_reported_and_skipped(tmp_path):
     text = {"encoder_block_0_layer_0_SelfAttention_q": (4096, 4096)}
-    tensors = factors(blocks(SMALL), DOWN, UP, prefix="lora_unet_", alpha=True, underscores=True)
+    tensors = kohya_factors(blocks(SMALL))
     matches = matches_of(tmp_path, SMALL, tensors | factors(text, DOWN, UP, prefix="lora_te_", alpha=True))
     assert (matches.num_matched, len(matches.unmatched)) == (300, 1)
 
@@ -253,25 +257,11 @@ HUNYUAN = {
     "authors": (781, lambda: factors(linear(shapes_by_original_names(VIDEO)), prefix="base_model.model.")),
     "musubi-tuner": (
         756,
-        lambda: factors(
-            linear(shapes_by_original_names(VIDEO), r"double_blocks\..*"),
-            DOWN,
-            UP,
-            prefix="lora_unet_",
-            underscores=True,
-            alpha=True,
-        ),
+        lambda: kohya_factors(linear(shapes_by_original_names(VIDEO), r"double_blocks\..*")),
     ),
     "musubi-tuner's for ComfyUI": (
         540,
-        lambda: factors(
-            comfy(linear(shapes_by_original_names(VIDEO), r"double_blocks\..*")),
-            *(DOWN, UP),
-            prefix="lora_unet_",
-            underscores=True,
-            alpha=True,
-            rank=96,
-        ),
+        lambda: kohya_factors(comfy(linear(shapes_by_original_names(VIDEO), r"double_blocks\..*")), rank=96),
     ),
     "ComfyUI": (
         565,
@@ -280,14 +270,7 @@ HUNYUAN = {
     "diffusers": (785, lambda: factors(linear(diffusers_shapes(VIDEO)), prefix="transformer.")),
     "diffusers by kohya": (
         756,
-        lambda: factors(
-            linear(diffusers_shapes(VIDEO), r"transformer_blocks\..*"),
-            DOWN,
-            UP,
-            prefix="lora_unet_",
-            underscores=True,
-            alpha=True,
-        ),
+        lambda: kohya_factors(linear(diffusers_shapes(VIDEO), r"transformer_blocks\..*")),
     ),
 }
 
