@@ -389,9 +389,9 @@ URL = "s3://videos/served/video_1/image.png"
     ("change", "message"),
     [
         ({"steps": "many"}, "one.json steps 'many' whole number"),
-        ({"guidance_scale": True}, "guidance_scale true number"),
+        ({"guidance_scale": True}, "--guidance-scale true number"),
         ({"dtype": "float8"}, "--dtype 'float8' bfloat16 float32"),
-        ({"model": None}, "one.json model generation_config.json"),
+        ({"model": None}, 'one.json model "model" "nano"'),
         ({"tiling": {"rows": 3}}, "tiling {'rows': 3} size"),
         ({"tiling": {"size": "big", "stride": 8}}, "tiling {'size': 'big', 'stride': 8}"),
         ({"tiling": {"size": [8, 0], "stride": 8}}, "tiling {'size': [8, 0], 'stride': 8}"),

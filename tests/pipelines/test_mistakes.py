@@ -111,7 +111,6 @@ METHODS: list[tuple[str, tuple, dict[str, Any], str]] = [
     ("truncations", (3,), {}, "prompt text 3"),
     *((name, (3,), {}, "settings wanjax.Settings 3 pipe.settings()") for name in ("draws", "noise", "check_memory")),
     ("videos", (["a"],), {"seeds": [1], "seed": "random"}, "seeds=[1] seed='random' one"),
-    ("denoise", (None,), {"seeds": [1], "seed": 3}, "seeds=[1] seed=3 one"),
     ("videos", (["a", "b"],), {"noise": LATENTS}, "noise 2 videos"),
     ("free", ("transformers",), {}, "'transformers' transformer"),
     ("__getattr__", ("image_encoder",), {}, "'image_encoder' transformer"),
@@ -167,6 +166,11 @@ def test_a_mistake_in_a_call_of_a_pipeline_is_reported(pipe, keywords, words):
 @pytest.mark.parametrize(("name", "arguments", "keywords", "words"), METHODS)
 def test_a_mistake_in_a_method_is_reported(pipe, name, arguments, keywords, words):
     assert has_line_with_words(refused(getattr(pipe, name), *arguments, **keywords), words)
+
+
+def test_seeds_beside_a_seed_are_refused_by_denoise(pipe):
+    refusal = refused(pipe.denoise, pipe.encode("a red circle"), seeds=[1], seed=3)
+    assert has_line_with_words(refusal, "seeds=[1] seed=3 one")
 
 
 @pytest.mark.parametrize(("model", "keywords", "words"), LOADS)

@@ -371,7 +371,7 @@ def test_a_workflow_fills_the_form(new_tab):
         page.keyboard.press("Space")
     chooser.value.set_files(str(WORKFLOW))
     filled = page.wait_for_selector(".filled").inner_text()
-    assert filled.startswith("The form has the settings of video_wan2_2_14B_i2v.json.")
+    assert filled.startswith("The form contains the settings of video_wan2_2_14B_i2v.json.")
     for words in ("wan2.2-i2v-a14b", "nano", "guidance scale 2", "choose video_wan2_2_14B_i2v_input_image.jpg"):
         assert words in filled
     assert not page.evaluate(OVERFLOWING)
@@ -408,7 +408,7 @@ def test_a_video_of_wanjax_fills_the_form(new_tab, server_client, video_ids):
     page = new_tab().goto()
     content = server_client.get(f"/v1/videos/{video_ids[0]}/content").content
     page.evaluate(DISPATCH_FILE, [".request", "drop", "film.mp4", "video/mp4", base64_of(content)])
-    assert page.wait_for_selector(".filled").inner_text().startswith("The form has the settings of film.mp4.")
+    assert page.wait_for_selector(".filled").inner_text().startswith("The form contains the settings of film.mp4.")
     assert (page.input_value("#prompt"), page.input_value("#seed")) == (PROMPT, "5")
     assert [page.input_value(f"[name={side}]") for side in ("width", "height")] == ["64", "32"]
     assert not page.query_selector(".filled li")

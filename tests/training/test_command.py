@@ -57,7 +57,7 @@ def test_mistakes_of_a_training_are_refused(model, tmp_path):
         (("--size", "32x32", "--lora-target", "to_x"), "no layer named to_x"),
         (
             ("--size", "32x32", "--batch-size", 3, "--grad-accum-steps", 2),
-            "grad_accum_steps 2 does not divide batch_size 3",
+            "--grad-accum-steps 2 does not divide --batch-size 3",
         ),
     ):
         refused = run("train", model, data, "--out", tmp_path / "out", *SHORT, *options, status=2)
