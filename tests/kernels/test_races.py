@@ -32,6 +32,7 @@ from wanjax.kernels.attention import (
     attention,
     flash_gradient,
     flash_tpu,
+    merge,
     reference,
     sparse_linear_attention,
     sparse_linear_kernel,
@@ -184,6 +185,12 @@ def run_packing(tokens: int) -> tuple[tuple, tuple]:
     packed = jax.jit(partial(rotary_heads.pack, parts=2, interpret=True))(x)
     joined = jax.jit(partial(rotary_heads.join, parts=2, interpret=True))(parts)
     return (packed, joined), (np.float64(x), np.float64(x))
+
+
+def run_merge(length: int, start: int) -> tuple[tuple, tuple]:
+    x, y, share = normal(0, 2, length, 256), normal(1, 2, length - 2 * start, 256), normal(2, 2, length - 2 * start, 2)
+    out = jax.jit(partial(merge.call, start=start, interpret=True))(x, y, share)
+    return (out,), (np.float64(merge.reference(x, y, share, start=start)),)
 
 
 def run_silu(height: int, width: int) -> tuple[tuple, tuple]:
@@ -361,6 +368,7 @@ def other_cases() -> Iterator[tuple[str, Case]]:
     yield "products of 8-bit floats", case_of("quantized_matmul", run_quantized, 100, "sum", "fp8", bound=5e-3)
     yield "normed heads of a product in 8 bits", case_of("quantized_matmul", run_quantized, 100, "heads", bound=1e-3)
     yield "an MLP in 8 bits", case_of("quantized_matmul", run_quantized, 100, "mlp", bound=1e-2)
+    yield "merged rows", case_of("merged_rows", run_merge, 80, 16, bound=0.0)
     yield "norm and SiLU", case_of("normed_silu", run_silu, 3, 4)
     yield "norm and SiLU, a ragged block", case_of("normed_silu", run_silu, 3, 5, bound=2 * BOUND["float32"])
 
@@ -383,6 +391,7 @@ QUICK = (  # of each kernel and each branch
     "norm and rotary of 300, 2 parts",
     "norm and rotary by heads of 64",
     "heads apart and joined of 300",
+    "merged rows",
     "norm and SiLU, a ragged block",
     "rows in 8 bits",
     "products in 8 bits",

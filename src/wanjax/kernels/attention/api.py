@@ -25,6 +25,7 @@ from wanjax.kernels.attention.implementation import Implementation
 from wanjax.kernels.attention.joint import VideoTextPair
 from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache
 from wanjax.kernels.attention.masks import Window, length_mask
+from wanjax.kernels.attention.merge import merge_by_log_sum_exp
 from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.attention.ring_weights import ShardedMatrix
 from wanjax.kernels.attention.sparse_linear import Projection, SparseLinearAttentionConfig
@@ -309,7 +310,7 @@ def _attend_with_carry_on_one_device(
             q, k, v, carry, is_last=is_last, key_mask=key_mask, kv_length=kv_length, matrices=matrices, **options
         )
     result = _attend_on_one_device(q, k, v, key_mask=key_mask, name=name, kv_length=kv_length, **all_options)
-    result = result if carry is None else sharded.merge_by_log_sum_exp(carry, result)
+    result = result if carry is None else merge_by_log_sum_exp(carry, result)
     return (result[0].astype(q.dtype), result[1], *(matrix.concatenate() for matrix in matrices)) if is_last else result
 
 

@@ -18,14 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int8
 
+from wanjax.kernels.attention.merge import AttentionResult, merge_by_log_sum_exp, merge_rows
 from wanjax.kernels.attention.ring_weights import RingWeights, gather_while_computing, shard_map_with_weights
-from wanjax.kernels.attention.sharded import (
-    AttentionResult,
-    QueryPlacement,
-    heads_to_tokens,
-    merge_by_log_sum_exp,
-    tokens_to_heads,
-)
+from wanjax.kernels.attention.sharded import QueryPlacement, heads_to_tokens, tokens_to_heads
 from wanjax.sharding import constrain_to, current_partitioner, pad_to
 
 TOKEN_AXES = ("sp", "tp")
@@ -140,9 +135,9 @@ def attention_with_frames(
         pending: RingWeights | None, weights: Sequence[Array], q: Array, k: Array, v: Array, clip: ClipKV,
         bias: Array | None,
     ) -> tuple[Array, Sequence[Array]]:  # fmt: skip
-        heads, attend_by_frames = q.shape[2], partial(_attend_by_frames, kernel, length, frame_tokens)
-        qkv = map(exchange.tokens_to_heads, (q, k, v))
-        out, weights = gather_while_computing(pending, weights, partitioner, attend_by_frames, *qkv, clip, bias)
+        heads, qkv = q.shape[2], map(exchange.tokens_to_heads, (q, k, v))
+        attend_by_frames = partial(_attend_by_frames, kernel, length, frame_tokens, clip, bias)
+        out, weights = gather_while_computing(pending, weights, partitioner, attend_by_frames, *qkv)
         return exchange.heads_to_tokens(out, heads), weights
 
     clip_specs = jax.tree.map(lambda _: exchange.heads, clip)
@@ -155,11 +150,11 @@ def _attend_by_frames(
     kernel: Callable[..., Any],
     length: int,
     frame_tokens: int,
+    clip: ClipKV,
+    bias: Float[Array, ""] | None,
     q: Float[Array, "B L N D"],
     k: Float[Array, "B L N D"],
     v: Float[Array, "B L N D"],
-    clip: ClipKV,
-    bias: Float[Array, ""] | None,
 ) -> Float[Array, "B L N D"]:
     """Compute attention on one device, for all tokens of some heads. Padding follows the first `length` tokens."""
     batch = len(q)
@@ -173,10 +168,10 @@ def _attend_by_frames(
         return jnp.moveaxis(by_frame, 0, 1).reshape(batch, -1, *x.shape[2:])
 
     out, lse = _attend_to_video(kernel, q, k, v, length, frame_tokens, bias)
-    later_tokens = slice(frame_tokens, length)
-    clip_out, clip_lse = map(to_tokens, kernel(to_frames(q[:, later_tokens]), *_clip_frames(clip, frame_tokens, k)))
-    merged, _ = merge_by_log_sum_exp((out[:, later_tokens], lse[:, later_tokens]), (clip_out, clip_lse))
-    return jax.lax.dynamic_update_slice_in_dim(out, merged.astype(out.dtype), frame_tokens, axis=1)
+    clip_out, clip_lse = map(
+        to_tokens, kernel(to_frames(q[:, frame_tokens:length]), *_clip_frames(clip, frame_tokens, k))
+    )
+    return merge_rows(out, lse, clip_out, clip_lse, frame_tokens)
 
 
 def _attend_to_video(

@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32
 
 from wanjax.kernels.attention.gradient import from_result
-from wanjax.kernels.attention.masks import divide_or_zero, finite_max, log_sum_exp
 from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.attention.ring_weights import (
     RingWeights,
@@ -229,9 +228,6 @@ def heads_to_tokens(
     return join_parts(parts).reshape(batch, length // num_devices, num_devices * local_heads, head_dim)[:, :, :heads]
 
 
-AttentionResult = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
-
-
 def _ring_attention(
     attend_with_carry: AttentionFunction,
     q: Float[Array, "B L N D"],
@@ -307,27 +303,3 @@ def _ring_gradient(
 
 def _ring_permutation(ring_size: int) -> list[tuple[int, int]]:
     return [(i, (i + 1) % ring_size) for i in range(ring_size)]
-
-
-def merge_by_log_sum_exp(a: AttentionResult, b: AttentionResult) -> AttentionResult:
-    """Merge the attention to two sets of keys by their log-sum-exps, in float32."""
-    lse_max = jnp.maximum(a[1], b[1])
-    (x, weight_x), (y, weight_y) = ((out, jnp.exp(lse - finite_max(lse_max))) for out, lse in (a, b))
-    weight_sum = weight_x + weight_y
-    share_y = _repeat_in_channels(divide_or_zero(weight_y, weight_sum), x.shape[3])
-    x, y = (out.reshape(*out.shape[:2], -1).astype(jnp.float32) for out in (x, y))
-    return (x + share_y * (y - x)).reshape(a[0].shape), log_sum_exp(lse_max, weight_sum)
-
-
-def _repeat_in_channels(x: Float32[Array, "B L N"], size: int) -> Float32[Array, "B L E"]:
-    """Repeat each head's number for the `size` channels of the head. The heads are concatenated in the result.
-
-    The function computes a matrix product, because a TPU would copy a repeated array with an axis of heads. The product
-    is exact, because each number is split into a sum of three bfloat16 numbers.
-    """
-    parts = []
-    for _ in range(3):
-        parts.append(x.astype(jnp.bfloat16))
-        x = x - parts[-1].astype(jnp.float32)
-    ones = jnp.repeat(jnp.eye(x.shape[2], dtype=jnp.bfloat16), size, axis=1)
-    return jnp.dot(jnp.concatenate(parts, axis=2), jnp.tile(ones, (3, 1)), preferred_element_type=jnp.float32)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wanjax.kernels.admission import Kernel, Trial
-from wanjax.kernels.attention import chunked, flash_tpu, reference, sparse_linear, sparse_linear_tpu, splash
+from wanjax.kernels.attention import chunked, flash_tpu, merge, reference, sparse_linear, sparse_linear_tpu, splash
 from wanjax.kernels.attention.flash_tiles import Config, Int8Config
 from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.attention.ring_weights import ShardedMatrix
@@ -201,6 +201,16 @@ def _sparse_trials() -> Iterator[Trial]:
         yield Trial(name, partial(run, operands), partial(expected, operands), TOLERANCE)
 
 
+def _merge_trials() -> Iterator[Trial]:
+    x, y = normal(0, 1, 400, 2 * HEAD_DIM), normal(1, 1, 320, 2 * HEAD_DIM)
+    share = jax.nn.sigmoid(normal(2, 1, 320, 2, dtype="float32"))
+
+    def run(interpret: bool) -> jax.Array:
+        return jax.jit(partial(merge.call, start=80, interpret=interpret))(x, y, share)
+
+    yield Trial("rows from the second block on", run, partial(merge.reference, x, y, share, start=80), TOLERANCE)
+
+
 KERNELS = (
     Kernel("flash_tpu", (*FLASH_MODULES, __name__), _flash_trials),
     Kernel(
@@ -214,6 +224,7 @@ KERNELS = (
     Kernel(
         "flash_tpu_gradient", (*FLASH_MODULES, "wanjax.kernels.attention.flash_gradient", __name__), _gradient_trials
     ),
+    Kernel("merged_rows", ("wanjax.kernels.attention.merge", __name__), _merge_trials),
     Kernel("splash", ("wanjax.kernels.attention.splash", __name__), _splash_trials),
     Kernel(
         "sparse_linear_tpu",
