@@ -27,10 +27,10 @@ ROWS_UNIT, MAX_BLOCK_ROWS = 8, 512  # rows of a tile; larger blocks are not fast
 def merge_by_log_sum_exp(a: AttentionResult, b: AttentionResult) -> AttentionResult:
     """Merge the attention to two sets of keys by their log-sum-exps, in float32."""
     (x, lse_a), (y, lse_b) = a, b
-    merged = _mix(*(out.reshape(*out.shape[:2], -1) for out in (x, y)), _share_of_second(lse_a, lse_b))
+    merged = _mix(_join_heads(x), _join_heads(y), _share_of_second(lse_a, lse_b))
     lse_max = jnp.maximum(lse_a, lse_b)
-    weight_sum = sum(jnp.exp(lse - finite_max(lse_max)) for lse in (lse_a, lse_b))
-    return merged.reshape(x.shape), log_sum_exp(lse_max, weight_sum)
+    weight_a, weight_b = (jnp.exp(lse - finite_max(lse_max)) for lse in (lse_a, lse_b))
+    return merged.reshape(x.shape), log_sum_exp(lse_max, weight_a + weight_b)
 
 
 def merge_rows(
@@ -50,11 +50,11 @@ def merge_rows(
         start: The first row to merge.
     """
     share = _share_of_second(x_lse[:, start : start + y.shape[1]], y_lse)
-    rows = [out.reshape(*out.shape[:2], -1) for out in (x, y)]
+    operands = _join_heads(x), _join_heads(y), share
     if target(x).platform == "tpu" and is_admitted("merged_rows") and is_supported(x, y.shape[1], start):
         run = partial(call, start=start, interpret=False)
-        return with_gradient(run, partial(reference, start=start), *rows, share).reshape(x.shape)
-    return reference(*rows, share, start=start).reshape(x.shape)
+        return with_gradient(run, partial(reference, start=start), *operands).reshape(x.shape)
+    return reference(*operands, start=start).reshape(x.shape)
 
 
 def is_supported(x: Float[Array, "B L N D"], num_rows: int, start: int) -> bool:
@@ -109,6 +109,10 @@ def _rows_per_block(num_rows: int, start: int) -> int | None:
     """Return the largest block that divides both numbers of rows; None if there is none."""
     sizes = range(MAX_BLOCK_ROWS, 0, -ROWS_UNIT)
     return next((size for size in sizes if num_rows % size == 0 and start % size == 0), None)
+
+
+def _join_heads(x: Float[Array, "B L N D"]) -> Float[Array, "B L E"]:
+    return x.reshape(*x.shape[:2], -1)
 
 
 def _share_of_second(lse_a: Float32[Array, "B L N"], lse_b: Float32[Array, "B L N"]) -> Float32[Array, "B L N"]:
