@@ -41,12 +41,13 @@ class Server:
         token: str | None = None,
         origins: Sequence[str] = (),
         preview: bool = False,
+        batch_guidance: bool = False,
         **limits: int,
     ):
         bounds = Limits.of(loaded_models.model(None).defaults, **limits)
         self._opened = ExitStack()
         self.folder, self.store = folder, self._opened.enter_context(open_store(folder, database))
-        self.maker = ServedMaker(loaded_models, folder, compiles=False, preview=preview)
+        self.maker = ServedMaker(loaded_models, folder, batch_guidance=batch_guidance, compiles=False, preview=preview)
         self.worker = WorkerThread(self.store, self.maker, attempts=MAX_ATTEMPTS)
         access = Access.read("127.0.0.1", token, origins)
         self.service = Service(

@@ -749,6 +749,13 @@ def test_the_message_for_a_video_too_large_lists_valid_sizes(start, fields, word
     assert has_line_with_words(server.refused(422, json=SMALL | fields), words)
 
 
+def test_a_guidance_cache_is_refused_by_a_server_with_batched_guidance(start):
+    server, request = start(work=False, batch_guidance=True), SMALL | {"steps": 8}
+    message = server.refused(422, json=request | {"cache": "guidance"})
+    assert has_line_with_words(message, "guidance:5 batched guidance leave batch_guidance cache")
+    assert server.client.post("/v1/videos", json=request | {"batch_guidance": True}).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("fields", "name"),
     [

@@ -30,6 +30,7 @@ from wanjax.jobs.store import COMPLETED, FAILED, QUEUED, Job, JobStore, NewJob, 
 from wanjax.jobs.worker import LOADING, READY
 from wanjax.media.inputs import INPUT_SPECS
 from wanjax.media.video import read_metadata
+from wanjax.pipelines.caching.rules import check_separate_forwards
 from wanjax.pipelines.request import VideoRequest, duplicate_field, unique_fields
 from wanjax.pipelines.settings import LOAD_SETTINGS
 from wanjax.pipelines.video_metadata import VERSION
@@ -226,10 +227,15 @@ class Service:
     def _without_shared(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Remove the fields that equal a value with which the server was started, so that metadata can be sent as a
         request."""
-        name = fields.get("model") or self.models.default_name
-        shared = next((card["started_with"] for card in self.model_cards if card["id"] == name), {})
-        shared = json.loads(json.dumps(shared))  # lists replace tuples, as in the fields of a request
+        shared = json.loads(
+            json.dumps(self._shared_settings(fields.get("model")))
+        )  # lists replace tuples, as in fields
         return {name: value for name, value in fields.items() if name not in shared or value != shared[name]}
+
+    def _shared_settings(self, model: object) -> dict[str, Any]:
+        """Return the values with which the server was started. None means the served model."""
+        name = model or self.models.default_name
+        return next((card["started_with"] for card in self.model_cards if card["id"] == name), {})
 
     def _with_request(self, new_job: NewJob, request: VideoRequest, files: Mapping[str, Any]) -> NewJob:
         """Complete the settings of a request, and add the request to a job.
@@ -237,7 +243,11 @@ class Service:
         Raises:
             WanjaxError: No video can be made with these settings.
         """
-        settings = uploads.complete_settings(request, self.models.model(request.model), files, self.limits).to_json()
+        complete = uploads.complete_settings(request, self.models.model(request.model), files, self.limits)
+        check_separate_forwards(
+            complete.cache, batch_guidance=self._shared_settings(request.model).get("batch_guidance", False)
+        )
+        settings = complete.to_json()
         for name in WORKER_SETTINGS:
             settings.pop(name, None)
         return replace(new_job, request=replace(request, settings=settings, model=new_job.model).to_json())
