@@ -107,6 +107,12 @@ def test_a_size_that_crops_much_of_a_picture_gives_a_warning():
         pipe.prepare(image=picture, **keywords)
 
 
+def test_a_clip_with_windows_is_noted():
+    """Later windows continue the video, and do not follow the clip."""
+    with pytest.warns(WanjaxWarning, match=line_with_words("only first 3 windows clip continue")):
+        wanjax.load("nano").prepare(prompt="a", video="../clip.gif", windows=3)
+
+
 def test_a_named_size_has_the_picture_s_proportions(models):
     pipe = wanjax.load(models["image"])
     assert pipe.sizes == {"32p": (32, 32), "square": (32, 32)}

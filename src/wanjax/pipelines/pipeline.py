@@ -383,8 +383,9 @@ class Pipeline(metaclass=OtherNamesAdvice):
             WanjaxError: A picture is missing, cannot be read or is not supported by the model, or a setting is invalid.
 
         Warns:
-            WanjaxWarning: Both `image` and `video` are given (the warning says how the model uses each), or no size is
-                given and the model's nearest size cuts off more than a twentieth of the picture.
+            WanjaxWarning: Both `image` and `video` are given (the warning says how the model uses each), a video of
+                several windows starts from a clip, or no size is given and the model's nearest size cuts off more than
+                a twentieth of the picture.
         """
         spec = self.model.spec
         settings = {
@@ -407,6 +408,9 @@ class Pipeline(metaclass=OtherNamesAdvice):
         self._check_strength(video_settings, pictures.get("video"))
         if "video" in pictures and spec.starts_from_video:
             check_rule(video_settings.guidance_rule, video_settings.guided, video_settings.steps_with_strength)
+            if (count := video_settings.windows) > 1:
+                message = f"only the first of {count} windows starts from the clip: the others continue the video"
+                warnings.warn(message, WanjaxWarning, stacklevel=user_stack_level())
         shape = self._shape_from_pictures(pictures, video_settings, settings)
         video_settings = video_settings.updated(shape)
         if "height" in shape and (cropping := _describe_cropping(pictures, video_settings)):
