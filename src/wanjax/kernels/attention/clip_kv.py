@@ -11,6 +11,7 @@ values are always sharded by heads, so they are never sent.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -159,18 +160,18 @@ def _attend_by_frames(
     """Compute attention on one device, for all tokens of some heads. Padding follows the first `length` tokens."""
     batch = len(q)
 
-    def to_frames(x: Array) -> Array:  # for one frame, the queries of all videos of the batch have the same keys
-        by_video = x.reshape(batch, -1, frame_tokens, *x.shape[2:])
+    # For one frame, the queries of all videos of the batch have the same keys. The heads are concatenated while tokens
+    # are moved, because a TPU would copy arrays with an axis of heads.
+    def to_frames(x: Array) -> Array:
+        by_video = _join_heads(x)[:, frame_tokens:length].reshape(batch, -1, frame_tokens, prod(x.shape[2:]))
         return jnp.moveaxis(by_video, 1, 0).reshape(-1, batch * frame_tokens, *x.shape[2:])
 
     def to_tokens(x: Array) -> Array:
-        by_frame = x.reshape(len(x), batch, frame_tokens, *x.shape[2:])
+        by_frame = x.reshape(len(x), batch, frame_tokens, -1)
         return jnp.moveaxis(by_frame, 0, 1).reshape(batch, -1, *x.shape[2:])
 
     out, lse = _attend_to_video(kernel, q, k, v, length, frame_tokens, bias)
-    clip_out, clip_lse = map(
-        to_tokens, kernel(to_frames(q[:, frame_tokens:length]), *_clip_frames(clip, frame_tokens, k))
-    )
+    clip_out, clip_lse = map(to_tokens, kernel(to_frames(q), *_clip_frames(clip, frame_tokens, k)))
     return merge_rows(out, lse, clip_out, clip_lse, frame_tokens)
 
 
