@@ -71,11 +71,23 @@ OTHER_OPTION_NAMES = {
     "validation-steps": "validation-every",
     "evaluate-every": "validation-every",
     "held-out": "holdout-every",
+    "device": "chip",
+    "gpu": "chip",
+    "lowvram": "offload",
+    "low-vram": "offload",
+    "medvram": "offload",
+    "novram": "offload",
+    "cpu-offload": "offload",
+    "enable-model-cpu-offload": "offload",
+    "offload-model": "offload",
     "checkpointing-steps": "save-every",
 } | {alias.replace("_", "-"): name.replace("_", "-") for alias, name in RENAMED.items()}
 """Maps options of other libraries and of older versions to the options that replace them."""
 
-LENGTH_OPTIONS = ("seconds", "num-seconds", "duration")  # options that other programs have in place of --frames
+# Options of other programs for a number format, for the devices and for the length, which have no equivalent here
+DTYPE_OPTIONS = ("fp16", "bf16", "fp32", "half", "float16", "bfloat16", "float32")
+DEVICE_OPTIONS = ("device", "devices", "device-id", "gpu", "gpus", "cuda", "cpu", "tpu")
+LENGTH_OPTIONS = ("seconds", "num-seconds", "duration")
 STAGES = ("encode", "denoise", "decode")
 MAX_NAME = 200  # the maximum number of characters of a name in a message
 
@@ -235,6 +247,10 @@ def _suggest_option(command: click.Command, ctx: click.Context, name: str) -> st
     dashed = name.replace("_", "-").lower()
     if (option := option_by_name.get(OTHER_OPTION_NAMES.get(dashed, dashed))) is not None:
         return f"give {option} in its place"
+    if dashed in DEVICE_OPTIONS:
+        return "JAX selects the devices; the environment variable JAX_PLATFORMS=cpu selects the CPU"
+    if dashed in DTYPE_OPTIONS and "--dtype" in options:
+        return "give --dtype bfloat16 or --dtype float32"
     if dashed in LENGTH_OPTIONS and "--frames" in options:
         return "give --frames; --fps frames make a second"
     for argument in (parameter for parameter in command.params if isinstance(parameter, click.Argument)):
