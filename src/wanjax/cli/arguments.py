@@ -73,6 +73,14 @@ OTHER_OPTION_NAMES = {
     "held-out": "holdout-every",
     "device": "chip",
     "gpu": "chip",
+    "num-videos-per-prompt": "count",
+    "num-videos": "count",
+    "batch-size": "count",
+    "input-image": "image",
+    "init-image": "image",
+    "first-frame": "image",
+    "vae-tiling": "tile",
+    "enable-vae-tiling": "tile",
     "lowvram": "offload",
     "low-vram": "offload",
     "medvram": "offload",
@@ -297,11 +305,13 @@ def _check_flag_values(command: click.Command, ctx: click.Context, arguments: Se
     }
     for option, argument in pairwise(arguments):
         if argument == word and option in flags:
-            values = "takes none, stages, blocks or blocks:N" if option == "--offload" else "takes no value"
+            values, advice = "takes no value", "leave it out"
+            if option == "--offload":
+                values, advice = "takes none, stages, blocks or blocks:N", "give one of them, or --offload alone"
             is_quoted = any(" " in text for text in arguments)
             needs_quotes = ctx.params.get("prompt") and not is_quoted
             quotes = ", and put a prompt of several words in quotes" if needs_quotes else ""
-            raise click.UsageError(f"{option} {values}, got {shorten(word)!r}: leave it out{quotes}", ctx)
+            raise click.UsageError(f"{option} {values}, got {shorten(word)!r}: {advice}{quotes}", ctx)
 
 
 def check_extra(

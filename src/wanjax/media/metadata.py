@@ -84,10 +84,11 @@ def load_settings(folder: Path) -> dict[str, Any]:
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        if not folder.exists():
-            advice = f"run `wanjax encode PROMPT --dir {folder}` first, or give the folder of another video"
-            raise WanjaxError(f"there is no folder {folder}: {advice}") from error
-        raise WanjaxError(f"{folder} contains no {CONFIG}: {remedy}") from error
+        problem = f"{folder} contains no {CONFIG}" if folder.exists() else f"there is no folder {folder}"
+        if not any((folder / name).exists() for name in STAGE_COMMANDS):
+            first_command = shlex.join(["wanjax", "encode", "PROMPT", "--dir", str(folder)])
+            remedy = f"run `{first_command}` first, or give the folder of another video"
+        raise WanjaxError(f"{problem}: {remedy}") from error
     except (OSError, ValueError) as error:
         raise WanjaxError(f"{file} cannot be read, {reason(error)}: {remedy}") from error
     if not isinstance(settings, dict):

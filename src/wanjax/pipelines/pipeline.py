@@ -107,6 +107,7 @@ from wanjax.schedulers import Scheduler, name_of
 from wanjax.sharding import Partitioner, one_device_partitioner
 
 MIN_KEPT_SHARE = 0.95  # a warning says that a picture is cropped if a smaller share of it remains
+WHOLE_RUN_ADVICE = "make a video of several windows by pipe(prompt)"
 StepCallback = Callable[[Step], bool | None]  # a callback that returns False stops the run
 
 
@@ -464,7 +465,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
             shape["frames"] = (count - 1) // factor * factor + 1
             if shape["frames"] == 1:
                 problem = f"the video has {pluralize(count, 'frame')}, but at least {factor + 1} are needed"
-                advice = "give a longer video, or a picture as image, or set frames to 1"
+                advice = "give a longer video, or give a picture as image, or give frames 1"
                 raise SettingError(f"{problem}: {advice}", "video")
         return shape
 
@@ -532,7 +533,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
             WanjaxError: A value is invalid, or the model cannot use it.
         """
         pictures, settings = self.prepare(prompt=checked_prompt(prompt), negative_prompt=negative_prompt, **keywords)
-        check_single_window(settings, "encode")
+        check_single_window(settings, "encode", WHOLE_RUN_ADVICE)
         check_encode_memory(self, settings, pictures, tiling=tiling)
         run = Run(self, [PreparedRequest(settings)], pictures, tiling=tiling, observers=self._create_observers(None))
         return run.encode()[settings.prompt]
@@ -570,7 +571,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
             references: The number of latent frames of reference pictures.
         """
         check_settings_type(settings)
-        check_single_window(settings, "custom noise")
+        check_single_window(settings, "custom noise", "leave out the noise or windows")
         return self.model.spec.noise_inputs(settings, references)
 
     @check_keywords
@@ -675,7 +676,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         elif latents and not settings.keys() & {"size", "height", "width"}:
             settings["size"] = tuple(self.model.vae.spatial_factor * size for size in latents[0].shape[3:])
         video_settings = self.settings(**settings)
-        check_single_window(video_settings, "denoise")
+        check_single_window(video_settings, "denoise", WHOLE_RUN_ADVICE)
         check_compatible(self.model, conditioning, video_settings)
         self._check_strength(video_settings, getattr(conditioning, "video_latents", None))
         return video_settings

@@ -144,16 +144,14 @@ def check_windows(settings: Settings, continuation_input: str | None) -> None:
         raise SettingError(f"{problem}: give an overlap of 1", "overlap")
     if settings.overlap >= settings.frames:
         problem = f"windows of {pluralize(settings.frames, 'frame')} with an overlap of {settings.overlap}"
-        raise SettingError(f"{problem} add no frames: give more frames, or a smaller overlap", "overlap")
+        advice = "give more frames" + (", or a smaller overlap" if settings.frames > 1 else "")
+        raise SettingError(f"{problem} add no frames: {advice}", "overlap")
 
 
-def check_single_window(settings: Settings, feature: str) -> None:
-    """Raise WanjaxError if a single stage is called with several windows. Only a whole run supports several windows."""
+def check_single_window(settings: Settings, feature: str, advice: str) -> None:
+    """Raise WanjaxError for several windows with a feature that supports only one."""
     if settings.windows > 1:
-        raise SettingError(
-            f"{feature} supports one window, got {settings.windows}: make a video of several windows by pipe(prompt)",
-            "windows",
-        )
+        raise SettingError(f"{feature} supports one window, and windows is {settings.windows}: {advice}", "windows")
 
 
 def window_pictures(

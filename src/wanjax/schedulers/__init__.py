@@ -248,8 +248,8 @@ def resolve(scheduler: str | Scheduler, original: Scheduler) -> Scheduler:
     """
     replacement = scheduler if isinstance(scheduler, Scheduler) else parse(scheduler, _usable_with(original))
     if replacement.prediction != original.prediction:
-        mismatch = f"the model predicts {original.prediction}, and {name_of(replacement)} is for models that predict"
-        raise WanjaxError(f"{mismatch} {replacement.prediction}: give {', '.join(_usable_with(original))}")
+        mismatch = f"{name_of(replacement)} does not fit this model, which predicts {original.prediction}"
+        raise WanjaxError(f"{mismatch}: give {', '.join(_usable_with(original))}")
     if replacement is not scheduler:
         shared_fields = set(replacement.checkpoint_fields) & set(original.checkpoint_fields)
         replacement = replace(replacement, **{field: getattr(original, field) for field in shared_fields})

@@ -536,7 +536,7 @@ async def _read_single_file(request: Request) -> tuple[str, bytes]:
         if len(files) != 1 or len(form) != 1:
             raise HTTPException(
                 400,
-                f"the form must have one field, the file {FIELD}: send it as curl does with -F {FIELD}=@FILE",
+                f"the form must have only the field {FIELD}, a file: send it as curl does with -F {FIELD}=@FILE",
             )
         if not (data := await files[0].read()):
             raise uploads.empty_file_error(FIELD)

@@ -393,7 +393,7 @@ def _last_computed(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> tuple[i
     if not rule.reuse_is_known_before_run or rule.table_name is None:
         return None
     for flags in map(list, reused):
-        if True in flags and all(remaining := flags[flags.index(True) :]) and len(remaining) >= max(2, len(flags) / 2):
+        if True in flags and all(remaining := flags[flags.index(True) :]) and len(remaining) >= len(flags) / 2:
             return flags.index(True), len(flags)
     return None
 
