@@ -180,7 +180,7 @@ def test_a_mistake_is_reported_before_jax_is_imported(results, arguments):
         ("--cache", "foo", "'foo' easycache"),
         ("--cache", "magcache:-1", "magcache:-1.0 0.06"),
         ("--scheduler", "foo", "'foo' unipc"),
-        ("--scheduler", "ddim", "velocity ddim v: give unipc, euler, dpm++, consistency, rcm, rcm-ode"),
+        ("--scheduler", "ddim", "ddim velocity: give unipc, euler, dpm++, consistency, rcm, rcm-ode"),
         ("--guidance-rule", "foo", "'foo' apg"),
     ],
 )

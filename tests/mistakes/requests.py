@@ -172,7 +172,7 @@ MISTAKES = (
     Mistake({"sigmas": "other"}, "sigmas 'other' official diffusers comfy"),
     Mistake({"follow": "other"}, "follow 'other' official diffusers"),
     Mistake({"resize": "other"}, "resize 'other' crop pad stretch"),
-    Mistake({"scheduler": "ddim"}, "ddim v unipc", SCHEDULER_IS_AN_ATTRIBUTE),
+    Mistake({"scheduler": "ddim"}, "ddim velocity unipc", SCHEDULER_IS_AN_ATTRIBUTE),
     Mistake({"scheduler": "none-of-these"}, "none-of-these unipc", SCHEDULER_IS_AN_ATTRIBUTE),
     Mistake({"scheduler": "rcm", "sigmas": "diffusers"}, "diffusers sigmas official", SCHEDULER_IS_AN_ATTRIBUTE),
     Mistake({"scheduler": "rcm", "sigmas": "comfy"}, "comfy sigmas official", SCHEDULER_IS_AN_ATTRIBUTE),

@@ -57,8 +57,8 @@ def _problem(item: str, key: str, fields: Sequence[str], earlier: Collection[str
 
 def _suggest_rule(name: str, value_list: str, rules: Mapping[str, type[Any]]) -> str:
     """Return advice for an unknown rule: the form with a colon, one rule instead of several, or a similar name."""
-    words = re.split("[=,; ]+", name)
-    if len(words) > 1 and words[0] in rules:
+    words = re.split("[=,]", name)
+    if len(words) > 1 and words[0] in rules and dataclasses.fields(rules[words[0]]):
         values = ",".join([*words[1:], *filter(None, [value_list])])
         return f"give one of them, such as {words[0]}" if words[1] in rules else f"write {words[0]}:{values}"
     return suggest_choice(name, rules)

@@ -36,8 +36,8 @@ def merge_by_log_sum_exp(a: AttentionResult, b: AttentionResult) -> AttentionRes
 def merge_rows(
     x: Float[Array, "B L N D"],
     x_lse: Float32[Array, "B L N"],
-    y: Float[Array, "B M N D"],
-    y_lse: Float32[Array, "B M N"],
+    y: Float[Array, "B S N D"],
+    y_lse: Float32[Array, "B S N"],
     start: int,
 ) -> Float[Array, "B L N D"]:
     """Merge x, from row `start` on, with y. The computation is in float32, and the result is rounded once to x's dtype.
@@ -63,7 +63,7 @@ def is_supported(x: Float[Array, "B L N D"], num_rows: int, start: int) -> bool:
 
 
 def reference(
-    x: Float[Array, "B L E"], y: Float[Array, "B M E"], share: Float32[Array, "B M N"], *, start: int
+    x: Float[Array, "B L E"], y: Float[Array, "B S E"], share: Float32[Array, "B S N"], *, start: int
 ) -> Float[Array, "B L E"]:
     """Compute the merged rows in plain JAX. This is the specification of the kernel, and gives its gradient.
 
@@ -74,7 +74,7 @@ def reference(
 
 
 def call(
-    x: Float[Array, "B L E"], y: Float[Array, "B M E"], share: Float32[Array, "B M N"], *, start: int, interpret: bool
+    x: Float[Array, "B L E"], y: Float[Array, "B S E"], share: Float32[Array, "B S N"], *, start: int, interpret: bool
 ) -> Float[Array, "B L E"]:
     """Call the kernel, which computes `reference`. The result overwrites x. `interpret` is for tests."""
     batch, num_rows, width = y.shape
