@@ -465,7 +465,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
             shape["frames"] = (count - 1) // factor * factor + 1
             if shape["frames"] == 1:
                 problem = f"the video has {pluralize(count, 'frame')}, but at least {factor + 1} are needed"
-                advice = "give a longer video, or give a picture as image, or give frames 1"
+                advice = "give a longer video, or a picture as image, or set frames to 1"
                 raise SettingError(f"{problem}: {advice}", "video")
         return shape
 

@@ -227,9 +227,8 @@ class Service:
     def _without_shared(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Remove the fields that equal a value with which the server was started, so that metadata can be sent as a
         request."""
-        shared = json.loads(
-            json.dumps(self._shared_settings(fields.get("model")))
-        )  # lists replace tuples, as in fields
+        # lists replace tuples, as in the fields of a request
+        shared = json.loads(json.dumps(self._shared_settings(fields.get("model"))))
         return {name: value for name, value in fields.items() if name not in shared or value != shared[name]}
 
     def _shared_settings(self, model: object) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int8
 
-from wanjax.kernels.attention.merge import AttentionResult, merge_by_log_sum_exp, merge_rows
+from wanjax.kernels.attention.merge import AttentionResult, join_heads, merge_by_log_sum_exp, merge_rows
 from wanjax.kernels.attention.ring_weights import RingWeights, gather_while_computing, shard_map_with_weights
 from wanjax.kernels.attention.sharded import QueryPlacement, heads_to_tokens, tokens_to_heads
 from wanjax.sharding import constrain_to, current_partitioner, pad_to
@@ -89,7 +89,7 @@ def store_clip_kv(k: Float[Array, "B L N D"], v: Float[Array, "B L N D"], length
     def store(*operands: Array) -> ClipKV:
         k, v = (exchange.tokens_to_heads(x)[:, :length] for x in operands)
         if not in_int8:
-            return ClipKV(_join_heads(k), _join_heads(v))
+            return ClipKV(join_heads(k), join_heads(v))
         (k, k_scale), (v, v_scale) = map(_quantize_to_int8, (k, v))
         return ClipKV(k, v, k_scale, v_scale)
 
@@ -163,7 +163,7 @@ def _attend_by_frames(
     # For one frame, the queries of all videos of the batch have the same keys. The heads are concatenated while tokens
     # are moved, because a TPU would copy arrays with an axis of heads.
     def to_frames(x: Array) -> Array:
-        by_video = _join_heads(x)[:, frame_tokens:length].reshape(batch, -1, frame_tokens, prod(x.shape[2:]))
+        by_video = join_heads(x)[:, frame_tokens:length].reshape(batch, -1, frame_tokens, prod(x.shape[2:]))
         return jnp.moveaxis(by_video, 1, 0).reshape(-1, batch * frame_tokens, *x.shape[2:])
 
     def to_tokens(x: Array) -> Array:
@@ -208,8 +208,4 @@ def _quantize_to_int8(x: Float[Array, "B S N D"]) -> tuple[Int8[Array, "B S E"],
     """Quantize to int8 with a scale for each token and head."""
     x = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.abs(x).max(axis=-1), jnp.finfo(jnp.float32).tiny) / INT8_MAX
-    return _join_heads(jnp.round(x / scale[..., None]).astype(jnp.int8)), scale
-
-
-def _join_heads(x: Array) -> Array:
-    return x.reshape(*x.shape[:2], -1)
+    return join_heads(jnp.round(x / scale[..., None]).astype(jnp.int8)), scale

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Shaped
 
 from wanjax.kernels.admitted import is_admitted
 from wanjax.kernels.alignment import LANES
@@ -26,11 +26,9 @@ ROWS_UNIT, MAX_BLOCK_ROWS = 8, 512  # rows of a tile; larger blocks are not fast
 
 def merge_by_log_sum_exp(a: AttentionResult, b: AttentionResult) -> AttentionResult:
     """Merge the attention to two sets of keys by their log-sum-exps, in float32."""
-    (x, lse_a), (y, lse_b) = a, b
-    merged = _mix(_join_heads(x), _join_heads(y), _share_of_second(lse_a, lse_b))
-    lse_max = jnp.maximum(lse_a, lse_b)
-    weight_a, weight_b = (jnp.exp(lse - finite_max(lse_max)) for lse in (lse_a, lse_b))
-    return merged.reshape(x.shape), log_sum_exp(lse_max, weight_a + weight_b)
+    (x, x_lse), (y, y_lse) = a, b
+    share, lse = _share_of_second(x_lse, y_lse)
+    return _mix(join_heads(x), join_heads(y), share).reshape(x.shape), lse
 
 
 def merge_rows(
@@ -49,8 +47,8 @@ def merge_rows(
         y_lse: Its log-sum-exps.
         start: The first row to merge.
     """
-    share = _share_of_second(x_lse[:, start : start + y.shape[1]], y_lse)
-    operands = _join_heads(x), _join_heads(y), share
+    share, _ = _share_of_second(x_lse[:, start : start + y.shape[1]], y_lse)
+    operands = join_heads(x), join_heads(y), share
     if target(x).platform == "tpu" and is_admitted("merged_rows") and is_supported(x, y.shape[1], start):
         run = partial(call, start=start, interpret=False)
         return with_gradient(run, partial(reference, start=start), *operands).reshape(x.shape)
@@ -60,6 +58,11 @@ def merge_rows(
 def is_supported(x: Float[Array, "B L N D"], num_rows: int, start: int) -> bool:
     """Return whether the kernel supports these rows: blocks of whole tiles, and heads of 128 channels."""
     return x.shape[3] == LANES and _rows_per_block(num_rows, start) is not None
+
+
+def join_heads(x: Shaped[Array, "B L N D"]) -> Shaped[Array, "B L E"]:
+    """Concatenate the heads of each token."""
+    return x.reshape(*x.shape[:2], -1)
 
 
 def reference(
@@ -111,15 +114,14 @@ def _rows_per_block(num_rows: int, start: int) -> int | None:
     return next((size for size in sizes if num_rows % size == 0 and start % size == 0), None)
 
 
-def _join_heads(x: Float[Array, "B L N D"]) -> Float[Array, "B L E"]:
-    return x.reshape(*x.shape[:2], -1)
-
-
-def _share_of_second(lse_a: Float32[Array, "B L N"], lse_b: Float32[Array, "B L N"]) -> Float32[Array, "B L N"]:
-    """Return the share of the second set of keys in the sum of weights."""
-    lse_max = finite_max(jnp.maximum(lse_a, lse_b))
-    weight_a, weight_b = jnp.exp(lse_a - lse_max), jnp.exp(lse_b - lse_max)
-    return divide_or_zero(weight_b, weight_a + weight_b)
+def _share_of_second(
+    lse_a: Float32[Array, "B L N"], lse_b: Float32[Array, "B L N"]
+) -> tuple[Float32[Array, "B L N"], Float32[Array, "B L N"]]:
+    """Return the share of the second set of keys in the sum of weights, and the log-sum-exp over both sets."""
+    lse_max = jnp.maximum(lse_a, lse_b)
+    weight_a, weight_b = (jnp.exp(lse - finite_max(lse_max)) for lse in (lse_a, lse_b))
+    weight_sum = weight_a + weight_b
+    return divide_or_zero(weight_b, weight_sum), log_sum_exp(lse_max, weight_sum)
 
 
 def _mix(x: Float[Array, "B L E"], y: Float[Array, "B L E"], share: Float32[Array, "B L N"]) -> Float32[Array, "B L E"]:
