@@ -202,9 +202,9 @@ def test_a_solver_chosen_by_name_keeps_the_noise_levels():
     assert schedulers.resolve("dpm", DDIM(snr_shift=3.0, spacing="linspace")) == DPM(snr_shift=3.0, spacing="linspace")
     assert schedulers.name_of(DPM(snr_shift=3.0)) == "dpm"
     assert schedulers.resolve(DDIM(), DPM(snr_shift=3.0)) == DDIM()
-    with pytest.raises(WanjaxError, match=line_with_words("velocity model v ddim")):
+    with pytest.raises(WanjaxError, match=line_with_words("unipc model v ddim")):
         schedulers.resolve("unipc", DDIM())
-    with pytest.raises(WanjaxError, match=line_with_words("v model velocity unipc")):
+    with pytest.raises(WanjaxError, match=line_with_words("dpm model velocity unipc")):
         schedulers.resolve("dpm", UniPC())
 
 

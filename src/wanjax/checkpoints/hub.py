@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from wanjax.checkpoints.files import WEIGHT_NAMES
-from wanjax.errors import FILE_NAME_ERRNOS, NetworkError, WanjaxError, causes, repr_short
+from wanjax.errors import FILE_NAME_ERRNOS, NetworkError, WanjaxError, causes
 from wanjax.figures import format_bytes
 from wanjax.stores.paths import missing_file
 from wanjax.stores.user_folders import home, user_cache, xdg_folder
@@ -62,7 +62,7 @@ def is_local(source: str | Path) -> bool:
         raise WanjaxError(missing_file(folder))
     if not HUB_ID.fullmatch(str(source)):
         raise WanjaxError(
-            f"there is no folder or file {repr_short(str(source))}, and it is not a Hugging Face id (OWNER/NAME): "
+            f"there is no folder or file {str(source)!r}, and it is not a Hugging Face id (OWNER/NAME): "
             "`wanjax models` lists the models"
         )
     return False
