@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.words import has_line_with_words, line_with_words
+from wanjax.cli import many
 from wanjax.errors import WanjaxError
-from wanjax.jobs.rows import read_requests, with_seeds, with_shared
+from wanjax.jobs.rows import RowError, read_requests, with_seeds, with_shared
 from wanjax.pipelines.request import VideoRequest
 
 ROWS = [
@@ -131,6 +132,18 @@ def test_incomplete_files_are_refused(tmp_path, name, data, words):
     (tmp_path / name).mkdir() if data is None else (tmp_path / name).write_bytes(data)
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         read_requests(str(tmp_path / name))
+
+
+def test_a_column_may_have_the_name_of_an_option(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,--negative-prompt\na,b\n")
+    (request,) = read_requests(str(tmp_path / "a.csv"))
+    assert request.settings == {"prompt": "a", "negative_prompt": "b"}
+
+
+def test_a_table_without_a_header_is_told_what_the_first_row_is(tmp_path):
+    (tmp_path / "a.csv").write_text("a red circle,3\na blue square,4\n")
+    with pytest.raises(RowError, match=line_with_words("'a red circle' negative_prompt first row columns")):
+        read_requests(str(tmp_path / "a.csv"))
 
 
 def test_a_mistyped_column_is_reported_once(tmp_path):
@@ -332,3 +345,13 @@ def test_a_column_of_integers_may_have_empty_cells(tmp_path):
     with pytest.raises(WanjaxError) as caught:
         read_requests(str(tmp_path / "r.csv"))
     assert has_line_with_words(str(caught.value), "row 1 steps 4.5 whole")
+
+
+def test_a_number_of_seeds_is_noted_for_rows_with_their_own(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,seed\na,1\nb,\n")
+    notes: list[str] = []
+    many._note_rows_with_seeds(read_requests(str(tmp_path / "a.csv")), "--count", notes.append)
+    (note,) = notes
+    assert has_line_with_words(note, "1 of 2 --count one video")
+    many._note_rows_with_seeds([], "--count", notes.append)
+    assert len(notes) == 1

@@ -94,6 +94,8 @@ def generate(
             _check_published_rows(requests, shared_settings, options, row_errors)
             row_errors.raise_if_any()
         seeds = seeds_of(requests, command, request.settings.get("seed", SETTINGS["seed"].example))
+        if (command.seeds, command.count) != (None, None):
+            _note_rows_with_seeds(requests, "--count" if command.seeds is None else "--seeds", report.note)
         if extend is not None:
             row_errors.raise_if_any()
             extended_prompts = extend.extend_all([request.settings["prompt"] for request in requests], target)
@@ -430,6 +432,15 @@ def _is_local(model: str) -> bool:
     """Whether all files of a model are on this machine."""
     preset = registry.find_preset(model)
     return os.path.exists(model) if preset is None else preset.bundled
+
+
+def _note_rows_with_seeds(requests: Sequence[VideoRequest], option: str, note: Callable[[str], object]) -> None:
+    """Note how many requests have a seed, and so make one video whatever --count or --seeds says."""
+    if num_seeded := sum("seed" in each_request.settings for each_request in requests):
+        note(
+            f"{num_seeded} of {pluralize(len(requests), 'request')} have a seed, so {option} has no effect on them: "
+            "each makes one video"
+        )
 
 
 def seeds_of(requests: Sequence[VideoRequest], command: CommandOptions, first: int) -> list[int]:

@@ -42,7 +42,7 @@ MAX_LISTED = 10  # the maximum number of errors in a message, and of row ranges 
 
 
 class RowError(WanjaxError):
-    """The errors of the rows of a file, which name fields and not options."""
+    """The errors of the rows or of the header of a file, which name fields and not options."""
 
 
 def read_requests(file: str, row_errors: "RowErrors | None" = None) -> list[VideoRequest]:
@@ -213,9 +213,11 @@ def _check_columns(columns: Sequence[str]) -> None:
         if columns.count(name) > 1:
             raise WanjaxError(f"the header has the column {name!r} twice: keep one")
         if name.lower() in PROMPT_COLUMNS:
-            raise SettingError(f"{name!r} is not a column here: use prompt", name)
+            raise RowError(f"{name!r} is not a column here: use prompt")
         if name not in (names := field_names()):
-            raise unknown_keyword(name, names, kind="column")
+            problem = str(unknown_keyword(name, names, kind="column"))
+            is_header = any(column in names for column in columns)
+            raise RowError(problem if is_header else f"{problem}; the first row names the columns")
 
 
 def _known_columns(text: str, delimiter: str) -> set[str]:
@@ -235,9 +237,9 @@ def _is_header(line: str) -> bool:
 
 
 def _column(heading: str) -> str:
-    """Return the field that a column's heading names: spreadsheets write "Prompt" and "Negative prompt"."""
+    """Return the field that a column's heading names, such as "Negative prompt" or "--negative-prompt"."""
     name = heading.strip()
-    field_name = re.sub(r"[\s-]+", "_", name.lower())
+    field_name = re.sub(r"[\s-]+", "_", name.lower().lstrip("-"))
     return field_name if field_name in field_names() else name
 
 
