@@ -20,7 +20,7 @@ from wanjax.registry import tables_key
 
 pytestmark = pytest.mark.usefixtures("cached_programs")
 
-ONE_FRAME = ("--size", "32x16", "--frames", "1", "--steps", "2", "--dtype", "float32")
+ONE_FRAME = ("--size", "32x16", "--frames", "1", "--steps", "3", "--dtype", "float32")
 MODULE = "transformer.blocks.0.attn1.to_q"
 
 
