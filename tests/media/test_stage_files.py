@@ -191,3 +191,11 @@ def test_files_that_do_not_fit_are_refused(tmp_path, write, read, words):
     write(tmp_path)
     with pytest.raises(WanjaxError, match=line_with_words(words)):
         read(tmp_path)
+
+
+def test_a_folder_that_is_no_video_is_not_to_be_overwritten(tmp_path):
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(WanjaxError) as caught:
+            load_settings(folder)
+        assert "or give the folder of another video" in str(caught.value)
+        assert "--force" not in str(caught.value)

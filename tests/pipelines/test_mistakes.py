@@ -20,6 +20,7 @@ import wanjax
 from tests.support.types import unchecked
 from tests.support.words import has_line_with_words, line_with_words
 from wanjax.errors import WanjaxError, user_stack_level
+from wanjax.pipelines.windows import CONTROL_INPUT, check_windows
 
 LATENTS = np.zeros((1, 16, 5, 8, 8), np.float32)  # of nano
 CLIP = np.zeros((5, 64, 64, 3), np.uint8)
@@ -42,6 +43,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"seeds": [1], "seed": 3}, "seeds=[1] seed=3 one"),
     ({"seeds": range(2), "seed": 0}, "seeds=range(0, 2) seed=0 one"),
     ({"prompt": []}, "prompts []"),
+    ({"noise": LATENTS, "windows": 2}, "custom noise one window windows is 2 leave out noise or windows"),
     ({"image": io.BytesIO()}, "BytesIO picture PIL image uint8"),
     ({"image": [CLIP[0]]}, "list picture"),
     ({"image": wanjax.Video(CLIP, 8, {})}, "Video picture video[0]"),
@@ -382,3 +384,11 @@ def test_a_warning_points_to_the_line_of_the_user():
         with pytest.warns(UserWarning, match="x") as caught:
             call()
         assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(("frames", "has_smaller_overlap"), [(1, False), (5, True)])
+def test_a_smaller_overlap_is_advised_only_if_there_is_one(pipe, frames, has_smaller_overlap):
+    settings = pipe.defaults.updated({"windows": 2, "frames": frames, "overlap": frames})
+    refusal = refused(check_windows, settings, CONTROL_INPUT)
+    assert has_line_with_words(refusal, "add no frames more frames")
+    assert ("a smaller overlap" in refusal) == has_smaller_overlap

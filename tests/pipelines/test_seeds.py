@@ -25,6 +25,7 @@ from wanjax.media.video import read_metadata
 from wanjax.pipelines import seeds
 from wanjax.pipelines.cogvideox.conditioning import POSTERIORS
 from wanjax.pipelines.seeds import draw_noise, key_numbers, seed_to_key_data, solver_keys
+from wanjax.pipelines.settings import read_seeds
 
 SMALL = {"size": (16, 32), "frames": 5, "steps": 2, "guidance_scale": 1.0, "dtype": "float32"}
 OPTIONS = ("--size", "32x16", "--frames", "5", "--steps", "2", "--guidance-scale", "1", "--dtype", "float32")
@@ -203,3 +204,8 @@ def test_every_stream_of_latents_has_different_noise():
     numbers = [number for modality in range(9) for number in key_numbers(modality)]
     assert numbers[:2] == [0, 1]
     assert len({*numbers, *(posterior.key_number for posterior in POSTERIORS)}) == 18 + len(POSTERIORS)
+
+
+def test_a_range_with_a_dash_is_answered_with_dots():
+    with pytest.raises(WanjaxError, match=line_with_words("1 - 4 dash 1..4")):
+        read_seeds("7,1 - 4")

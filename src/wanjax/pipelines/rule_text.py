@@ -31,7 +31,7 @@ def parse_rule(text: Any, rules: Mapping[str, type[Any]], value_kind: str, *, ke
         key, equals, value = item.partition("=")
         needs_name = needs_name or bool(equals)
         if not equals:
-            key, value = "" if needs_name else "".join(fields[index : index + 1]), item
+            key, value = fields[index] if index < len(fields) and not needs_name else "", item
         kind: type = (get_args(hints[key]) or (hints[key],))[0] if key in fields else str
         problem = _problem(item, key, fields, arguments, needs_name=needs_name)
         try:

@@ -238,10 +238,8 @@ def read_seeds(text: str) -> list[int]:
 def _parse_seed_range(part: str, text: str) -> range:
     """Parse one item of a list of seeds: a seed, or a range of seeds. Raise WanjaxError if it is malformed."""
     if (match := SEED_RANGE.fullmatch(part)) is None:
-        if re.fullmatch(r"\s*\d+\s*-\s*\d+\s*", part):
-            raise WanjaxError(
-                f"the range of seeds {part.strip()} has a dash: give {'..'.join(re.findall(r'[0-9]+', part))}"
-            )
+        if dashed := re.fullmatch(r"(\d+)\s*-\s*(\d+)", part.strip()):
+            raise WanjaxError(f"the range of seeds {part.strip()} has a dash: give {dashed[1]}..{dashed[2]}")
         raise WanjaxError(f"seeds must be a list of whole numbers and ranges such as 1,5,8..11, got {text[:80]!r}")
     first, last = int(match[1]), int(match[2] or match[1])
     if last < first:

@@ -21,7 +21,7 @@ from wanjax.kernels.target import target
 
 AttentionResult = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
 
-ROWS_UNIT, MAX_BLOCK_ROWS = 8, 512  # rows of a tile; larger blocks are not faster
+ROWS_UNIT, MAX_BLOCK_ROWS = 8, 512  # rows of a tile, and of a block: 1.3 MB for 10 heads in bfloat16
 
 
 def merge_by_log_sum_exp(a: AttentionResult, b: AttentionResult) -> AttentionResult:
