@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from threading import Event, Lock, Thread
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
@@ -28,6 +29,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.tree_util import PyTreeDef
 
 from wanjax.compile_cache.cache import compile_cache, without_cache
 from wanjax.compile_cache.compilations import report_loaded, report_refused, report_waiting
@@ -49,6 +51,7 @@ from wanjax.sharding import (
 
 # the number of programs that are compiled at the same time; most compiler passes use one core
 MAX_PARALLEL_COMPILES = 2
+MAX_TRACED_PROGRAMS = 64  # the number of traced programs that are kept
 Result = TypeVar("Result")
 Options = Callable[[Target | None], Mapping[str, Any]]
 CacheContext = Callable[[], AbstractContextManager[Any]]  # a context that turns JAX's own compilation cache on or off
@@ -203,11 +206,23 @@ class Strategy(ABC):
             self._stage = previous
 
 
-def _shapes_and_key(arguments: Any, compile_context: CompileContext) -> tuple[Any, Any]:
-    """Convert arguments to shapes. Return the shapes and a hashable key for them."""
+class ShapesKey(NamedTuple):
+    """The shapes, types and shardings of a program's arguments, as a hashable key."""
+
+    tree: PyTreeDef
+    leaves: tuple[tuple[tuple[int, ...], jnp.dtype, NamedSharding | None], ...]
+
+    @property
+    def shapes(self) -> Shapes:
+        shapes = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in self.leaves]
+        return jax.tree.unflatten(self.tree, shapes)
+
+
+def _shapes_key(arguments: Any, compile_context: CompileContext) -> ShapesKey:
+    """Return the key for the shapes of arguments."""
     leaves, tree = jax.tree.flatten(arguments)
     shapes = [_shape(x, compile_context.partitioner) for x in leaves]
-    return jax.tree.unflatten(tree, shapes), (tree, tuple((x.shape, x.dtype, x.sharding) for x in shapes))
+    return ShapesKey(tree, tuple((x.shape, x.dtype, x.sharding) for x in shapes))
 
 
 def _shape(x: Any, partitioner: Partitioner) -> jax.ShapeDtypeStruct:
@@ -223,6 +238,24 @@ def _shape(x: Any, partitioner: Partitioner) -> jax.ShapeDtypeStruct:
     memory_kind = HOST_MEMORY_KIND if is_in_host_memory(x) else None
     sharding = NamedSharding(partitioner.mesh, _normalize(spec), memory_kind=memory_kind)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def trace_program(
+    program: Program, compile_context: CompileContext, static: Any, shapes_key: ShapesKey
+) -> TracedProgram:
+    """Trace a program.
+
+    The last programs are kept, so that a plan, compiling ahead and the run itself trace each program only once.
+    """
+    return _trace_program(program, compile_context, static, shapes_key, tuple(rejected_kernels()))
+
+
+@lru_cache(maxsize=MAX_TRACED_PROGRAMS)
+def _trace_program(
+    program: Program, compile_context: CompileContext, static: Any, shapes_key: ShapesKey, rejected: tuple[str, ...]
+) -> TracedProgram:
+    """Trace a program. Tracing selects kernels, so the key contains the rejected kernels."""
+    return TracedProgram(program, compile_context, static, shapes_key.shapes)
 
 
 class Execute(Strategy):
@@ -250,10 +283,10 @@ class Execute(Strategy):
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             with partitionable_prng(), use_partitioner(compile_context.partitioner):
                 return program.function(static, *jax.tree.map(jnp.asarray, arguments))
-        shapes, shapes_key = _shapes_and_key(arguments, compile_context)
+        shapes_key = _shapes_key(arguments, compile_context)
         key = (*_options_key(program, compile_context), static, shapes_key)
         return self._get_or_compile(
-            key, program, compile_context, lambda: TracedProgram(program, compile_context, static, shapes)
+            key, program, compile_context, lambda: trace_program(program, compile_context, static, shapes_key)
         )(*arguments)
 
     def compile(
@@ -319,7 +352,7 @@ class Execute(Strategy):
 
     def key_of(self, traced_program: TracedProgram) -> Any:
         """Return the key of a traced program's executable."""
-        _, shapes_key = _shapes_and_key(traced_program.shapes, traced_program.compile_context)
+        shapes_key = _shapes_key(traced_program.shapes, traced_program.compile_context)
         return *_options_key(traced_program.program, traced_program.compile_context), traced_program.static, shapes_key
 
     def _get_or_compile(
@@ -402,8 +435,9 @@ class Execute(Strategy):
         return jax.tree.map(np.asarray, x)
 
     def clear_programs(self) -> None:
-        """Drop all compiled programs and free their memory."""
+        """Drop all compiled and traced programs and free their memory."""
         self._compiled.clear()
+        _trace_program.cache_clear()
         jax.clear_caches()
 
 
@@ -494,12 +528,11 @@ class Trace(Strategy):
         return list(self._stage_programs.values())
 
     def call(self, program: Program, compile_context: CompileContext, static: Any, *arguments: Any) -> Any:
-        shapes, shapes_key = _shapes_and_key(arguments, compile_context)
+        shapes_key = _shapes_key(arguments, compile_context)
         key = (program, compile_context, static, shapes_key, self._stage)
         if key not in self._stage_programs:
-            self._stage_programs[key] = StageProgram(
-                TracedProgram(program, compile_context, static, shapes), self._stage
-            )
+            traced_program = trace_program(program, compile_context, static, shapes_key)
+            self._stage_programs[key] = StageProgram(traced_program, self._stage)
         entry = self._stage_programs[key]
         entry.calls += 1
         if self._resident_bytes is not None:
