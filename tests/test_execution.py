@@ -16,7 +16,8 @@ from tests.support.programs import num_compiled
 from tests.support.words import line_with_words
 from wanjax import execution
 from wanjax.errors import WanjaxWarning
-from wanjax.execution import CompileContext, Execute, Program, TracedProgram, program
+from wanjax.execution import CompileContext, Execute, Program, Trace, TracedProgram, program
+from wanjax.kernels.admitted import set_rejected
 from wanjax.kernels.target import Target
 from wanjax.pipelines.denoiser import take_step
 from wanjax.pricing.lowering import retry_without_rejected_options
@@ -225,3 +226,24 @@ def test_a_callback_before_each_compilation_can_stop_the_rest(compile_context):
         execute.compile(*instances, on_start=begin)
     assert starts == [(1, 3), (2, 3)]
     assert num_compiled(strategy=execute) == 1
+
+
+def test_a_plan_and_the_run_trace_a_program_once(compile_context):
+    traces, x = [], jnp.ones(3)
+
+    def recorded(_: None, x: jax.Array) -> jax.Array:
+        traces.append(x.shape)
+        return x + 1
+
+    counted = program_of(recorded, {})
+    Trace().call(counted, compile_context, None, x)
+    Trace().call(counted, compile_context, None, x)
+    Execute().call(counted, compile_context, None, x)
+    assert traces == [(3,)]
+    Execute().call(counted, compile_context, None, jnp.ones(4))
+    set_rejected({"flash": "it gave wrong values"})  # another kernel may be selected
+    try:
+        Trace().call(counted, compile_context, None, x)
+    finally:
+        set_rejected({})
+    assert traces == [(3,), (4,), (3,)]
