@@ -75,6 +75,10 @@ def test_invalid_files_are_refused(name):
         assert ("cannot use" if name in UNSUPPORTED_BY_NANO else file[:100]) in error_message(*options)
 
 
+def test_an_input_that_a_model_cannot_use_is_refused_with_a_model_that_can():
+    assert has_line_with_words(refused("generate", "a cat", "--mask", "m.png"), "nano mask wan2.1-vace-1.3b takes")
+
+
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "convert"])
 def test_an_empty_name_does_not_mean_the_current_folder(name):
     assert "empty name" in error_message(*COMMANDS[name], "")

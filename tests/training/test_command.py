@@ -40,8 +40,8 @@ def test_train_writes_a_lora_and_resumes(model, tmp_path):
     wanjax.load(model, lora=result_json["file"], note=lambda text: None)
     resumed = run("train", model, data, "--out", tmp_path / "out", *SMALL)
     assert has_line_with_words(resumed.stderr, "after 2 of 2 steps")
-    refusal = run("train", model, data, "--out", tmp_path / "out", *SMALL, "--seed", 1, status=2)
-    assert has_line_with_words(refusal.stderr, "seed 0 1 another --out (--seed)")
+    refusal = run("train", model, data, "--out", tmp_path / "out", *SMALL[:-1], 3, "--seed", 1, status=2)
+    assert has_line_with_words(refusal.stderr, "whose --lora-rank was 2 and is 3, --seed was 0 and is 1: another --out")
     assert "goes on" not in refusal.stderr  # the same command would be refused again
     assert "Traceback" not in refusal.stderr
 

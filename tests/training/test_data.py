@@ -31,6 +31,14 @@ def test_a_folder_of_clips_and_captions(tmp_path):
     assert has_line_with_words(dataset.skipped[1], "alone.txt clip")
 
 
+def test_the_error_for_data_without_captions_says_what_is_missing(tmp_path):
+    with pytest.raises(WanjaxError, match=line_with_words("put a .txt file with a caption beside each clip")):
+        list_data(tmp_path)
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "gone.gif", "text": "a cat"}')
+    with pytest.raises(WanjaxError, match=line_with_words("gone.gif each row needs a file and a caption")):
+        list_data(tmp_path)
+
+
 def test_clips_have_a_natural_order_and_other_files_are_ignored(tmp_path):
     folder = write_clips(tmp_path / "a", 12)
     (folder / "later").mkdir()

@@ -138,5 +138,9 @@ def check(model: str, request: "VideoRequest", *, is_complete: bool = False) -> 
         for name in listed_model["takes"]
     ]
     check_inputs(
-        [name for name in INPUT_SPECS if request.inputs.get(name)], listed_model["name"], listed_model["task"], specs
+        [name for name in INPUT_SPECS if request.inputs.get(name)],
+        listed_model["name"],
+        listed_model["task"],
+        specs,
+        lambda input: next((name for name, entry in listed_models().items() if input in entry["takes"]), None),
     )

@@ -34,8 +34,7 @@ def train(report: Report, options: PipelineOptions, ctx: click.Context, *, data:
             result_path = training.run()
         except OtherTrainingError as error:
             report.resume_command = None
-            option_names = ", ".join(dict.fromkeys(filter(None, map(partial(_option, ctx), error.names))))
-            raise WanjaxError(f"{error} ({option_names})" if option_names else str(error)) from error
+            raise WanjaxError(error.message(partial(_option, ctx))) from error
         except WanjaxError as error:
             # the same command may succeed later, when the disk has room
             if not (isinstance(error, WriteError) or is_failure(error)):
@@ -46,11 +45,12 @@ def train(report: Report, options: PipelineOptions, ctx: click.Context, *, data:
     report.print_result(result_path.absolute(), {"model": model, "steps": config.steps}, seconds=report.seconds)
 
 
-def _option(ctx: click.Context, name: str) -> str | None:
-    """Return the option for a setting of a training, such as --lora-rank for "lora.rank"."""
+def _option(ctx: click.Context, name: str) -> str:
+    """Return the option for a setting of a training, such as --lora-rank for "lora.rank". If it has none, return its
+    name."""
     first, last = ("", *name.partition("[")[0].split("."))[-2:]
     options = {parameter.name: parameter.opts[-1] for parameter in ctx.command.params}
-    return options.get(last) or options.get(first)
+    return options.get(last) or options.get(first) or name
 
 
 def clip_request(config: TrainConfig) -> VideoRequest:

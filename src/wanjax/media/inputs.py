@@ -5,7 +5,7 @@ Options, fields of requests and the inputs of models are all derived from this t
 that `--help` is quick.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, NamedTuple
 
 from wanjax.errors import SettingError
@@ -69,7 +69,13 @@ not on import.
 """
 
 
-def check_inputs(names: Collection[str], model: str, purpose: str, specs: Sequence[InputSpec]) -> None:
+def check_inputs(
+    names: Collection[str],
+    model: str,
+    purpose: str,
+    specs: Sequence[InputSpec],
+    example_model: Callable[[str], str | None] = lambda name: None,
+) -> None:
     """Raise SettingError if the model does not take one of these inputs, or if an input that it requires is missing.
 
     Args:
@@ -77,13 +83,16 @@ def check_inputs(names: Collection[str], model: str, purpose: str, specs: Sequen
         model: Name of the model, for the message.
         purpose: What the model makes, for the message.
         specs: The inputs that the model takes.
+        example_model: Returns a model that takes an input, for the message. None names no model.
     """
     nouns = {name: spec.noun for name, spec in INPUT_SPECS.items()} | {spec.name: spec.noun for spec in specs}
     for name in names:
         if name not in [spec.name for spec in specs]:
             supported_inputs = " and ".join(spec.noun for spec in specs) or "a prompt alone"
+            example = f"; {other_model} takes {nouns[name]}" if (other_model := example_model(name)) else ""
             raise SettingError(
-                f"{model} is made for {purpose} and cannot use {nouns[name]}: it takes {supported_inputs}", name
+                f"{model} is made for {purpose} and cannot use {nouns[name]}: it takes {supported_inputs}{example}",
+                name,
             )
     for spec in specs:
         if spec.required and spec.name not in names:

@@ -129,7 +129,7 @@ def unknown_keyword(
     if kind != "keyword" and name not in names and name in FIELD_ADVICE:
         advice = FIELD_ADVICE[name]
     elif our_name not in names and our_name in of_call:
-        advice = f"give it to pipe(prompt, {our_name}=...)"
+        advice = f"give {'it' if our_name == name else our_name} to pipe(prompt, {our_name}=...)"
     elif name in RENAMED:
         advice = f"use {our_name}"
     else:

@@ -97,16 +97,16 @@ def list_data(data: str | Path) -> DataListing:
     """
     data = Path(data).expanduser()
     check_data(data)
-    if data.is_dir():
-        tables = _tables_in(data)
-        listing = _list_table(tables[0]) if tables else _list_folder(data)
-    else:
-        listing = _list_table(data)
+    tables = _tables_in(data) if data.is_dir() else [data]
+    listing = _list_table(tables[0]) if tables else _list_folder(data)
     if not listing.examples:
-        first_reason = f": {summarize_first(listing.skipped)}" if listing.skipped else ""
-        raise WanjaxError(
-            f"{data} has no clip or picture with a caption{first_reason or ', each with a .txt of the same name'}"
+        reason = f" ({summarize_first(listing.skipped)})" if listing.skipped else ""
+        advice = (
+            "each row needs a file and a caption"
+            if tables
+            else "put a .txt file with a caption beside each clip and picture, with the same name"
         )
+        raise WanjaxError(f"{data} has no clip or picture with a caption{reason}: {advice}")
     return listing
 
 

@@ -7,7 +7,7 @@ stopped and resumed are therefore bit-identical to those of an uninterrupted run
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,13 +40,23 @@ AfterStep = Callable[[int, Mapping[str, jax.Array]], Any]
 class OtherTrainingError(WanjaxError):
     """A folder has a training run with other settings.
 
-    Attributes:
-        names: The settings that differ, such as "lora.rank".
+    Args:
+        folder: The folder.
+        differences: Each setting that differs, such as "lora.rank", with how it differs, such as "was 2 and is 4".
+        advice: What to do.
     """
 
-    def __init__(self, message: str, names: Sequence[str]):
-        super().__init__(message)
-        self.names = names
+    def __init__(self, folder: Path, differences: Mapping[str, str], advice: str):
+        self.folder, self.differences, self.advice = folder, differences, advice
+        super().__init__(self.message())
+
+    def message(self, display_name: Callable[[str], str] = str) -> str:
+        """Return the message, with a setting's name as `display_name` returns it."""
+        names = {name: display_name(name if name.isprintable() else repr(name)) for name in self.differences}
+        texts = [f"{names[name]} {text}" for name, text in self.differences.items()]
+        if len(texts) > MAX_DIFFERENCES:
+            texts[MAX_DIFFERENCES:] = [f"and {len(texts) - MAX_DIFFERENCES} more values differ"]
+        return f"{self.folder} has another training run, whose {', '.join(texts)}: {self.advice}"
 
 
 class NotFiniteError(WanjaxError):
@@ -158,20 +168,15 @@ class Trainer:
         if differing := [name for name in names if name not in allowed]:
             lists = dict.fromkeys(name.partition("[")[0] for name in differing if "[" in name)
             values = [name for name in differing if "[" not in name]
-            changes = [_describe_difference(name, previous.get(name), current.get(name)) for name in values]
-            changes += [f"{name} differ" for name in lists]
-            if len(changes) > MAX_DIFFERENCES:
-                changes[MAX_DIFFERENCES:] = [f"and {len(changes) - MAX_DIFFERENCES} more values differ"]
+            differences = {name: _describe_difference(previous.get(name), current.get(name)) for name in values}
+            differences |= {name: "differ" if name.endswith("s") else "differs" for name in lists}
             advice = (
                 "all its steps are taken: to use another learning rate, also give more steps, or give another --out"
                 if differing == [LEARNING_RATE]
                 else "give another --out, or the settings that it has; only the number of steps may be higher, and "
                 "while steps remain, the learning rate may differ"
             )
-            raise OtherTrainingError(
-                f"{self.folder} has another training run, whose {', '.join(changes)}: {advice}",
-                differing,
-            )
+            raise OtherTrainingError(self.folder, differences, advice)
         if allowed or not file.is_file():
             with _write_errors(self.folder), atomic_write(file) as partial_file:
                 partial_file.write_text(text + "\n", encoding="utf-8")
@@ -298,11 +303,11 @@ def _is_allowed_change(name: str, previous: Any, current: Any, steps_left: bool)
     return current > previous if name == STEPS else steps_left
 
 
-def _describe_difference(name: str, previous: Any, current: Any) -> str:
-    """Describe an entry and its two values. Long values are shortened to the text around their first difference."""
+def _describe_difference(previous: Any, current: Any) -> str:
+    """Describe how an entry's values differ. Long values are shortened to the text around their first difference."""
     texts = ["none" if x is None else repr(x) for x in (previous, current)]
     common_length = next((i for i, (x, y) in enumerate(zip(*texts, strict=False)) if x != y), min(map(len, texts)))
     start = max(0, common_length - CONTEXT_CHARS)
     end = start + MAX_VALUE_CHARS
     previous_text, current_text = (f"{'...' * (start > 0)}{x[start:end]}{'...' * (len(x) > end)}" for x in texts)
-    return f"{name if name.isprintable() else repr(name)} was {previous_text} and is {current_text}"
+    return f"was {previous_text} and is {current_text}"
