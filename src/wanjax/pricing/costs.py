@@ -18,7 +18,6 @@ import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from operator import add
 from typing import NamedTuple
 
 from wanjax.pricing.chips import Card, Chip
@@ -85,6 +84,10 @@ class ValueRange(NamedTuple):
     def scaled_by(self, factor: int | float) -> "ValueRange":
         """Multiply all three values by a factor."""
         return ValueRange(*(factor * seconds for seconds in self))
+
+    def plus(self, other: "ValueRange") -> "ValueRange":
+        """Add another time, value by value."""
+        return ValueRange(self.low + other.low, self.mid + other.mid, self.high + other.high)
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,7 @@ class OperationPricer:
             """Return when an operation ends. Transfers over the same links run one after another."""
             links = _Links(item.kind, instruction.sent_between)
             ends = (end for other, end in free_at.items() if other.overlaps(links))
-            end = ValueRange(*map(add, reduce(_elementwise_max, ends, elapsed), item.cost))
+            end = reduce(_elementwise_max, ends, elapsed).plus(item.cost)
             if item.kind in ("collectives", "offload"):
                 free_at[links] = end
             return end
@@ -215,10 +218,9 @@ class OperationPricer:
                 if [item.kind for item in new_items] == ["collectives"]:
                     new_items = [_exposed(new_items[0], end_time_of(new_items[0], instruction), elapsed)]
             items += new_items
-            durations = (
-                item.cost if item.kind == "offload" else ValueRange(*[item.cost.mid] * 3) for item in new_items
-            )
-            elapsed = ValueRange(*map(sum, zip(elapsed, *durations, strict=True)))
+            for item in new_items:
+                mid = item.cost.mid
+                elapsed = elapsed.plus(item.cost if item.kind == "offload" else ValueRange(mid, mid, mid))
         return items
 
     def price_instruction(
