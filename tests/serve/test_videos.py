@@ -185,7 +185,8 @@ def test_unintended_settings_are_noted(start):
     assert any(has_line_with_words(note, "nano 'dog', 'mountain' trained") for note in notes)
     assert any(has_line_with_words(note, "nano 64x64 17 frames 32x32 5 frames") for note in notes)
     assert any(has_line_with_words(note, "guidance negative prompt no effect") for note in notes)
-    unguided_notes = server.wait_until_finished(server.post_video(guidance_scale=1)["id"])["notes"]
+    unguided_notes = server.wait_until_finished(server.post_video(guidance_scale=1, cache="auto")["id"])["notes"]
+    assert any(has_line_with_words(note, "cache auto nothing to reuse") for note in unguided_notes)
     assert not any(
         has_line_with_words(note, "guidance") for note in unguided_notes
     )  # without a negative prompt, guidance needs no note

@@ -23,6 +23,7 @@ from wanjax.errors import SettingError, WanjaxError, comma_list, json_values, ne
 from wanjax.jobs.notes import noting_warnings
 from wanjax.media.inputs import CLIP_SUFFIXES, IMAGE, INPUT_SPECS, VIDEO, InputSpec, check_inputs
 from wanjax.media.pictures import DECODE_LOCK, NotAPictureError, PictureOfAnySize, open_image, to_picture
+from wanjax.pipelines.caching.rules import NONE, AutoRule
 from wanjax.pipelines.other_names import FIELD_ADVICE, LOAD_KEYWORDS, RENAMED
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.request import (
@@ -330,6 +331,9 @@ def complete_settings(request: VideoRequest, pipe: Pipeline, files: Mapping[str,
         raise renamed from error
     with _reporting_length_errors(fields, pipe):
         limits.check(complete, **grid)
+    requested_cache = pipe.defaults.updated(settings).cache
+    if isinstance(requested_cache, AutoRule) and complete.cache == NONE:
+        return replace(complete, cache=requested_cache)  # the worker's warning that nothing is reused becomes a note
     return complete
 
 
