@@ -11,8 +11,9 @@ import pytest
 
 import wanjax
 from tests.support.attention import attend_while_gathering
-from tests.support.devices import on_eight_devices
-from tests.support.small_wan import animate_conditioning, animate_pipeline
+from tests.support.compare import error
+from tests.support.quick import quick
+from tests.support.small_wan import animate_conditioning, animate_pipeline, partitioner
 from tests.support.tiny import tiny_animate_checkpoint
 from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
@@ -208,42 +209,52 @@ def test_the_precision_int8_keeps_the_clip_in_int8(tmp_path, precision, dtype):
     assert (keys.k_scale is None) == (dtype != "int8")
 
 
-def test_caches_and_guidance_rules_work_with_a_clip():
-    """Both prompts in one batch give the same latents, although only the negative prompt skips a block."""
-    pipe, conditioning = animate_pipeline(2, None, layers=10), animate_conditioning()
-    options: dict[str, Any] = {"steps": 4, "guidance_scale": 3.0, "seed": 1}
-    baseline = pipe.denoise(conditioning, **options)
-    batched = pipe.denoise(conditioning, **options, batch_guidance=True)
-    assert np.linalg.norm(batched - baseline) <= 1e-5 * np.linalg.norm(baseline)
-    changes: list[dict[str, Any]] = [
-        *({"cache": cache} for cache in ("deepcache:1,4,2", "easycache:9,2", "guidance:2")),
-        *({"guidance_rule": "nag"}, {"rng": "torch"}),
-    ]
-    for change in changes:
-        changed = pipe.denoise(conditioning, **options, **change)
-        assert np.isfinite(changed).all()
-        assert (changed != baseline).any(), change
-    video = pipe.settings(frames=9, windows=3)
+CONDITIONING = animate_conditioning(-1.3)
+OPTIONS: dict[str, Any] = {"steps": 2, "guidance_scale": 3.0, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    """Return a pipeline of ten blocks, of which only the prediction for the negative prompt skips one."""
+    return animate_pipeline(3, None, layers=10)
+
+
+@pytest.fixture(scope="module")
+def latents(pipe):
+    return np.asarray(pipe.denoise(CONDITIONING, **OPTIONS))
+
+
+def test_both_prompts_in_one_batch_give_the_same_latents(pipe, latents):
+    assert error(pipe.denoise(CONDITIONING, **OPTIONS, batch_guidance=True), np.float64(latents)) <= 1e-5
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"cache": "deepcache:1,4,2"},
+    {"cache": "easycache:9,2"},
+    {"cache": "guidance:2"},
+    {"guidance_rule": "nag"},
+    {"rng": "torch"},
+]
+
+
+# the caches and rules are those of Wan, which have quick tests
+@pytest.mark.parametrize("change", quick(CHANGES[:1], CHANGES), ids=str)
+def test_caches_and_guidance_rules_work_with_a_clip(pipe, change):
+    options = OPTIONS | {"steps": 4}
+    changed = pipe.denoise(CONDITIONING, **options, **change)
+    assert np.isfinite(changed).all()
+    assert (changed != pipe.denoise(CONDITIONING, **options)).any()
+
+
+def test_a_clip_is_not_trained(pipe):
     with pytest.raises(WanjaxError, match=line_with_words("driving clip training")):
-        pipe.model.spec.check_trainable(video)
+        pipe.model.spec.check_trainable(pipe.settings(frames=9, windows=3))
 
 
-EIGHT_DEVICES = """
-import sys
-import numpy as np
-from tests.support.small_wan import animate_conditioning, animate_pipeline, partitioner
-
-def latents(axes, rules="fsdp"):
-    pipe = animate_pipeline(3, partitioner(axes, rules), layers=10)
-    return np.asarray(pipe.denoise(animate_conditioning(-1.3), steps=2, guidance_scale=3.0, seed=1))
-
-one_device = latents(None)
-for axes, rules in [((1, 1, 8), "fsdp"), ((2, 2, 2), "fsdp"), ((1, 2, 4), "tp")]:
-    print(axes, rules, np.linalg.norm(latents(axes, rules) - one_device) / np.linalg.norm(one_device))
-"""
+MESHES = [((2, 2, 2), "fsdp"), ((1, 1, 8), "fsdp"), ((1, 2, 4), "tp")]
 
 
-def test_eight_devices_give_the_latents_of_one():
-    lines = on_eight_devices(EIGHT_DEVICES).splitlines()
-    assert len(lines) == 3
-    assert all(float(line.split()[-1]) < 1e-5 for line in lines), lines
+@pytest.mark.parametrize(("axes", "rules"), quick(MESHES[:1], MESHES))
+def test_eight_devices_give_the_latents_of_one(latents, axes, rules):
+    eight_devices = animate_pipeline(3, partitioner(axes, rules), layers=10).denoise(CONDITIONING, **OPTIONS)
+    assert error(eight_devices, np.float64(latents)) <= 1e-5
