@@ -167,7 +167,7 @@ def test_attention_by_frames_is_one_softmax(bias):
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
-@pytest.mark.parametrize("axes", [(1, 1, 8), (1, 8, 1)])
+@pytest.mark.parametrize("axes", [pytest.param((1, 1, 8), marks=pytest.mark.slow), (1, 8, 1)])
 def test_attention_by_frames_gathers_weights(axes):
     partitioner = Partitioner(make_mesh(*axes), SHARDING_RULES["fsdp"])
 
@@ -198,7 +198,10 @@ def test_keys_and_values_in_int8_have_a_scale_for_each_token_and_head():
     assert 1e-4 < error < 2e-3
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("none", "float32"), ("int8-weights", "float32"), ("int8", "int8")])
+PRECISIONS = [("none", "float32"), ("int8-weights", "float32"), ("int8", "int8")]
+
+
+@pytest.mark.parametrize(("precision", "dtype"), quick(PRECISIONS[1:], PRECISIONS))
 def test_the_precision_int8_keeps_the_clip_in_int8(tmp_path, precision, dtype):
     pipe = wanjax.load(tiny_animate_checkpoint(tmp_path), precision=precision, dtype="float32")
     random, network = np.random.default_rng(0), pipe.runtime.split("transformer")
@@ -237,8 +240,8 @@ CHANGES: list[dict[str, Any]] = [
 ]
 
 
-# the caches and rules are those of Wan, which have quick tests
-@pytest.mark.parametrize("change", quick(CHANGES[:1], CHANGES), ids=str)
+@pytest.mark.slow  # tests/pipelines/test_step_cache.py and test_guidance_rules.py have quick tests of Wan
+@pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_caches_and_guidance_rules_work_with_a_clip(pipe, change):
     options = OPTIONS | {"steps": 4}
     changed = pipe.denoise(CONDITIONING, **options, **change)

@@ -67,8 +67,10 @@ def run(pipe, keep=None, stop_at=None, prompt=0.5, **changes):
     return np.asarray(latents), step_indices, resumed_from
 
 
-@pytest.mark.parametrize("experts", [False, True])
-@pytest.mark.parametrize("stop_at", [0, 1, 2, 3, 4, 5])
+STOPS = [(experts, stop_at) for experts in (False, True) for stop_at in range(6)]
+
+
+@pytest.mark.parametrize(("experts", "stop_at"), quick([(False, 0), (True, 1), (True, 4)], STOPS))
 def test_a_stopped_run_continues_to_the_same_latents(tmp_path, experts, stop_at):
     file = tmp_path / "state"
     pipe = pipeline(experts)
@@ -88,9 +90,12 @@ def test_other_weights_under_the_same_name_restart(tmp_path):
     assert run(pipe, file)[2] == []
 
 
+CACHED_STOPS = [*(("deepcache:1,5,3", step) for step in (1, 2, 3, 4)), ("easycache:9,2", 3), ("guidance:2", 2)]
+
+
 @pytest.mark.parametrize(
     ("cache", "stop_at"),
-    [*(("deepcache:1,5,3", step) for step in (1, 2, 3, 4)), ("easycache:9,2", 3), ("guidance:2", 2)],
+    quick([CACHED_STOPS[2], CACHED_STOPS[4]], CACHED_STOPS),
 )
 def test_the_state_of_a_step_cache_is_restored(tmp_path, cache, stop_at):
     file = tmp_path / "state"

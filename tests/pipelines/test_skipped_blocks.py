@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import wanjax
+from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint, tiny_control_checkpoint
 from tests.support.words import line_with_words
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
@@ -52,8 +53,15 @@ def velocity(pipe: Any, **options: Any) -> np.ndarray:
     return NOISE - latents(pipe, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_guidance": True}])
-@pytest.mark.parametrize(("rule", "skip"), [("none", "none:"), ("cfg-zero:zero_steps=0", "cfg-zero:zero_steps=0,")])
+ZERO = "cfg-zero:zero_steps=0"
+CASES: list[Any] = [
+    (rule, skip, options)
+    for rule, skip in (("none", "none:"), (ZERO, f"{ZERO},"))
+    for options in ({}, {"batch_guidance": True})
+]
+
+
+@pytest.mark.parametrize(("rule", "skip", "options"), quick([CASES[0], CASES[3]], CASES))
 def test_the_difference_to_a_prediction_without_a_block_is_added(folders, pipe, rule, skip, options):
     """The prediction without a block equals the prediction of a checkpoint without this block."""
     guided, prompt = velocity(pipe, guidance_scale=5, guidance_rule=rule), velocity(pipe, guidance_scale=1)

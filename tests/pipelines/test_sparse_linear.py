@@ -16,6 +16,7 @@ from tests.support.clips import write_clips
 from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as command
 from tests.support.compare import error
+from tests.support.quick import quick
 from tests.support.words import has_line_with_words, line_with_words
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.modules import parameters
@@ -88,7 +89,7 @@ TRAINING = TrainConfig(
     steps=2,
     batch_size=2,
     size=(32, 32),
-    frames=9,
+    frames=5,
     buckets=False,
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
 )
@@ -120,12 +121,15 @@ def load_transformer(*arguments, **options):
     return wanjax.load(*arguments, note=lambda message: None, **options).transformer
 
 
+LORA_KEYS = [
+    ("diffusers", "transformer.blocks.0.attn1.proj_l.diff"),
+    ("comfy", "diffusion_model.blocks.0.self_attn.attn_op.local_attn.proj_l.diff"),
+]
+
+
 @pytest.mark.parametrize(
     ("lora_format", "key"),
-    [
-        ("diffusers", "transformer.blocks.0.attn1.proj_l.diff"),
-        ("comfy", "diffusion_model.blocks.0.self_attn.attn_op.local_attn.proj_l.diff"),
-    ],
+    quick(LORA_KEYS[:1], LORA_KEYS),  # tests/training has quick tests of formats
 )
 def test_a_lora_trains_a_dense_model_to_attend_sparsely(lora_format, key, dense, clips, lora, tmp_path):
     """The file names the attention and has the projection's weights. A requested attention replaces the file's."""
@@ -146,7 +150,10 @@ def test_a_lora_trains_a_dense_model_to_attend_sparsely(lora_format, key, dense,
     assert transformers["auto"].blocks.self_attn.proj_l is None
 
 
-@pytest.mark.parametrize(("attention", "min_loss", "max_loss"), [("sla:top=1", 0, 1e-10), (TRAINED_ATTENTION, 1e-5, 1)])
+ALL_KEYS, SOME_KEYS = ("sla:top=1", 0, 1e-10), (TRAINED_ATTENTION, 1e-5, 1)
+
+
+@pytest.mark.parametrize(("attention", "min_loss", "max_loss"), quick([ALL_KEYS], [ALL_KEYS, SOME_KEYS]))
 def test_a_preserved_clip_trains_towards_the_dense_model(attention, min_loss, max_loss, dense, tmp_path):
     """The untrained network attends to all keys: the first loss comes only from keys that are left out."""
     folder = write_clips(tmp_path / "clips", 2)
@@ -157,6 +164,7 @@ def test_a_preserved_clip_trains_towards_the_dense_model(attention, min_loss, ma
     assert min_loss <= json.loads(line)["loss"] <= max_loss
 
 
+@pytest.mark.slow  # a quick test trains a LoRA, whose weights of the projection are trained in the same way
 def test_training_all_weights_makes_a_dense_model_attend_sparsely(dense, clips, tmp_path):
     transformer = load_transformer(train(dense, clips, tmp_path / "out", lora=None))
     assert transformer.attention == AttentionConfig.parse(TRAINED_ATTENTION)

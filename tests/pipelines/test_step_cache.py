@@ -75,6 +75,7 @@ def hunyuan_latents_by_loop(pipe: Any, conditioning: Any, settings: Any) -> np.n
     return np.moveaxis(x, -1, 1)
 
 
+@pytest.mark.slow  # the next test is quick, and tests/parity/test_hunyuan_transformer.py has one of a cached step
 def test_deepcache_computes_only_the_last_block(tmp_path):
     pipe = wanjax.load(tiny_hunyuan_checkpoint(tmp_path))
     conditioning = pipe.encode(*PROMPTS)
