@@ -168,12 +168,13 @@ def test_nag_with_guidance_is_the_same_on_a_mesh(load, model):
     assert difference("nag") <= rounding_bound(difference, model)
 
 
-@pytest.mark.parametrize("rule", quick(["apg"], ["cfg-zero", "apg"]))
+@pytest.mark.slow  # tests/pipelines/test_reused_steps.py has a quick test of guidance on a mesh
+@pytest.mark.parametrize("rule", ["cfg-zero", "apg"])
 def test_a_mesh_gives_the_latents_of_one_device(load, rule):
     assert error(run(load("wan", "dp=2,sp=2,tp=2"), rule), run(load("wan"), rule)) <= 2e-5
 
 
-@pytest.mark.slow  # the test above is the quick one, with one video on a mesh
+@pytest.mark.slow  # tests/pipelines/test_many.py has a quick test of a batch on a mesh
 @pytest.mark.parametrize("rule", ["apg", "nag"])
 def test_videos_of_a_batch_equal_those_made_separately(load, rule):
     options = {"seeds": [3, 4], "guidance_rule": rule, "steps": 3, "guidance_scale": 3.0, "size": (32, 32), "frames": 5}
@@ -210,7 +211,7 @@ def test_changed_numbers_of_a_rule_compile_nothing(load):
 @pytest.mark.parametrize(
     ("cache", "rule"),
     quick(
-        [("deepcache:1,6,2", "nag"), ("guidance:2", "apg")],
+        [("guidance:2", "apg")],
         [(c, r) for c in ("magcache", "deepcache:1,6,2", "easycache:9,2", "guidance:2") for r in RULES if r != "none"],
     ),
 )
@@ -306,7 +307,8 @@ def test_experts_share_a_rule_with_different_scales(load):
 
 def test_the_metadata_reproduces_a_video_with_a_rule(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = ("a red circle", "--steps", "2", "--negative-prompt", "a blue square", "--guidance-rule")
+    small = ("--steps", "1", "--size", "32x32", "--frames", "5")
+    options = ("a red circle", *small, "--negative-prompt", "a blue square", "--guidance-rule")
     succeeded(command(*options, "nag:scale=5", "--guidance-scale", "1", "--dir", "one"))
     assert read_metadata("one/output_video.mp4")["guidance_rule"] == "nag:scale=5.0,tau=2.5,alpha=0.25"
     succeeded(command("--from", "one/output_video.mp4", "--dir", "two"))

@@ -31,10 +31,11 @@ from wanjax.pipelines.hunyuanvideo.conditioning import (
 from wanjax.registry import find_checkpoint, model_description
 from wanjax.schedulers import one_step
 
-pytestmark = pytest.mark.usefixtures("cached_programs")
-
-# the tiny model's sizes crop much of a picture, which gives a warning
-pytestmark = pytest.mark.filterwarnings("ignore:the video has .* of the .* picture is cut off")
+pytestmark = [
+    pytest.mark.usefixtures("cached_programs"),
+    # the tiny model's sizes crop much of a picture, which gives a warning
+    pytest.mark.filterwarnings("ignore:the video has .* of the .* picture is cut off"),
+]
 QUOTED = 'a cat says "hello"'
 LONG_PROMPT = "a blue dog " * 60
 
@@ -48,6 +49,11 @@ def models(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def picture() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (30, 80, 3), np.uint8)
+
+
+@pytest.fixture(scope="module")
+def pipes(models) -> dict[str, Any]:
+    return {name: wanjax.load(folder) for name, folder in models.items()}
 
 
 def test_defaults_come_from_the_scheduler_and_the_guider(models):
@@ -77,9 +83,9 @@ def test_the_stages_and_the_library_make_the_same_latents(models, picture, tmp_p
 
 
 @pytest.mark.parametrize("prompt", quick([QUOTED], ["a cat", QUOTED]))
-def test_prompts_of_different_lengths_share_a_batch(models, prompt):
+def test_prompts_of_different_lengths_share_a_batch(pipes, prompt):
     """The negative prompt is longer, and has no quoted text."""
-    pipe = wanjax.load(models["text"])
+    pipe = pipes["text"]
     conditioning = pipe.encode(prompt, LONG_PROMPT)
     separate, in_one_batch = (
         np.asarray(pipe.denoise(conditioning, batch_guidance=batched)) for batched in (False, True)
@@ -87,6 +93,7 @@ def test_prompts_of_different_lengths_share_a_batch(models, prompt):
     assert error(in_one_batch, separate.astype(np.float64)) <= 1e-5
 
 
+@pytest.mark.slow  # tests/parity/test_hunyuan_transformer.py has a quick test of the network on a mesh
 def test_eight_devices_agree_with_one(models, picture):
     one_device, eight_devices = (wanjax.load(models["image"], mesh=mesh) for mesh in (None, "dp=2,sp=2,tp=2"))
     conditioning = one_device.encode(QUOTED, image=picture)
@@ -99,8 +106,8 @@ def test_eight_devices_agree_with_one(models, picture):
     assert error(eight_device_latents, latents.astype(np.float64)) <= 1e-5
 
 
-def test_quoted_text_and_masks_of_a_prompt_matter(models):
-    pipe = wanjax.load(models["text"])
+def test_quoted_text_and_masks_of_a_prompt_matter(pipes):
+    pipe = pipes["text"]
     conditioning = pipe.encode(QUOTED, LONG_PROMPT)
     latents = np.asarray(pipe.denoise(conditioning), np.float64)
     changed_padding = jnp.where(conditioning.prompt_embeds_mask[:, :, None], conditioning.prompt_embeds, 100.0)
@@ -187,9 +194,9 @@ def change_conditioning(pipe, name, change):
 
 
 @pytest.mark.parametrize(("call", "words"), TEXT_MODEL_ERRORS)
-def test_unusable_inputs_of_a_text_model_are_refused(models, call, words):
+def test_unusable_inputs_of_a_text_model_are_refused(pipes, call, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
-        call(wanjax.load(models["text"]))
+        call(pipes["text"])
 
 
 def with_another_guider(t2v_pipe, i2v_pipe, picture, folder):
@@ -212,10 +219,9 @@ PICTURE_ERRORS = {  # words of the message, and a call with a text-to-video and 
 
 
 @pytest.mark.parametrize("words", PICTURE_ERRORS)
-def test_unusable_inputs_of_an_image_model_are_refused(models, picture, tmp_path, words):
-    t2v_pipe, i2v_pipe = wanjax.load(models["text"]), wanjax.load(models["image"])
+def test_unusable_inputs_of_an_image_model_are_refused(pipes, picture, tmp_path, words):
     with pytest.raises(WanjaxError, match=line_with_words(words)):
-        PICTURE_ERRORS[words](t2v_pipe, i2v_pipe, picture, tmp_path)
+        PICTURE_ERRORS[words](pipes["text"], pipes["image"], picture, tmp_path)
 
 
 def test_published_checkpoints_have_two_names():

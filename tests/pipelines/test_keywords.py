@@ -81,24 +81,10 @@ def run_and_read_json(code: str):
     return json.loads(run.stdout)
 
 
-def test_help_shows_names_and_types():
-    signatures = run_and_read_json("""
-def parameters(call):
-    parameters = inspect.signature(call).parameters.values()
-    return {p.name: [str(p.annotation), p.kind.name, repr(p.default)] for p in parameters}
-
-calls = [pipe, pipe.encode, pipe.prepare, pipe.denoise, pipe.settings]
-print(json.dumps([parameters(call) for call in calls]))""")
-    for parameters in signatures:
-        assert parameters["steps"] == ["int | None", "KEYWORD_ONLY", "None"]
-        assert parameters["guidance_scale"][0] == "float | None"
-        assert "VAR_KEYWORD" not in {kind for _, kind, _ in parameters.values()}
-    assert ["image" in parameters for parameters in signatures] == [True, True, True, False, False]
-
-
-def test_a_notebook_completes_keywords():
-    """IPython completes the names of a call's keywords."""
-    completions = run_and_read_json("""
+@pytest.fixture(scope="module")
+def signatures_and_completions():
+    """Return the parameters of calls, and IPython's completions of texts, from one process."""
+    return run_and_read_json("""
 from IPython.core.completer import IPCompleter, provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -109,8 +95,27 @@ def complete(text):
     with provisionalcompleter():
         return [completion.text for completion in completer.completions(text, len(text))]
 
+def parameters(call):
+    parameters = inspect.signature(call).parameters.values()
+    return {p.name: [str(p.annotation), p.kind.name, repr(p.default)] for p in parameters}
+
+calls = [pipe, pipe.encode, pipe.prepare, pipe.denoise, pipe.settings]
 texts = ['pipe("a", st', "pipe.denoise(1, guidance", 'pipe.encode("a", la', 'wanjax.load("nano", off', "wanjax."]
-print(json.dumps([complete(text) for text in texts]))""")
+print(json.dumps([[parameters(call) for call in calls], [complete(text) for text in texts]]))""")
+
+
+def test_help_shows_names_and_types(signatures_and_completions):
+    signatures, _ = signatures_and_completions
+    for parameters in signatures:
+        assert parameters["steps"] == ["int | None", "KEYWORD_ONLY", "None"]
+        assert parameters["guidance_scale"][0] == "float | None"
+        assert "VAR_KEYWORD" not in {kind for _, kind, _ in parameters.values()}
+    assert ["image" in parameters for parameters in signatures] == [True, True, True, False, False]
+
+
+def test_a_notebook_completes_keywords(signatures_and_completions):
+    """IPython completes the names of a call's keywords."""
+    _, completions = signatures_and_completions
     assert {"steps=", "strength="} <= set(completions[0])
     assert "guidance_scale=" in completions[1]
     assert "last_image=" in completions[2]

@@ -21,7 +21,7 @@ from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.registry import presets
 
 PROMPTS = ["a red circle moving right", "a blue square moving left"]
-SMALL = {"size": (32, 32), "frames": 5, "steps": 2}
+SMALL = {"size": (32, 32), "frames": 5, "steps": 2, "guidance_scale": 1.0}
 SETTINGS = {"size": (12, 12), "frames": 5, "steps": 3}
 
 
@@ -106,7 +106,7 @@ def test_videos_denoised_together_equal_those_denoised_separately(guidance_scale
     assert error(np.asarray(latents), np.concatenate([np.asarray(x, np.float64) for x in separate])) <= 1e-5
 
 
-@pytest.mark.parametrize(("guidance_scale", "batch_size"), [(1.0, 2), (4.0, 1)])
+@pytest.mark.parametrize(("guidance_scale", "batch_size"), quick([(1.0, 2)], [(1.0, 2), (4.0, 1)]))
 def test_a_batch_fills_the_dp_axis(guidance_scale, batch_size):
     """An axis of two takes two videos without guidance, or both prompts of one video with guidance."""
     pipe = small_wan.pipeline(2, small_wan.partitioner((2, 2, 2)))
