@@ -134,7 +134,7 @@ def test_a_first_and_a_last_picture_are_encoded(models):
 
 def test_a_control_clip_and_references_are_encoded(models):
     """A clip of 7 frames, fewer than the model's 9, gives 5 frames. Reference pictures precede these frames."""
-    options = ("--model", models["control"], "--video", "../clip.gif", "--mask", "../square.png")
+    options = ("--model", models["control"], "--video", "../clip.gif", "--mask", "../square.png", "--steps", "1")
     references = ("--reference", "../wide.png", "--reference", "../square.png")
     output = succeeded(run("a", *options, *references, "--dir", "stage_outputs", "--out", "a.mp4")).stderr
     assert "32x32, 5 frames" in output
