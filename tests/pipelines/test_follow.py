@@ -166,6 +166,7 @@ def test_settings_of_comfy_reach_the_steps(experts):
     assert np.abs(latents["one step"] - latents["comfy"]).max() > 1e-2
 
 
+@pytest.mark.slow  # `test_a_video_is_reproduced_with_its_follow_unless_another_is_typed` is a quick test
 def test_settings_of_comfy_are_stored_and_reproduced(experts):
     options = ("a", "--model", experts, *SMALL, "--sigmas", "comfy", "--boundary-step", "2")
     metadata = metadata_of(*options)
@@ -174,7 +175,7 @@ def test_settings_of_comfy_are_stored_and_reproduced(experts):
     assert metadata_of("--from", "made.mp4", "--boundary", "0.9")["boundary_step"] == 0
 
 
-def test_later_stages_follow_as_the_encoding_does(cogvideox_1_5, image):
+def test_later_stages_follow_as_the_encoding_does(cogvideox_1_5):
     """Each stage uses the choice of the previous stage. Another choice for existing conditioning is refused."""
     succeeded(wanjax("encode", "a", "--model", cogvideox_1_5, *SMALL[:4], "--follow", "diffusers", "--dir", "d"))
     for stage in ("denoise", "decode"):
@@ -182,6 +183,9 @@ def test_later_stages_follow_as_the_encoding_does(cogvideox_1_5, image):
     assert read_metadata("d/output_video.mp4")["follow"] == "diffusers"
     assert has_line_with_words(refused("denoise", "--dir", "d", "--force", "--follow", "official"), "226 224")
 
+
+@pytest.mark.slow  # the test above is the quick one, of a text instead of a picture
+def test_later_stages_follow_as_the_encoding_of_a_picture_does(image):
     Image.fromarray(np.full((16, 48, 3), 90, np.uint8)).save("wide.png")
     succeeded(wanjax("encode", "a", "--model", image, "--image", "wide.png", *SMALL[:4], "--dir", "e"))
     assert has_line_with_words(refused("denoise", "--dir", "e", "--follow", "diffusers"), "official --follow diffusers")
