@@ -125,7 +125,22 @@ def test_only_the_first_steps_have_dense_attention(folder, text):
         assert (dense_samples[step] == radial_samples[step]).all() == (step < DENSE_STEPS)
 
 
+@pytest.mark.slow  # tests/kernels/test_joint_attention.py has a quick test of radial attention on meshes
 def test_several_devices_give_the_latents_of_one(folder):
+    mesh = wanjax.make_mesh(tp=2, devices=jax.devices()[:2])
+    one_device, two_devices = (wanjax.load(folder, attention="radial", dtype="float32", mesh=m) for m in (None, mesh))
+    options = {"steps": 2}
+    assert (
+        error(
+            clean_samples_by_step(two_devices, **options)[-1],
+            np.float64(clean_samples_by_step(one_device, **options)[-1]),
+        )
+        <= 1e-5
+    )
+
+
+@pytest.mark.slow  # the test above is the quick one, with two devices and one prompt
+def test_prompts_of_a_batch_on_eight_devices_give_the_latents_of_one(folder):
     one_device, eight_devices = (
         wanjax.load(folder, attention="radial", dtype="float32", mesh=m) for m in (None, "dp=2,tp=4")
     )
@@ -145,6 +160,11 @@ def test_a_step_that_reuses_needs_no_dense_program(folder):
     other_counts = {"begin": 1, "context": 1, "finish": 1}
     assert run_counts(pipe, settings) == other_counts | {"step": 3, "reusing_step": 5, "dense_step": 2}
     assert run_counts(wanjax.load(folder, dtype="float32"), settings) == other_counts | {"step": 5, "reusing_step": 5}
+
+
+@pytest.mark.slow  # quick tests have radial attention, and step caches with dense attention
+def test_radial_attention_works_with_a_step_cache(folder):
+    pipe = wanjax.load(folder, attention="radial", dtype="float32")
     assert np.isfinite(clean_samples_by_step(pipe, cache="deepcache:0,4,2")[-1]).all()
 
 
@@ -179,12 +199,21 @@ def test_models_without_radial_attention_refuse_it(make, tmp_path):
     )
 
 
+PLAN = ("plan", "wan2.1-t2v-1.3b", "--chip", "cpu", "--steps", "50", "--json")
+
+
 def test_a_plan_prices_dense_and_radial_steps():
     assert has_line_with_words(
         refused("plan", "cogvideox-2b", "--attention", "radial"), "cogvideox-2b radial attention"
     )
-    arguments = ("plan", "wan2.1-t2v-1.3b", "--chip", "cpu", "--steps", "50", "--attention", "radial", "--json")
-    radial, dense = (json.loads(succeeded(run(*options)).stdout) for options in (arguments, (*arguments[:6], "--json")))
+    data = json.loads(succeeded(run(*PLAN, "--attention", "radial")).stdout)
+    assert data["dense_steps"] == 12
+    assert data["step_seconds"] < 0.9 * data["dense_step_seconds"]
+
+
+@pytest.mark.slow  # the test above is the quick one, with one plan
+def test_a_plan_with_radial_attention_is_cheaper_than_one_without():
+    radial, dense = (json.loads(succeeded(run(*PLAN, *options)).stdout) for options in (("--attention", "radial"), ()))
     assert (radial["dense_steps"], dense["dense_steps"], dense["dense_step_seconds"]) == (12, 0, None)
     assert radial["dense_step_seconds"] == pytest.approx(dense["step_seconds"], rel=0.2)
     assert radial["step_seconds"] < 0.9 * dense["step_seconds"]
