@@ -79,19 +79,22 @@ def test_a_video_equals_that_of_the_library(start, pipe, tmp_path):
     assert (part.status_code, part.content) == (206, content.content[:10])
 
 
-def test_a_running_job_has_previews(start):
+@pytest.mark.parametrize(
+    ("size", "steps"),
+    quick([("32x32", 2)], [("32x32", 2), ("64x64", 12)]),  # only the longer run shows the prompt's colour
+)
+def test_a_running_job_has_previews(start, size, steps):
     server = start(preview=True)
-    result = server.wait_until_finished(
-        server.post_video(prompt="a red circle", size="64x64", frames=5, steps=12, seed=42)["id"]
-    )
-    assert result["preview"] == 12
+    result = server.wait_until_finished(server.post_video(size=size, steps=steps, seed=42)["id"])
+    assert result["preview"] == steps
     events = server.client.get(f"/v1/videos/{result['id']}/events").text
-    assert '"preview": 12' in events
+    assert f'"preview": {steps}' in events
     preview = server.client.get(f"/v1/videos/{result['id']}/content?variant=preview")
     assert preview.headers["content-type"] == "image/png"
     pixels = np.asarray(Image.open(io.BytesIO(preview.content)), np.float64).reshape(-1, 3)
+    assert pixels.std() > 0
     red, green, blue = ((pixels[:, i] > pixels[:, rest].max(1) + 99).mean() for i, rest in enumerate(OTHER_CHANNELS))
-    assert red > 0.02 > 4 * max(green, blue)
+    assert steps == 2 or red > 0.02 > 4 * max(green, blue)
     server.stop()
     without_previews = start()
     result = without_previews.wait_until_finished(without_previews.post_video()["id"])
@@ -227,6 +230,10 @@ def write_clip(path, frames, shade=0):
     return write_video(path, np.broadcast_to(steps, (frames, 32, 32, 3)), 8)
 
 
+# Without a worker, nothing is made: test_an_input_of_one_family_is_a_field makes a video of an input of its model.
+WITH_WORKER = pytest.mark.parametrize("with_worker", quick([False], [False, True]))
+
+
 def url(data):
     return "data:;base64," + base64.b64encode(data).decode()
 
@@ -270,7 +277,7 @@ def test_an_input_of_one_family_is_a_field(start, tmp_path, monkeypatch):
     assert "driving" in start(tmp_path / "nano", work=False).refused(422, json=SMALL | {"driving": reference_picture})
 
 
-@pytest.mark.parametrize("with_worker", quick([False], [False, True]))
+@WITH_WORKER
 def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, with_worker):
     """The model is VACE."""
     server = start(
@@ -295,11 +302,12 @@ def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, with_worker
         assert metadata["outpaint"] == "8,0,8,0"
 
 
-def test_a_character_moves_as_in_a_driving_clip(start, tmp_path):
+@WITH_WORKER
+def test_a_character_moves_as_in_a_driving_clip(start, tmp_path, with_worker):
     """The model is Wan Animate 2. The video is as long as the clip, and its frames equal those of the library."""
     pipe = wanjax.load(tiny_animate_checkpoint(tmp_path / "animate"), dtype="float32")
     server, clip, character = (
-        start(loaded_models=LoadedModels(pipe)),
+        start(loaded_models=LoadedModels(pipe), work=with_worker),
         write_clip(tmp_path / "a.mp4", 5),
         picture((48, 64)),
     )
@@ -314,20 +322,23 @@ def test_a_character_moves_as_in_a_driving_clip(start, tmp_path):
         files={"image": ("a.png", character), "video": ("a.mp4", clip.read_bytes())},
     )
     assert response.status_code == 200, response.text
-    result = server.wait_until_finished(response.json()["id"])
-    assert result["status"] == "completed", result["error"]
-    (tmp_path / "served.mp4").write_bytes(server.content(result["id"]))
-    (tmp_path / "character.png").write_bytes(character)
-    expected = pipe(image=tmp_path / "character.png", video=clip, **settings)
-    expected.save(tmp_path / "expected.mp4")
-    served = read_clip(tmp_path / "served.mp4", 99, 24)
-    assert len(served) == len(expected.frames) == 15
-    np.testing.assert_array_equal(served, read_clip(tmp_path / "expected.mp4", 99, 24))
+    assert response.json()["pictures"] == ["image", "clip"]
+    if with_worker:
+        result = server.wait_until_finished(response.json()["id"])
+        assert result["status"] == "completed", result["error"]
+        (tmp_path / "served.mp4").write_bytes(server.content(result["id"]))
+        (tmp_path / "character.png").write_bytes(character)
+        expected = pipe(image=tmp_path / "character.png", video=clip, **settings)
+        expected.save(tmp_path / "expected.mp4")
+        served = read_clip(tmp_path / "served.mp4", 99, 24)
+        assert len(served) == len(expected.frames) == 15
+        np.testing.assert_array_equal(served, read_clip(tmp_path / "expected.mp4", 99, 24))
 
 
-def test_clips_of_poses_and_of_a_face_move_a_character(start, tmp_path):
+@WITH_WORKER
+def test_clips_of_poses_and_of_a_face_move_a_character(start, tmp_path, with_worker):
     """The video is as long as the pose clip."""
-    server = start(loaded_models=LoadedModels(wanjax.load(tiny_pose_checkpoint(tmp_path / "pose"))))
+    server = start(loaded_models=LoadedModels(wanjax.load(tiny_pose_checkpoint(tmp_path / "pose"))), work=with_worker)
     [model] = server.client.get("/v1/models").json()["data"]
     needs = {name: entry["required"] for name, entry in model["pictures"].items()}
     assert needs == {"image": True, "video": True, "face": True, "background": False, "mask": False}
@@ -335,11 +346,13 @@ def test_clips_of_poses_and_of_a_face_move_a_character(start, tmp_path):
     assert "face" in server.refused(422, json=SMALL | {"image": url(picture()), "video": clips["video"]})
     requested = server.post_video(**clips, image=url(picture()), fps=8)
     assert requested["pictures"] == ["image", "clip", "face"]
-    result = server.wait_until_finished(requested["id"])
-    assert result["status"] == "completed", result["error"]
-    assert result["settings"]["windows"] == 2
-    (tmp_path / "served.mp4").write_bytes(server.content(requested["id"]))
-    assert len(read_clip(tmp_path / "served.mp4", 100, 8)) == 9
+    assert requested["settings"]["windows"] == 2
+    if with_worker:
+        result = server.wait_until_finished(requested["id"])
+        assert result["status"] == "completed", result["error"]
+        assert result["settings"]["windows"] == 2
+        (tmp_path / "served.mp4").write_bytes(server.content(requested["id"]))
+        assert len(read_clip(tmp_path / "served.mp4", 100, 8)) == 9
 
 
 def test_models_and_settings_are_listed(start, pipe):
@@ -824,10 +837,10 @@ def test_many_clients_at_once_get_their_videos(start):
         return output["status"]
 
     with ThreadPoolExecutor(6) as pool:
-        outcomes.update(pool.map(run_client, range(24)))
-    assert outcomes["refused by 422"] == 6
-    assert outcomes["completed"] >= 12
-    assert outcomes["completed"] + outcomes["failed"] == 18
+        outcomes.update(pool.map(run_client, range(12)))
+    assert outcomes["refused by 422"] == 3
+    assert outcomes["completed"] >= 6
+    assert outcomes["completed"] + outcomes["failed"] == 9
     assert server.client.get("/health").json()["status"] == "ready"
 
 
