@@ -34,7 +34,13 @@ RUNNABLE_PAGES = sorted({page for page, _, block in BLOCKS if block.run == "run"
 COMMANDS = main.commands.items()
 ATTRIBUTES = {"model", "components", "defaults", "partitioner", "compiler", "progress", "strategy"}
 BENCHMARK_OPTIONS = {"--caches", "--levels", "--limit", "--repeats", "--stage"}
-SLOW_PAGES = {f"{name}.md" for name in ("text", "picture", "clip", "long", "fast", "run", "batch", "precision")}
+SLOW_PAGES = {  # the tests of the pipelines and of the commands have quick tests of what these pages call
+    f"{name}.md"
+    for name in (
+        *("text", "picture", "clip", "long", "fast", "run", "batch", "precision"),
+        *("library", "from-diffusers", "memory"),
+    )
+}
 FILE_SUFFIXES = ("py", "md", "yaml", "json", "jsonl", "safetensors", "html", "ipynb")
 FOLDERS = ("src", "converters", "tests", "benchmarks", "examples")
 PARSED_BLOCKS = [

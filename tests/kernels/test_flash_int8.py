@@ -15,6 +15,7 @@ from benchmarks.int8_attention_error import operands as operands_of_case
 from tests.support.attention import count_calls, exact, operands, run
 from tests.support.compare import error
 from tests.support.plan_programs import attend_int8
+from tests.support.quick import quick
 from tests.support.words import line_with_words
 from wanjax import registry
 from wanjax.errors import UnsupportedError, WanjaxError
@@ -155,7 +156,10 @@ def test_padding_keys_change_nothing():
     np.testing.assert_array_equal(out, without_padding)
 
 
-@pytest.mark.parametrize("mesh", [(1, 4, 1), (1, 1, 4), (2, 2, 1)])
+# A ring is quick; heads are split as in tests/kernels/test_sharded_attention.py.
+@pytest.mark.parametrize(
+    "mesh", [(1, 4, 1), *(pytest.param(x, marks=pytest.mark.slow) for x in ((1, 1, 4), (2, 2, 1)))]
+)
 def test_int8_attention_runs_on_several_devices(mesh):
     """The results of a ring's steps are merged by their log-sum-exps, because their keys have different means."""
     q, k, v = operands(2, 256, 256, 4, 4, 128, "bfloat16")
@@ -254,8 +258,8 @@ def test_default_tiles_suit_int8(keys):
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
-def test_int8_attention_compiles_for_a_tpu():
-    programs = [(attend_int8(abstract_mesh(find_slice("v6e-1")), length=length), "v6e-1") for length in (700, 2600)]
-    for compiled in compile_programs(programs):
-        assert isinstance(compiled, Compiled), compiled
-        assert "flash_attention_int8" in compiled.module
+@pytest.mark.parametrize("length", quick([700], [700, 2600]))
+def test_int8_attention_compiles_for_a_tpu(length):
+    [compiled] = compile_programs([(attend_int8(abstract_mesh(find_slice("v6e-1")), length=length), "v6e-1")])
+    assert isinstance(compiled, Compiled), compiled
+    assert "flash_attention_int8" in compiled.module

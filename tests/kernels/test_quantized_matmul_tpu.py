@@ -123,7 +123,7 @@ def test_a_product_rounds_its_rows(number_format, hadamard_size, dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", quick(["float32"], ["float32", "bfloat16"]))
 @pytest.mark.parametrize(("separate_pass", "num_vectors"), [(False, 1), (True, 1), (False, 2), (True, 2)])
 def test_a_product_includes_the_norm_before_and_the_sum_after(separate_pass, num_vectors, dtype, monkeypatch):
     """Each example has its own modulations and gates. With `separate_pass`, another kernel rounds the rows."""
@@ -161,8 +161,13 @@ def norm_and_rotate(y, norm):
     return np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(y.shape)
 
 
-@pytest.mark.parametrize(("number_format", "dtype"), [("int8", "float32"), ("int8", "bfloat16"), ("fp8", "float32")])
-@pytest.mark.parametrize(("rotates", "parts"), [(False, 1), (True, 1), (True, 2), (True, 4)])
+# Other number formats and dtypes are quick in test_a_product_rounds_its_rows.
+FORMATS_OF_HEADS = [("int8", "float32"), ("int8", "bfloat16"), ("fp8", "float32")]
+PARTS_OF_HEADS = [(False, 1), (True, 1), (True, 2), (True, 4)]
+
+
+@pytest.mark.parametrize(("number_format", "dtype"), quick(FORMATS_OF_HEADS[:1], FORMATS_OF_HEADS))
+@pytest.mark.parametrize(("rotates", "parts"), quick([(False, 1), (True, 4)], PARTS_OF_HEADS))
 @pytest.mark.parametrize("channels", [512, 128])
 def test_a_product_norms_and_rotates_its_heads(channels, rotates, parts, number_format, dtype):
     """The norm is of all heads or of each. The column tiles of 256 lie in one group of heads, or contain two."""
@@ -279,7 +284,7 @@ def test_tokens_rounded_in_advance_give_the_same_result():
         quantized_matmul(rows, weight, bias, hadamard_size=64, activations=None, dtype="float32")
 
 
-@pytest.mark.parametrize("axes", [(2, 1, 4), (1, 4, 2)])
+@pytest.mark.parametrize("axes", [(2, 1, 4), pytest.param((1, 4, 2), marks=pytest.mark.slow)])
 def test_each_of_eight_devices_computes_its_rows(axes):
     x, up = normal(0, 2, 512, 512), weight_and_bias()
     second_mask = jnp.arange(512) >= 500

@@ -374,16 +374,9 @@ def other_cases() -> Iterator[tuple[str, Case]]:
 
 
 CASES = dict([*flash_cases(), *other_cases()])
-QUICK = (  # of each kernel and each branch
-    "ragged blocks",
-    "the running-max path",
-    "a last block of few queries",
-    "q kᵀ in int8, ragged blocks",
-    "q kᵀ in int8, the running-max path",
+QUICK = (  # the fewest of which each kernel and each branch has a case
     "q kᵀ in int8, a last block of few queries",
     "a window",
-    "carried sums",
-    "carried sums, the running-max path of blocks",
     "joined shards",
     "a radial mask, the running-max path",
     "gradients of counted keys",
@@ -394,9 +387,7 @@ QUICK = (  # of each kernel and each branch
     "merged rows",
     "norm and SiLU, a ragged block",
     "rows in 8 bits",
-    "products in 8 bits",
     "normed heads of a product in 8 bits",
-    "an MLP in 8 bits",
 )
 
 

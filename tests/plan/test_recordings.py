@@ -19,7 +19,7 @@ from wanjax.sharding import SHARDING_RULES, Partitioner
 
 MESH = abstract_mesh(SLICES["v6e-8"], {"dp": 2, "sp": 1, "tp": 4})
 ALL_PRESETS = [name for name, preset in presets().items() if preset.model]
-QUICK_PRESETS = ["wan2.1-t2v-1.3b", "cogvideox-2b", "hunyuanvideo1.5-480p-t2v"]
+QUICK_PRESETS = ["wan2.1-t2v-1.3b", "cogvideox-2b"]
 
 
 def trace_video(description, mesh=MESH, **options):

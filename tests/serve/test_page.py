@@ -803,6 +803,7 @@ def test_previews_are_shown_while_a_video_is_made(new_tab, server_client):
     server_client.delete(f"/v1/videos/{id}")
 
 
+@pytest.mark.slow  # test_a_scrolled_page_links_to_the_running_job has a quick note, test_videos.py this one
 def test_a_warning_about_a_picture_with_a_clip_is_shown_with_its_video(new_tab, server_client, tmp_path):
     clip = write_clip(tmp_path / "fast.mp4").read_bytes()
     body = {"prompt": "a picture and a clip", "size": "64x32", "frames": "5", "steps": "2"}

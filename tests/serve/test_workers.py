@@ -81,7 +81,7 @@ def test_a_server_without_workers_reports_waiting_jobs(tmp_path):
         assert client.get("/health").json()["waits_for_workers_of"] == ["nano"]
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("kind", quick(["sqlite"], ["sqlite", "postgresql"]))
 def test_a_batch_and_a_server_share_one_database(start, pipe, tmp_path, request, kind):
     """Neither shows or makes the jobs of the other."""
     with ExitStack() as stack:
