@@ -155,6 +155,7 @@ def test_plan_takes_its_model_as_argument_or_option(parsed):
     )
 
 
+@pytest.mark.slow  # quick tests check what `--window` passes on, and windows in tests/kernels
 def test_a_window_confines_self_attention(model):
     """A window as long as the video changes nothing; a short one gives what the library gives."""
     for name, window in (("whole", []), ("wide", ["--window", "99"]), ("narrow", ["--window", "2"])):

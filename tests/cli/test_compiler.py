@@ -59,6 +59,7 @@ def test_each_stage_accepts_a_compiler(model):
     assert NOTE in succeeded(wanjax("decode", *FAST)).stderr
 
 
+@pytest.mark.slow  # the test before it is quick, with the stages
 def test_the_warm_up_accepts_a_compiler(model):
     assert NOTE in succeeded(wanjax("warmup", "--model", model, *SMALL, *FAST)).stderr
 

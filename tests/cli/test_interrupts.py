@@ -206,6 +206,7 @@ def test_a_second_ctrl_c_leaves_no_unfinished_file(model, environment, out):
     assert files("d") == [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE, stage_files.LATENTS_FILE]
 
 
+@pytest.mark.slow  # `test_a_stopped_command_says_that_repeating_it_resumes` stops `denoise` after a step
 def test_ctrl_c_stops_after_a_step(model, environment):
     command = [sys.executable, "-m", "wanjax", *ARGUMENTS, "--model", model, "--steps", "100000"]
     with Run(command, environment) as run:

@@ -223,6 +223,7 @@ def test_a_stopped_run_resumes_to_the_same_file_name(
     assert list(tmp_path.glob(f"{runs.TEMP_PREFIX}*")) == []
 
 
+@pytest.mark.slow  # tests/pipelines/test_windows.py has a quick test of a command that resumes
 def test_a_long_video_stopped_in_its_first_window_resumes(runs_folder, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt

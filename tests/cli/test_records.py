@@ -107,6 +107,7 @@ def test_stages_continue_from_another_folder(image_model, folder, monkeypatch):
     assert (metadata["model"], metadata["image"]) == (f"{folder}/i2v", f"{folder}/red.png")
 
 
+@pytest.mark.slow  # `test_all_settings_are_recorded` has a quick test with eight devices
 def test_stages_may_run_on_other_devices(text_model):
     """The metadata of a video names the devices that denoised it."""
     succeeded(wanjax("encode", "a", "--model", text_model, "--dir", "d"))

@@ -93,6 +93,7 @@ def test_a_swapped_weight_is_detected(monkeypatch):
     assert failed_checks(checks.check_family(SMALL)) == [f"{SMALL}, denoise", f"{SMALL}, decode"]
 
 
+@pytest.mark.slow  # the test before it is quick: a swapped weight
 def test_bfloat16_in_place_of_float32_is_detected(monkeypatch):
     monkeypatch.setattr(
         checks, "small_pipeline", lambda model, mesh: small_models.small_pipeline(model, mesh, "bfloat16")
@@ -112,6 +113,7 @@ def test_a_wrong_tile_is_detected(monkeypatch):
     assert failed_checks(checks.check_tiles()) == ["tiles, frames"]
 
 
+@pytest.mark.slow  # tests with a swapped weight and a wrong tile are quick
 def test_a_stale_executable_is_detected(monkeypatch, tmp_path):
     executables = Executables(tmp_path / "executables")
     with monkeypatch.context() as older:  # older code, whose programs are cached under the same key

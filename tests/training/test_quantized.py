@@ -127,10 +127,9 @@ def first_gradients(pipe, network, config):
     return float(loss_value), [np.asarray(x) for x in jax.tree.leaves(gradients)]
 
 
-@pytest.mark.parametrize(
-    ("model", "precision"),
-    quick([("wan", "int8-weights")], [(model, precision) for model in MODELS for precision in TRAINABLE]),
-)
+@pytest.mark.slow  # `test_gradients_of_an_8_bit_layer_are_those_of_floats` is quick
+@pytest.mark.parametrize("precision", TRAINABLE)
+@pytest.mark.parametrize("model", MODELS)
 def test_gradients_of_an_8_bit_network_are_those_of_floats(model, precision, checkpoints):
     pipes = [wanjax.load(checkpoints[model], dtype="float32", precision=name) for name in (precision, None)]
     networks = [pipe.components.get("transformer") for pipe in pipes]
@@ -191,6 +190,7 @@ def test_a_lora_is_trained_on_8_bit_weights_and_loads_onto_floats(checkpoints, d
     wanjax.load(checkpoints["wan"], **lora_options).components.get("transformer")
 
 
+@pytest.mark.slow  # tests/checkpoints/test_quantize.py has a quick test: both have equal weights
 def test_a_converted_8_bit_checkpoint_can_be_trained(checkpoints, data, tmp_path):
     """Training gives the same LoRA if the weights are quantized by a conversion or while the checkpoint is read."""
     succeeded(wanjax_command("convert", checkpoints["wan"], str(tmp_path / "q"), "--precision", "int8-weights"))
