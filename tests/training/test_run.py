@@ -163,6 +163,7 @@ def test_files_of_equal_names_and_times_are_different_clips(tmp_path, wan):
     assert len(names_of_latents[0] & names_of_latents[1]) == 1
 
 
+@slow  # `test_optimisers_of_several_parts_train_all_weights` is quick
 def test_a_full_training_ends_in_a_checkpoint(tmp_path, data, wan):
     folder, _ = train(wan, data, tmp_path / "out", lora=None)
     before, after = transformer_weights(wanjax.load(wan)), transformer_weights(wanjax.load(folder))
@@ -171,6 +172,7 @@ def test_a_full_training_ends_in_a_checkpoint(tmp_path, data, wan):
     wanjax.load(folder)("a red circle", size=(32, 32), frames=5, steps=1)
 
 
+@slow  # the next tests are quick: an interrupted training, and a training with NaN that resumes with the same result
 def test_a_stopped_training_ends_with_the_same_weights(tmp_path, data, wan, expected_factors):
     def stop(unit, done, total):
         if (unit, done) == ("step", 2):
@@ -320,6 +322,13 @@ def test_two_experts_are_trained_at_their_noise_levels(tmp_path, data):
     assert all(name.startswith("transformer.") for name in (*high, *low))
     loras = [f"{expert}={file}" for expert, file in zip(("high", "low"), files, strict=True)]
     assert wanjax.load(model, lora=loras, note=lambda text: None).components.get("transformer_2")
+    one_expert = Training(pipe, data, tmp_path / "low", replace(SMALL, expert="low"))
+    assert [(x.low, x.high) for x in one_expert.noise_levels.values()] == [(0.0, 0.875)]
+
+
+@slow  # the test before it is quick, and trains both experts
+def test_one_of_two_experts_is_trained(tmp_path, data):
+    model = tiny_experts_checkpoint(tmp_path / "model")
     low_noise_lora, _ = train(model, data, tmp_path / "low", expert="low", steps=1)
     wanjax.load(model, lora=f"low={low_noise_lora}", note=lambda text: None).components.get("transformer_2")
 
@@ -460,19 +469,25 @@ def write_preserved_clips(folder, values):
     return folder
 
 
+def first_loss(wan, data, out, preservation):
+    train(wan, data, out, steps=1, caption_dropout=1.0, uncaptioned_preservation=preservation)
+    return json.loads((out / "metrics.jsonl").read_text())["loss"]
+
+
+@slow  # the next test is quick
+def test_half_of_an_error_has_a_quarter_of_the_loss(tmp_path, wan):
+    mixed = write_preserved_clips(tmp_path / "mixed", (0, 1))
+    full_loss, half_loss = (first_loss(wan, mixed, tmp_path / f"{x}", x) for x in (0.0, 0.5))
+    assert full_loss == pytest.approx(4 * half_loss, rel=1e-3)
+
+
 def test_preserved_clips_keep_the_model_unchanged(tmp_path, wan):
-    """At the first step, preserved clips have almost no loss, and half of an error has a quarter of the loss."""
+    """At the first step, preserved clips have almost no loss."""
     preserved, mixed = (
         write_preserved_clips(tmp_path / name, x) for name, x in {"preserved": (1, 1), "mixed": (0, 1)}.items()
     )
-
-    def loss(data, preservation):
-        out = tmp_path / f"{data.name} {preservation}"
-        train(wan, data, out, steps=1, caption_dropout=1.0, uncaptioned_preservation=preservation)
-        return json.loads((out / "metrics.jsonl").read_text())["loss"]
-
-    full_loss, half_loss = (loss(mixed, preservation) for preservation in (0.0, 0.5))
-    assert loss(preserved, 0.0) < 1e-9 < 1e-2 < full_loss == pytest.approx(4 * half_loss, rel=1e-3)
+    full_loss, no_loss = (first_loss(wan, data, tmp_path / f"{data.name} out", 0.0) for data in (mixed, preserved))
+    assert no_loss < 1e-9 < 1e-2 < full_loss
     with pytest.raises(WanjaxError, match=line_with_words("LoRA --full")):
         train(wan, preserved, tmp_path / "full", lora=None)
 
