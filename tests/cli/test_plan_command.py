@@ -145,11 +145,16 @@ def test_without_the_compiler_nothing_is_traced(tmp_path, monkeypatch, call, opt
     assert "\n" not in str(caught.value)
 
 
-def test_advice_when_a_video_does_not_fit(monkeypatch):
+def test_the_memory_that_a_compiler_needed_is_read():
     needed = pricer.needed_bytes("RESOURCE_EXHAUSTED: Ran out of memory. Used 41.50G of 31.25G hbm. Exceeded")
     assert needed == 41.5 * GIB
     temporaries = "the total memory required for HLO temporaries (32.62G) exceeds available HBM (31.25G)."
     assert pricer.needed_bytes(temporaries) == round(32.62 * GIB)
+
+
+@pytest.mark.slow  # `test_a_plan_lists_options_with_which_a_video_fits` has quick advice
+def test_advice_when_a_video_does_not_fit(monkeypatch):
+    needed = round(41.5 * GIB)
     monkeypatch.setattr(
         Pricer,
         "prices",
@@ -166,16 +171,17 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
     assert 2 * weights < resident < 2.01 * weights  # few of them are float32
 
 
+def prices_with_activations(self, _, programs, on_start):
+    """Return prices of programs that need 6 GiB in addition to their arguments."""
+    sizes = [
+        [x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract_call.arguments)] for abstract_call in programs
+    ]
+    return enumerate([Price(argument_bytes=sum(x), peak_bytes=sum(x) + 6 * GIB) for x in sizes])
+
+
 def test_a_plan_lists_options_with_which_a_video_fits(monkeypatch):
     """With 6 GiB of activations, the 14B has 27 GiB of weights, 14 with 8 bits, and 1 on the device if offloaded."""
-
-    def prices(self, _, programs, on_start):
-        sizes = [
-            [x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract_call.arguments)] for abstract_call in programs
-        ]
-        return enumerate([Price(argument_bytes=sum(x), peak_bytes=sum(x) + 6 * GIB) for x in sizes])
-
-    monkeypatch.setattr(Pricer, "prices", prices)
+    monkeypatch.setattr(Pricer, "prices", prices_with_activations)
     result = estimate.estimate_video(model_description("wan2.1-t2v-14b"), "v6e-1")
     assert not result.fits
     assert has_line_with_words(
@@ -184,6 +190,11 @@ def test_a_plan_lists_options_with_which_a_video_fits(monkeypatch):
     assert "--tile" not in str(result.advice)  # decoding fits
     options = ["--offload blocks", "--precision int8-weights", "--precision int8-weights", ""]
     assert result.fits_in == dict(zip(("16 GiB", "24 GiB", "32 GiB", "80 GiB"), options, strict=True))
+
+
+@pytest.mark.slow  # `test_sizes_of_memory_are_printed_if_requested` is quick
+def test_a_plan_lists_options_of_a_video_that_fits_only_if_requested(monkeypatch):
+    monkeypatch.setattr(Pricer, "prices", prices_with_activations)
     small = estimate.estimate_video(model_description("nano"), "v6e-1")
     assert small.fits
     assert small.fits_in == {}
