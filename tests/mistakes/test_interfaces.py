@@ -15,6 +15,7 @@ import wanjax
 from tests.mistakes.requests import CHECKPOINT_MISTAKES, INTERFACES, MISTAKES, VALID, Mistake
 from tests.serve.conftest import Server
 from tests.support.commands import refused
+from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint
 from tests.support.types import unchecked
 from tests.support.words import has_line_with_words
@@ -24,6 +25,7 @@ from wanjax.media.inputs import INPUT_SPECS
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.serve.served_models import LoadedModels
 
+FAMILIES = [tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint]
 OPTIONS = {name for parameter in main.commands["generate"].params for name in parameter.opts}
 
 
@@ -171,7 +173,7 @@ def test_a_call_with_a_mistake_is_refused(pipe, mistake):
     assert names_mistake(message_of_call(request(mistake), pipe), mistake)
 
 
-@pytest.fixture(scope="module", params=[tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint])
+@pytest.fixture(scope="module", params=quick([tiny_checkpoint], FAMILIES))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The interfaces of a small checkpoint, each a function from the fields of a wrong request to its message."""
     folder = str(request.param(tmp_path_factory.mktemp("checkpoint")))
