@@ -15,6 +15,7 @@ from PIL import Image
 
 import wanjax as library
 from tests.support.commands import refused, succeeded, wanjax
+from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint, tiny_image_checkpoint
 from tests.support.words import has_line_with_words
 from wanjax.checkpoints.files import save_safetensors
@@ -70,7 +71,7 @@ def lines(output: str) -> dict[str, str]:
     return {line.partition("  ")[0]: line.partition("  ")[2].strip() for line in output.splitlines()}
 
 
-@pytest.mark.parametrize("name", ["a.mp4", "a.mov", "a.webm", "a.gif", "a.webp", "a"])
+@pytest.mark.parametrize("name", quick(["a.mp4", "a"], ["a.mp4", "a.mov", "a.webm", "a.gif", "a.webp", "a"]))
 def test_info_prints_the_settings_of_each_format(text_model, name):
     options = ("--negative-prompt", "grey", "--guidance-scale", "2.5", "--seed", "7", "--fps", "8")
     succeeded(wanjax("a red circle", "--model", text_model, *SMALL, *options, "--dir", "d", "--out", name))
@@ -218,11 +219,13 @@ def test_a_video_is_reproduced_to_the_bit(text_model):
         assert read_metadata("three.mp4") == read_metadata("one.mp4")
 
 
-@pytest.mark.parametrize("options", [(), ("--tile",), ("--windows", "2", "--match", "colour")], ids=" ".join)
+@pytest.mark.parametrize(
+    "options", ["", *(pytest.param(x, marks=pytest.mark.slow) for x in ("--tile", "--windows 2 --match colour"))]
+)
 def test_the_printed_command_makes_the_video_again(image_model, options):
     Image.new("RGB", (32, 16), "red").save("picture.png")
     inputs = ("--model", image_model, "--image", "picture.png")
-    succeeded(wanjax("a red circle", *inputs, *SMALL, *options, "--seed", "7", "--out", "one.mp4"))
+    succeeded(wanjax("a red circle", *inputs, *SMALL, *options.split(), "--seed", "7", "--out", "one.mp4"))
     command = succeeded(wanjax("generate", "--from", "one.mp4", "--print-command", "--out", "two.mp4")).stdout
     program, *words = shlex.split(command)
     assert program == "wanjax"
@@ -260,6 +263,7 @@ def test_another_model_keeps_its_own_scheduler(text_model, tmp_path):
     assert read_metadata("two.mp4")["scheduler"] == "euler"
 
 
+@pytest.mark.slow  # tests/cli/test_extending.py has a quick test with `--count`
 def test_the_metadata_of_one_video_makes_many_videos(text_model):
     succeeded(wanjax("a", "--model", text_model, *SMALL, "--seed", "3", "--out", "one.mp4"))
     result = succeeded(wanjax("generate", "--from", "one.mp4", "--count", "2", "--out", "many")).stdout.splitlines()
@@ -270,6 +274,7 @@ def test_the_metadata_of_one_video_makes_many_videos(text_model):
     assert read_metadata(path)["prompt"] == "b"
 
 
+@pytest.mark.slow  # tests with a video of the command and with a record of tiles are quick
 def test_videos_of_the_library_are_reproduced(text_model):
     """Loading in another dtype, and tiles of another size, have no options."""
     pipe = library.load(text_model, dtype="float32", param_dtype="bfloat16")

@@ -56,7 +56,13 @@ def test_a_video_is_as_long_as_the_clip_and_has_the_picture_s_proportions(folder
         64,
         "人物动作的参考视频",
     )
+
+
+@pytest.mark.slow  # tests/cli/test_pose.py has a quick test with a pose clip
+def test_a_video_is_reproduced_from_its_metadata(folder, tmp_path):
+    succeeded(wanjax(*video_arguments(folder, "--out", tmp_path / "whole.mp4")))
     succeeded(wanjax("generate", "--from", tmp_path / "whole.mp4", "--out", tmp_path / "again.mp4"))
+    frames = read_clip(tmp_path / "whole.mp4", 100, 24)
     np.testing.assert_array_equal(read_clip(tmp_path / "again.mp4", 100, 24), frames)
 
 
@@ -100,6 +106,7 @@ def test_a_driving_clip_is_required(folder):
     assert has_line_with_words(message, "driving clip --video")
 
 
+@pytest.mark.slow  # tests/cli/test_many.py has a quick test with a list of prompts
 def test_a_table_animates_a_character_by_several_clips(folder, tmp_path):
     """The rows use one model; `batch` makes the same frames as `generate`."""
     Video(np.random.default_rng(1).integers(0, 256, (5, 40, 60, 3), dtype=np.uint8), 24, {}).save("short.mp4")
