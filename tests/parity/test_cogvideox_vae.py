@@ -126,13 +126,13 @@ def check_moments(reference: AutoencoderKLCogVideoX, vae: CogVideoXVAE, x: torch
     assert error <= BOUND
 
 
-@pytest.mark.parametrize("frames", quick([1, 8, 9, 13, 16, 17, 49], [1, 5, 8, 9, 13, 16, 17, 49]))
+@pytest.mark.parametrize("frames", quick([1, 9, 16, 17], [1, 5, 8, 9, 13, 16, 17, 49]))
 def test_encoding_equals_diffusers(reference, vae, frames):
     """The clips are one picture, one chunk, or several chunks; the first chunk may be longer than the others."""
     check_moments(reference, vae, video(frames), None)
 
 
-@pytest.mark.parametrize("frames", [1, 2, 3, 4, 5, 12, 13])
+@pytest.mark.parametrize("frames", quick([1, 2, 5, 12], [1, 2, 3, 4, 5, 12, 13]))
 def test_decoding_equals_diffusers(reference, vae, frames):
     z = latents(frames)
     expected = reference_frames(reference, z)
@@ -146,7 +146,8 @@ def test_encoding_in_tiles_equals_diffusers(reference, vae, tiles):
         check_moments(reference, vae, video(17, SIZES_OF_TILES[tiles]), Tiling())
 
 
-@pytest.mark.parametrize("tiles", quick(["row"], SIZES_OF_TILES))
+@pytest.mark.slow  # quick tests below cut and blend tiles, and tests/parity/test_wan_vae.py decodes in tiles
+@pytest.mark.parametrize("tiles", SIZES_OF_TILES)
 def test_decoding_in_tiles_equals_diffusers(reference, vae, tiles):
     z = latents(5, SIZES_OF_TILES[tiles])
     with enable_tiling(reference):
@@ -211,7 +212,7 @@ MODULES = {  # wanjax's module: the reference's module, its channels, and whethe
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("chunks", quick(["3 2 2", "2 2"], ["1", "3 2 2", "2 2", "2 4"]))
+@pytest.mark.parametrize("chunks", quick(["3 2 2"], ["1", "3 2 2", "2 2", "2 4"]))
 @pytest.mark.parametrize("path", MODULES)
 def test_every_module_equals_that_of_diffusers(reference, vae, path, chunks):
     """The first chunk repeats its first frame, and later chunks use the cache."""
