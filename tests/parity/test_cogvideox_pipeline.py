@@ -100,7 +100,7 @@ def compare(video: tuple[list[np.ndarray], np.ndarray], reference_video: tuple[l
         pytest.param("cogvideox1.5-5b", "ddim", 17, {}, marks=pytest.mark.slow),
         pytest.param("cogvideox1.5-5b", "dpm", 17, {}, marks=pytest.mark.slow),
         ("cogvideox1.5-5b", "dpm", 13, {"guidance_scale": 1.0}),
-        ("cogvideox-2b", "ddim", 9, {}),
+        pytest.param("cogvideox-2b", "ddim", 9, {}, marks=pytest.mark.slow),  # test_torch_noise.py has it with DPM
         pytest.param("cogvideox-5b", "dpm", 9, {}, marks=pytest.mark.slow),
     ],
 )
@@ -133,9 +133,8 @@ def test_image_to_video_equals_diffusers(tmp_path, monkeypatch, name):
     compare(make_video(tmp_path, noise, frames=frames, image=picture), reference_video)
 
 
-@pytest.mark.parametrize(
-    ("name", "frames"), quick([("cogvideox1.5-5b", 13)], [("cogvideox1.5-5b", 13), ("cogvideox-2b", 9)])
-)
+@pytest.mark.slow  # test_torch_noise.py has a quick test from a video
+@pytest.mark.parametrize(("name", "frames"), [("cogvideox1.5-5b", 13), ("cogvideox-2b", 9)])
 def test_video_to_video_equals_diffusers(tmp_path, monkeypatch, name, frames):
     noise = noise_for(frames, "1.5" in name, "video")
     clip = np.random.default_rng(0).integers(0, 256, (frames, 40, 48, 3), np.uint8)

@@ -116,7 +116,8 @@ def test_the_authors_folder_is_read_as_the_folder_of_diffusers(pair):
     assert source.root == pair[1]
 
 
-@pytest.mark.parametrize("pair", quick(["image to video"], TASKS), indirect=True)
+@pytest.mark.slow  # a quick test above compares all weights and settings of both layouts
+@pytest.mark.parametrize("pair", TASKS, indirect=True)
 def test_both_layouts_have_the_same_parameters_and_latents(pair):
     """All is equal except the names of colours and fonts, which the small checkpoint of diffusers lacks."""
     image = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)

@@ -162,7 +162,7 @@ CASES = [(kind, pictures) for kind in KINDS for pictures in PICTURES]
 
 @pytest.mark.parametrize(
     ("kind", "picture_names"),
-    quick([("with CLIP", "first and last"), ("residual", "first and last")], CASES),
+    quick([("with CLIP", "first and last")], CASES),
 )
 def test_every_step_equals_that_of_the_reference(kind, picture_names, tmp_path):
     components, pictures = make_components(kind), PICTURES[picture_names]

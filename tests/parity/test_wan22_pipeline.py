@@ -138,6 +138,7 @@ def test_two_experts_equal_those_of_diffusers(common, tmp_path, image):
     assert [switch[:3] for switch in switches] == [Switch("transformer_2", high, STEPS, 0.0)[:3]]
 
 
+@pytest.mark.slow  # the test below has the same networks, with a picture
 def test_text_to_video_of_the_5b_model_equals_diffusers(common, tmp_path):
     """All tokens have the same timestep without a picture; the reference passes it for each token."""
     reference = WanPipeline(**common, transformer=transformer(1), vae=vae(RESIDUAL_VAE), expand_timesteps=True)
