@@ -87,7 +87,11 @@ def convert(source, target, precision):
 
 @pytest.mark.parametrize(
     ("write_checkpoint", "precision"),
-    [(tiny_checkpoint, "int8"), (tiny_control_checkpoint, "int8-weights"), (tiny_experts_checkpoint, "int8")],
+    [
+        pytest.param(tiny_checkpoint, "int8", marks=pytest.mark.slow),  # experts have two such networks
+        (tiny_control_checkpoint, "int8-weights"),
+        (tiny_experts_checkpoint, "int8"),
+    ],
 )
 def test_a_converted_checkpoint_has_the_weights_that_loading_rounds(write_checkpoint, precision, tmp_path):
     source = write_checkpoint(tmp_path / "source")
