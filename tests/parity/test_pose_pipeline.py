@@ -151,7 +151,7 @@ def test_every_segment_and_every_frame_equal_those_of_diffusers(reference, folde
 
 
 def test_every_input_changes_the_latents(reference, folder):
-    case = CASES["replace, two segments"]._replace(frames=13, segments=1)  # the programs of the test above
+    case = CASES["replace"]
     inputs, noise = inputs_of(case), noise_of(case)
     _, latents = make_video(folder, case, inputs, noise)
     for name, values in inputs.items():
