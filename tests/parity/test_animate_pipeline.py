@@ -14,6 +14,7 @@ from PIL import Image
 import wanjax
 from tests.parity.animate_references import animate_networks, save_checkpoint, uncompiled_mask
 from tests.parity.references import MAX_LATENT_ERROR, NEGATIVE_PROMPT, PROMPT, relative_l2
+from tests.support.quick import quick
 
 pytestmark = [
     pytest.mark.usefixtures("cached_programs"),
@@ -60,7 +61,7 @@ def networks(tmp_path_factory) -> dict[str, Any]:
     return animate_networks(tmp_path_factory.mktemp("tokenizer"), LAYERS)
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=quick(["base, two segments"], CASES))
 def case(request) -> Case:
     return CASES[request.param]
 
@@ -101,7 +102,6 @@ def expected_video(
     return np.asarray(frames[0]), latents
 
 
-@pytest.mark.slow  # test_wan_animate.py and tests/pipelines/test_animate.py have quick tests of a step and of windows
 def test_every_window_and_every_frame_equal_those_of_diffusers(networks, case, tmp_path):
     save_checkpoint(tmp_path, networks, scheduler(case))
     [picture], clip = random_clip(1, case.picture), random_clip(case.clip_frames, case.clip)

@@ -271,7 +271,6 @@ def test_bfloat16_is_no_further_from_float32_than_in_the_reference(models, tmp_p
     assert relative_l2(result, exact) <= 1.1 * relative_l2(reference_velocity(reference_bfloat16, batch), exact)
 
 
-@pytest.mark.slow  # a quick test in tests/pipelines/test_hunyuanvideo.py runs the whole pipeline on eight devices
 @pytest.mark.parametrize(("axes", "rules"), on_meshes(((2, 2, 2), "tp")))
 def test_eight_devices_give_the_same_velocity(models, axes, rules):
     """No axis divides the 70 tokens of video, the 23 of text or the three heads."""

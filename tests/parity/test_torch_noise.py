@@ -290,8 +290,7 @@ def test_any_number_of_steps_equals_diffusers(tmp_path, steps):
     compare_latents(make_latents(tmp_path / "checkpoint", **settings), expected)
 
 
-@pytest.mark.slow  # one array of noise, as for Wan; tests/parity/test_hunyuan_pipeline.py has a quick video
-@pytest.mark.parametrize("image", [None, PICTURES[0]], ids=["text", "picture"])
+@pytest.mark.parametrize("image", [None, pytest.param(PICTURES[0], marks=pytest.mark.slow)], ids=["text", "picture"])
 def test_hunyuanvideo_equals_diffusers(tmp_path, image):
     reference = (hunyuan_references.text_to_video if image is None else hunyuan_references.image_to_video)(tmp_path)
     settings: dict[str, Any] = {"steps": 3, "frames": 5, "size": (48, 64)}
