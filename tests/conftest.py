@@ -22,7 +22,7 @@ os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0"
     # Eight devices share two cores with other processes. By default XLA ends the process if a device is 40 s late.
-    " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+    " --xla_cpu_collective_call_terminate_timeout_seconds=240"
     " --xla_cpu_parallel_codegen_split_count=1"  # parts are for compiling on many cores, and cost a tenth
     + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
 )

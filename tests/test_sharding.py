@@ -28,7 +28,15 @@ from wanjax.pipelines.frames import DecodeStatic, decode_chunk
 from wanjax.pipelines.mesh_sizes import parse_mesh
 from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.pricing.hlo import parse
-from wanjax.sharding import MESH_AXES, ONE_DEVICE_PARTITIONER, VIDEO_AXES, use_partitioner
+from wanjax.sharding import (
+    MESH_AXES,
+    ONE_DEVICE_PARTITIONER,
+    SHARDING_RULES,
+    VIDEO_AXES,
+    Partitioner,
+    make_mesh,
+    use_partitioner,
+)
 
 MAX_ERROR = 1e-5
 
@@ -94,9 +102,13 @@ def test_the_autoencoder_on_a_mesh_equals_one_device():
     assert all(weight.sharding.is_fully_replicated for weight in jax.tree.leaves(nnx.state(together.vae)))
 
 
-@pytest.mark.parametrize(("layers", "axes"), quick([(5, (2, 4, 1))], [(4, (2, 4, 1)), (5, (2, 4, 1)), (4, (2, 1, 4))]))
+@pytest.mark.parametrize(("layers", "axes"), quick([(5, (1, 4, 1))], [(4, (1, 4, 1)), (5, (1, 4, 1)), (4, (1, 1, 4))]))
 def test_attention_gathers_the_weights_of_the_next_block(layers, axes):
-    """No block waits for its weights, and the result equals that of one device."""
+    """No block waits for its weights, and the result equals that of one device.
+
+    The mesh has only four of the eight devices. On eight, XLA's CPU client sometimes waited forever in this program,
+    whose exchanges run at the same time, if other tests had run before in the process.
+    """
     config = replace(transformer_config(4), layers=layers)
     random = np.random.default_rng(0)
     x, text = (jnp.asarray(random.normal(size=shape), jnp.float32) for shape in ((2, 2, 8, 8, 4), (2, 5, 8)))
@@ -111,7 +123,8 @@ def test_attention_gathers_the_weights_of_the_next_block(layers, axes):
         executable = jax.jit(call).lower(weights).compile()
         return np.asarray(executable(weights), np.float64), executable.as_text()
 
-    output, hlo_text = run(partitioner(axes))
+    four_devices = Partitioner(make_mesh(*axes, devices=jax.devices()[:4]), SHARDING_RULES["fsdp"])
+    output, hlo_text = run(four_devices)
     assert error(output, run(None)[0]) <= MAX_ERROR
     module = parse(hlo_text)
     loops = [each for part in module.computations.values() for each in part.instructions if each.opcode == "while"]
