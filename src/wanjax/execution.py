@@ -210,7 +210,7 @@ class ShapesKey(NamedTuple):
     """The shapes, types and shardings of a program's arguments, as a hashable key."""
 
     tree: PyTreeDef
-    leaves: tuple[tuple[tuple[int, ...], jnp.dtype, NamedSharding | None], ...]
+    leaves: tuple[tuple[tuple[int, ...], np.dtype, NamedSharding | None], ...]
 
     @property
     def shapes(self) -> Shapes:
