@@ -29,7 +29,6 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from jax.tree_util import PyTreeDef
 
 from wanjax.compile_cache.cache import compile_cache, without_cache
 from wanjax.compile_cache.compilations import report_loaded, report_refused, report_waiting
@@ -209,8 +208,8 @@ class Strategy(ABC):
 class ShapesKey(NamedTuple):
     """The shapes, types and shardings of a program's arguments, as a hashable key."""
 
-    tree: PyTreeDef
-    leaves: tuple[tuple[tuple[int, ...], np.dtype, NamedSharding | None], ...]
+    tree: Any  # a PyTreeDef
+    leaves: tuple[tuple[tuple[int, ...], Any, NamedSharding | None], ...]
 
     @property
     def shapes(self) -> Shapes:
