@@ -238,12 +238,14 @@ def test_a_plan_and_the_run_trace_a_program_once(compile_context):
     counted = program_of(recorded, {})
     Trace().call(counted, compile_context, None, x)
     Trace().call(counted, compile_context, None, x)
-    Execute().call(counted, compile_context, None, x)
+    execution.EXECUTE.call(counted, compile_context, None, x)
     assert traces == [(3,)]
-    Execute().call(counted, compile_context, None, jnp.ones(4))
+    execution.EXECUTE.call(counted, compile_context, None, jnp.ones(4))
     set_rejected({"flash": "it gave wrong values"})  # another kernel may be selected
     try:
         Trace().call(counted, compile_context, None, x)
     finally:
         set_rejected({})
     assert traces == [(3,), (4,), (3,)]
+    Execute().call(counted, compile_context, None, x)  # a new strategy has traced nothing
+    assert len(traces) == 4

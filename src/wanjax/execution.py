@@ -239,21 +239,10 @@ def _shape(x: Any, partitioner: Partitioner) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def trace_program(
-    program: Program, compile_context: CompileContext, static: Any, shapes_key: ShapesKey
-) -> TracedProgram:
-    """Trace a program.
-
-    The last programs are kept, so that a plan, compiling ahead and the run itself trace each program only once.
-    """
-    return _trace_program(program, compile_context, static, shapes_key, tuple(rejected_kernels()))
-
-
-@lru_cache(maxsize=MAX_TRACED_PROGRAMS)
 def _trace_program(
     program: Program, compile_context: CompileContext, static: Any, shapes_key: ShapesKey, rejected: tuple[str, ...]
 ) -> TracedProgram:
-    """Trace a program. Tracing selects kernels, so the key contains the rejected kernels."""
+    """Trace a program. Tracing selects kernels, so the rejected kernels are part of a key."""
     return TracedProgram(program, compile_context, static, shapes_key.shapes)
 
 
@@ -274,6 +263,7 @@ class Execute(Strategy):
         self.executables = executables
         self._compiled: dict[Any, Future[Callable[..., Any]]] = {}
         self._accepted_options: dict[Any, dict[str, Any]] = {}
+        self._trace_program = lru_cache(MAX_TRACED_PROGRAMS)(_trace_program)
         self._lock = Lock()
         self._begin_ahead: Callable[[], Mapping[Any, TracedProgram]] | None = None
 
@@ -285,8 +275,15 @@ class Execute(Strategy):
         shapes_key = _shapes_key(arguments, compile_context)
         key = (*_options_key(program, compile_context), static, shapes_key)
         return self._get_or_compile(
-            key, program, compile_context, lambda: trace_program(program, compile_context, static, shapes_key)
+            key, program, compile_context, lambda: self.trace(program, compile_context, static, shapes_key)
         )(*arguments)
+
+    def trace(
+        self, program: Program, compile_context: CompileContext, static: Any, shapes_key: ShapesKey
+    ) -> TracedProgram:
+        """Trace a program. The last programs are kept, so that a plan, compiling ahead and the run itself trace each
+        program only once."""
+        return self._trace_program(program, compile_context, static, shapes_key, tuple(rejected_kernels()))
 
     def compile(
         self, *traced_programs: TracedProgram, on_start: Callable[[int, int], Any] = lambda number, total: None
@@ -436,7 +433,7 @@ class Execute(Strategy):
     def clear_programs(self) -> None:
         """Drop all compiled and traced programs and free their memory."""
         self._compiled.clear()
-        _trace_program.cache_clear()
+        self._trace_program.cache_clear()
         jax.clear_caches()
 
 
@@ -530,7 +527,7 @@ class Trace(Strategy):
         shapes_key = _shapes_key(arguments, compile_context)
         key = (program, compile_context, static, shapes_key, self._stage)
         if key not in self._stage_programs:
-            traced_program = trace_program(program, compile_context, static, shapes_key)
+            traced_program = EXECUTE.trace(program, compile_context, static, shapes_key)
             self._stage_programs[key] = StageProgram(traced_program, self._stage)
         entry = self._stage_programs[key]
         entry.calls += 1

@@ -219,9 +219,7 @@ def test_a_video_is_reproduced_to_the_bit(text_model):
         assert read_metadata("three.mp4") == read_metadata("one.mp4")
 
 
-@pytest.mark.parametrize(
-    "options", ["", *(pytest.param(x, marks=pytest.mark.slow) for x in ("--tile", "--windows 2 --match colour"))]
-)
+@pytest.mark.parametrize("options", quick(["--windows 2 --match colour"], ["", "--tile", "--windows 2 --match colour"]))
 def test_the_printed_command_makes_the_video_again(image_model, options):
     Image.new("RGB", (32, 16), "red").save("picture.png")
     inputs = ("--model", image_model, "--image", "picture.png")

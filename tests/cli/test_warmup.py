@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support import tiny
+from tests.support.quick import quick
 from tests.support.warm import cached_program_names, wanjax
 from wanjax.media import stage_files
 from wanjax.media.metadata import load_settings
@@ -84,9 +85,9 @@ MODELS = {
 MESHES = {"dp=2,tp=2": 4, "sp=2": 2}
 
 
-@pytest.mark.slow  # `test_a_second_process_compiles_nothing` has a quick test with one device
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "mesh"), quick([("nano", "dp=2,tp=2")], [(model, mesh) for model in MODELS for mesh in MESHES])
+)
 def test_a_second_process_compiles_nothing_on_a_mesh(model, mesh, tmp_path):
     write_checkpoint = MODELS[model]
     name = model if write_checkpoint is None else str(write_checkpoint(tmp_path / "model"))

@@ -67,7 +67,6 @@ def call_in_new_process(
 ) -> tuple[list[float], list[Compilation]]:
     """Call a program in a new `Execute`, as another process does; return its result and the compilations."""
     execute = Execute(cache)
-    execute.clear_programs()  # another process has traced nothing
     compile_context = CompileContext(partitioner or one_device_partitioner())
     with compilations() as events:
         result = execute.call(program, compile_context, static, (np.zeros(2, np.float32), np.ones(1, np.float32)))

@@ -107,6 +107,11 @@ def check_strength(model: str, request: "VideoRequest") -> None:
         raise strength_without_video(strength)
 
 
+def _first_model_with(input_name: str) -> str | None:
+    """Return the first listed model that takes an input."""
+    return next((name for name, entry in listed_models().items() if input_name in entry["takes"]), None)
+
+
 def check(model: str, request: "VideoRequest", *, is_complete: bool = False) -> None:
     """Raise WanjaxError for settings and inputs that a listed model does not take, before JAX is imported.
 
@@ -142,5 +147,5 @@ def check(model: str, request: "VideoRequest", *, is_complete: bool = False) -> 
         listed_model["name"],
         listed_model["task"],
         specs,
-        lambda input: next((name for name, entry in listed_models().items() if input in entry["takes"]), None),
+        _first_model_with,
     )

@@ -320,7 +320,8 @@ def complete_settings(request: VideoRequest, pipe: Pipeline, files: Mapping[str,
         raise SettingError(f"{side} is given alone: give size, or both height and width", side)
     grid = {"spatial": pipe.model.spec.size_multiple, "temporal": pipe.model.vae.temporal_factor}
     with _reporting_length_errors(fields, pipe):  # checked before pictures are resized to this size
-        limits.check(pipe.defaults.updated(settings), **grid)
+        requested = pipe.defaults.updated(settings)
+        limits.check(requested, **grid)
     try:
         # only one request's clips are in memory at a time; its warnings become notes when the video is made
         with DECODE_LOCK, noting_warnings(lambda message: None):
@@ -331,9 +332,8 @@ def complete_settings(request: VideoRequest, pipe: Pipeline, files: Mapping[str,
         raise renamed from error
     with _reporting_length_errors(fields, pipe):
         limits.check(complete, **grid)
-    requested_cache = pipe.defaults.updated(settings).cache
-    if isinstance(requested_cache, AutoRule) and complete.cache == NONE:
-        return replace(complete, cache=requested_cache)  # the worker's warning that nothing is reused becomes a note
+    if isinstance(requested.cache, AutoRule) and complete.cache == NONE:
+        return replace(complete, cache=requested.cache)  # the worker's warning that nothing is reused becomes a note
     return complete
 
 
