@@ -65,6 +65,12 @@ def test_a_call_suggests_its_keywords(pipe):
     assert error_message(pipe, seconds=1) == "'seconds' is not a keyword here: use frames; fps frames make a second"
 
 
+@pytest.mark.parametrize("method", ["encode", "encode_prompts"])
+def test_a_method_of_one_prompt_says_so(pipe, method):
+    with unchecked(), pytest.raises(SettingError, match="one text.*'a red circle'.*for each prompt"):
+        getattr(pipe, method)(["a red circle"])
+
+
 def test_a_method_suggests_its_keywords(pipe):
     settings = pipe.settings()
     assert has_line_with_words(error_message(pipe.encode_prompts, negative="a dog"), "'negative' negative_prompt")

@@ -107,6 +107,11 @@ def test_a_size_that_crops_much_of_a_picture_gives_a_warning():
         pipe.prepare(image=picture, **keywords)
 
 
+def test_resize_without_a_picture_gives_a_warning():
+    with pytest.warns(WanjaxWarning, match="resize pad has no effect without a picture"):
+        wanjax.load("nano").prepare(prompt="a red circle", resize="pad")
+
+
 def test_a_clip_with_windows_is_noted():
     """Later windows continue the video, and do not follow the clip."""
     with pytest.warns(WanjaxWarning, match=line_with_words("only first 3 windows clip continue")):

@@ -385,8 +385,8 @@ class Pipeline(metaclass=OtherNamesAdvice):
 
         Warns:
             WanjaxWarning: Both `image` and `video` are given (the warning says how the model uses each), a video of
-                several windows starts from a clip, or no size is given and the model's nearest size cuts off more than
-                a twentieth of the picture.
+                several windows starts from a clip, no size is given and the model's nearest size cuts off more than a
+                twentieth of the picture, or `resize` is given without a picture.
         """
         spec = self.model.spec
         settings = {
@@ -416,6 +416,9 @@ class Pipeline(metaclass=OtherNamesAdvice):
         video_settings = video_settings.updated(shape)
         if "height" in shape and (cropping := _describe_cropping(pictures, video_settings)):
             warnings.warn(cropping, WanjaxWarning, stacklevel=user_stack_level())
+        if not pictures and video_settings.resize != self.defaults.resize:
+            message = f"resize {video_settings.resize} has no effect without a picture or a clip"
+            warnings.warn(message, WanjaxWarning, stacklevel=user_stack_level())
         self.check_memory(video_settings)
         return pictures, video_settings
 

@@ -21,9 +21,11 @@ Shape = tuple[int | None, ...]  # an axis of any size is None
 
 
 def checked_prompt(prompt: Any) -> str:
-    """Return a prompt; raise SettingError if it is None. For other settings, None means the default."""
+    """Return a prompt; raise SettingError if it is None or a list. For other settings, None means the default."""
     if prompt is None:
         raise SettingError('prompt must be a text, got None: give "" for a video without a prompt', "prompt")
+    if isinstance(prompt, list | tuple):
+        raise SettingError(f"prompt must be one text, got {repr_short(prompt)}: call this for each prompt", "prompt")
     return prompt
 
 
