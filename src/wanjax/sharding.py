@@ -266,16 +266,36 @@ def num_shards(axes: Axes, shape: Sequence[int]) -> int:
     return prod(partitioner.axis_size(mesh_axes) for mesh_axes in partitioner.activation_spec(axes, shape))
 
 
-def shard_tokens(x: jax.Array, axes: Axes) -> jax.Array:
-    """Pad the axis `length` with zero tokens to a multiple of the number of devices, and shard it.
+def padded_length(length: int, *, room: int = 0) -> int:
+    """Return the number of tokens to which `shard_tokens` pads this number: a multiple of the number of devices.
 
-    Attention then needs the number of real tokens, as its argument `kv_length`.
+    Args:
+        length: The number of tokens.
+        room: If tokens are sharded over `tp`, the padding has room for this many tokens, padded in the same way.
     """
     partitioner = current_partitioner()
-    axis, num_devices = list(axes).index("length"), partitioner.axis_size(("sp", "tp"))
-    is_long = x.shape[axis] >= TILE_ROWS**2 * num_devices  # padding to full tiles then adds at most one sixteenth
+    num_devices = partitioner.axis_size(("sp", "tp"))
     has_all_to_all = partitioner.axis_size("tp") > 1  # an all-to-all concatenates shards, which is faster in full tiles
-    return constrain(pad_to(x, axis, TILE_ROWS * num_devices if is_long and has_all_to_all else num_devices), axes)
+    is_long = length >= TILE_ROWS**2 * num_devices  # padding to full tiles then adds at most one sixteenth
+    multiple = TILE_ROWS * num_devices if is_long and has_all_to_all else num_devices
+    if room and has_all_to_all:
+        length += padded_length(room)
+    return length + -length % multiple
+
+
+def shard_tokens(x: jax.Array, axes: Axes, *, length: int | None = None) -> jax.Array:
+    """Pad the axis `length` with zero tokens, and shard it.
+
+    Attention then needs the number of real tokens, as its argument `kv_length`.
+
+    Args:
+        x: The array.
+        axes: The logical names of its axes.
+        length: The length to which the axis is padded; `padded_length` by default.
+    """
+    axis = list(axes).index("length")
+    padding = (length or padded_length(x.shape[axis])) - x.shape[axis]
+    return constrain(jnp.pad(x, [(0, padding if i == axis else 0) for i in range(x.ndim)]) if padding else x, axes)
 
 
 def is_offloadable(axes: Axes) -> bool:

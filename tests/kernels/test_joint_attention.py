@@ -19,6 +19,7 @@ from wanjax.sharding import (
     SHARDING_RULES,
     Partitioner,
     make_mesh,
+    padded_length,
     shard_tokens,
     use_partitioner,
 )
@@ -46,10 +47,12 @@ def exact_output(q, k, v, window=None, texts=TEXTS):
     return exact(q, k, v, key_mask=mask, bias=np.where(np.isinf(hidden), -1e30, 0)[None, None])
 
 
-def attend(q, k, v, texts, *, window=None, partitioner=None, name="chunked", config=None):
+def attend(q, k, v, texts, *, window=None, partitioner=None, name="chunked", config=None, has_room=False):
     with use_partitioner(partitioner or ONE_DEVICE_PARTITIONER):
+        axes = ("batch", "length", None, None)
+        length = padded_length(VIDEO, room=q.text.shape[1] if has_room else 0)
         q, k, v = (
-            VideoTextPair(*(shard_tokens(x, ("batch", "length", None, None)) for x in pair)) for pair in (q, k, v)
+            VideoTextPair(shard_tokens(x.video, axes, length=length), shard_tokens(x.text, axes)) for x in (q, k, v)
         )
         kernel = partial(_attend_on_one_device, name=name, key_mask=None, scale=q.video.shape[3] ** -0.5)
         kernel = partial(kernel, bias=None, config=config)
@@ -123,15 +126,17 @@ def test_gradients_equal_those_of_the_reference(name, window):
 MESHES = on_meshes(((1, 1, 8), "fsdp"), ((2, 2, 2), "tp"))
 
 
+@pytest.mark.parametrize("has_room", [False, True], ids=["", "text in the padding"])
 @pytest.mark.parametrize("window", [None, MASK], ids=["dense", "radial"])
 @pytest.mark.parametrize(("axes", "rules"), MESHES)
-def test_several_devices_give_the_exact_result(axes, rules, window):
+def test_several_devices_give_the_exact_result(axes, rules, window, has_room):
     """No axis divides the number of tokens, and on some meshes none divides the heads."""
     q, k, v = operands(heads=4, size=8)
     if axes[0] > 1:
         q, k, v = (jax.tree.map(lambda x: np.resize(x, (axes[0], *x.shape[1:])), pair) for pair in (q, k, v))
     texts = np.resize(TEXTS, len(q.video))
-    out = run(q, k, v, window, texts, partitioner=Partitioner(make_mesh(*axes), SHARDING_RULES[rules]))
+    partitioner = Partitioner(make_mesh(*axes), SHARDING_RULES[rules])
+    out = run(q, k, v, window, texts, partitioner=partitioner, has_room=has_room)
     assert error(out, exact_output(q, k, v, window, texts)) <= BOUND["float32"]
 
 

@@ -18,12 +18,15 @@ def patch_grid(x: Float[Array, "B T H W C"], patch: Size) -> Size:
     return frames // patch[0], height // patch[1], width // patch[2]
 
 
-def patchify(x: Float[Array, "B T H W C"], patch: Size, channels: int | None = None) -> Float[Array, "B L E"]:
+def patchify(
+    x: Float[Array, "B T H W C"], patch: Size, channels: int | None = None, *, length: int | None = None
+) -> Float[Array, "B L E"]:
     """Split latents into patches, one per token.
 
     Tokens are in the order T, H, W. The values of a token are in the order T, H, W, C. On several devices, zero tokens
     are appended, so that every device has the same number of tokens. Raises WanjaxError if x does not have `channels`
     channels, or if its sizes are not multiples of the patch. If `channels` is None, any number of channels is accepted.
+    `length` is that of `sharding.shard_tokens`.
     """
     if channels not in (None, x.shape[-1]) or any(size % part for size, part in zip(x.shape[1:4], patch, strict=True)):
         patch_text, expected_channels = "×".join(map(str, patch)), channels or x.shape[-1]
@@ -35,7 +38,7 @@ def patchify(x: Float[Array, "B T H W C"], patch: Size, channels: int | None = N
     pt, ph, pw = patch
     x = x.reshape(batch, frames // pt, pt, height // ph, ph, width // pw, pw, channels)
     x = jnp.transpose(x, (0, 1, 3, 5, 2, 4, 6, 7))  # [B T H W pt ph pw C]
-    return shard_tokens(x.reshape(batch, -1, pt * ph * pw * channels), ("batch", "length", None))
+    return shard_tokens(x.reshape(batch, -1, pt * ph * pw * channels), ("batch", "length", None), length=length)
 
 
 def unpatchify(x: Float[Array, "B L E"], grid: Size, patch: Size) -> Float[Array, "B T H W C"]:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32
 from wanjax.kernels import rotary_heads
 from wanjax.kernels.rotary_heads import head_normed_rotary, normed_rotary
 from wanjax.layers.norms import inverse_rms
-from wanjax.sharding import shard_tokens
+from wanjax.sharding import padded_length, shard_tokens
 
 
 @jax.tree_util.register_dataclass
@@ -56,6 +56,7 @@ def rope_3d(
     *,
     positions: Sequence[Float[np.ndarray, " _L"]] | None = None,
     unrotated: int = 0,
+    room: int = 0,
 ) -> Rope:
     """Return the tables for a `grid` of tokens in the order T, H, W, followed by `unrotated` tokens.
 
@@ -65,16 +66,19 @@ def rope_3d(
         theta: The base of the frequencies.
         positions: The positions along each axis; None counts from 0.
         unrotated: The number of tokens after the grid that do not rotate.
+        room: As in `sharding.padded_length`.
     """
     axis_positions = positions or [np.arange(size) for size in grid]
     return rope_from_angles(
-        [angles(x, channels, theta) for x, channels in zip(axis_positions, axes, strict=True)], unrotated=unrotated
+        [angles(x, channels, theta) for x, channels in zip(axis_positions, axes, strict=True)],
+        unrotated=unrotated,
+        room=room,
     )
 
 
-def rope_from_angles(axis_angles: Sequence[Angles], *, unrotated: int = 0) -> Rope:
+def rope_from_angles(axis_angles: Sequence[Angles], *, unrotated: int = 0, room: int = 0) -> Rope:
     """Compute the tables for tokens in the order T, H, W from the angles along each axis. The tables end with
-    `unrotated` tokens.
+    `unrotated` tokens. `room` is that of `sharding.padded_length`.
 
     If a program calls this function, only the angles are constants or arguments of the program, not the larger tables.
     """
@@ -87,7 +91,7 @@ def rope_from_angles(axis_angles: Sequence[Angles], *, unrotated: int = 0) -> Ro
         rows = jnp.concatenate(broadcast, axis=-1).reshape(prod(grid), -1)
         if unrotated:
             rows = jnp.concatenate([rows, jnp.full((unrotated, rows.shape[1]), identity, jnp.float32)])
-        return shard_tokens(rows, ("length", None))
+        return shard_tokens(rows, ("length", None), length=padded_length(len(rows), room=room))
 
     cos, sin = (x.cos for x in axis_angles), (x.sin for x in axis_angles)
     return Rope(table(cos, 1.0), table(sin, 0.0), prod(grid) + unrotated)

@@ -7,6 +7,9 @@ valid keys are the first keys of the sequence. Their number depends on the lengt
 On several devices, tokens of video and text are exchanged for heads over `tp`. Each device then concatenates video and
 text. Over `sp`, each device computes its own queries, and gathers the keys of all devices. A window needs all queries
 in their order, so with a window tokens are exchanged for heads over `sp` too.
+
+If the video's padding has room for the text (`sharding.shard_tokens`), the text is written there. Concatenation would
+copy the video's queries, keys and values.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,10 +65,9 @@ def attention(
             video_queries = q.video.shape[1]
             k, v = jax.tree.map(lambda x: jax.lax.all_gather(x, gather_axes, axis=1, tiled=True), (k, v))
         attend_jointly = partial(kernel, kv_length=length + text_lengths, window=window)
-        joint_qkv = (_concatenate_video_and_text(x, n) for x, n in ((q, video_queries), (k, length), (v, length)))
+        joint_qkv = (_join(x, n, window) for x, n in ((q, video_queries), (k, length), (v, length)))
         out, weights = gather_while_computing(pending, weights, partitioner, attend_jointly, *joint_qkv)
-        video = pad_to(out[:, :video_queries], 1, q.video.shape[1])  # later queries are padding
-        out = VideoTextPair(video, out[:, video_queries:])
+        out = _split(out, video_queries, *(x.shape[1] for x in q))
         return jax.tree.map(lambda x: heads_to_tokens(x, heads, num_devices, exchange_axes), out), weights
 
     pair_spec = VideoTextPair(PartitionSpec(*placement), PartitionSpec(*placement))
@@ -73,12 +75,25 @@ def attention(
     return shard_map_with_weights(partitioner, attend, specs, pair_spec)(q, k, v, text_lengths)
 
 
-def _concatenate_video_and_text(x: VideoTextPair, length: int) -> Float[Array, "B _L N D"]:
-    """Concatenate the first `length` tokens of a video and all tokens of its text.
+def _join(x: VideoTextPair, length: int, window: Any) -> Float[Array, "B _L N D"]:
+    """Return the first `length` tokens of a video, followed by all tokens of its text. If the text is written into the
+    video's padding, padding may follow. With a window, no padding may follow.
 
     The heads are merged into the channels before. With an axis of heads, a TPU would copy the arrays once more.
     """
     heads = x.video.shape[2]
     video, text = (stream.reshape(*stream.shape[:2], -1) for stream in x)
-    joint = jnp.concatenate([video[:, :length], text], axis=1)
+    if window is None and length + text.shape[1] <= video.shape[1]:
+        joint = jax.lax.dynamic_update_slice_in_dim(video, text, length, axis=1)
+    else:
+        joint = jnp.concatenate([video[:, :length], text], axis=1)
     return joint.reshape(*joint.shape[:2], heads, -1)
+
+
+def _split(x: Float[Array, "B _L N D"], length: int, video_length: int, text_length: int) -> VideoTextPair:
+    """Invert `_join` for a video of `video_length` tokens, of which the first `length` are real. The values of its
+    padding are finite, and do not matter."""
+    heads, joint = x.shape[2], x.reshape(*x.shape[:2], -1)
+    text = joint[:, length : length + text_length]
+    video = joint if joint.shape[1] == video_length else pad_to(joint[:, :length], 1, video_length)
+    return VideoTextPair(*(stream.reshape(*stream.shape[:2], heads, -1) for stream in (video, text)))

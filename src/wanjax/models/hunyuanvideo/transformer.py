@@ -8,6 +8,7 @@ matter. Its real tokens come first, so that their number determines which tokens
 diffusers' models/transformers/transformer_hunyuan_video15.py. It has another order of tokens, with the same result.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -255,9 +256,13 @@ class HunyuanVideoTransformer(nnx.Module):
         """The number of tokens along frames, height and width."""
         return patch_grid(latents, PATCH)
 
-    def rope(self, grid: tuple[int, int, int]) -> Rope:
-        """Compute the tables of RoPE for a grid of tokens."""
-        return rope_3d(grid, self.config.rope_channels, self.config.rope_theta)
+    def rope(self, grid: tuple[int, int, int], contexts: Sequence[Context] = ()) -> Rope:
+        """Compute the tables of RoPE for a grid of tokens.
+
+        The tables, and so the video, are padded so that joint attention can write the text of each context there.
+        """
+        room = max((context.mask.shape[1] for context in contexts), default=0)
+        return rope_3d(grid, self.config.rope_channels, self.config.rope_theta, room=room)
 
     def mask(self, grid: tuple[int, int, int]) -> Radial | None:
         """Return the mask of radial joint attention over a grid of tokens, or None for dense attention.
@@ -274,14 +279,15 @@ class HunyuanVideoTransformer(nnx.Module):
         assert t_next is not None, "a network with meanflow needs t_next"
         return time + self.next_time_embed(t_next)
 
-    def embed(self, latents: Float[Array, "B T H W C"], t: Float[Array, "B"], context: Context) -> Streams:
-        """Compute both streams before the first block."""
+    def embed(self, latents: Float[Array, "B T H W C"], t: Float[Array, "B"], context: Context, rope: Rope) -> Streams:
+        """Compute both streams before the first block. The video is padded as the tables of `rope` are."""
         prompt = self.refiner(
             context.prompt, context.repeat_per_text(t), context.mask[:, : context.prompt.tokens.shape[1]]
         )
         text = jnp.concatenate([self._add_kind(prompt, PROMPT), context.extra_tokens.astype(prompt.dtype)], axis=1)
         text = move_real_tokens_first(text, context.mask)
-        x = self.patch_embed(patchify(latents.astype(self.dtype), PATCH, self.config.channels_in))  # [B L E]
+        patches = patchify(latents.astype(self.dtype), PATCH, self.config.channels_in, length=len(rope.cos))
+        x = self.patch_embed(patches)  # [B L E]
         return Streams(x, shard_tokens(text, ("batch", "length", None)))
 
     def head(self, x: Tokens, time: Time, grid: tuple[int, int, int]) -> Float[Array, "B T H W C"]:
@@ -319,14 +325,14 @@ class HunyuanVideoTransformer(nnx.Module):
             WanjaxError: The latents have another number of channels.
         """
         context = context if isinstance(context, tuple) else self.context(context, text_mask)
-        rope, t = rope or self.rope(self.grid(latents)), broadcast_timesteps(t, len(latents))
+        rope, t = rope or self.rope(self.grid(latents), [context]), broadcast_timesteps(t, len(latents))
         t_next = None if t_next is None else broadcast_timesteps(t_next, len(latents))
         time, last_index = self.time(t, t_next), self.config.layers - 1
 
         def run(mask: Radial | None, block: Block, streams: Streams) -> Streams:
             return block(streams, time, rope, context, mask)
 
-        streams = self.embed(latents, t, context)
+        streams = self.embed(latents, t, context, rope)
         for part in cache.parts(self.config.layers, 1 if mask else 0, last_index):
             streams, apply = cache.before(part, streams), partial(run, mask if part.start else None)
             if part.start == last_index:

@@ -169,4 +169,4 @@ def make_context(
         prompts, negatives = group_prompts(cut_texts, groups)[0], group_prompts((cut_texts[1], cut_texts[1]), groups)[0]
         prompts_and_negatives = Text(*map(jnp.concatenate, zip(prompts, negatives, strict=True)))
         contexts = (context(prompts_and_negatives)._replace(nag=nag), *contexts[1:])
-    return contexts, Shared(transformer.rope(transformer.grid(x)), first_frame)
+    return contexts, Shared(transformer.rope(transformer.grid(x), contexts), first_frame)
