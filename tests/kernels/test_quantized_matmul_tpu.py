@@ -182,6 +182,19 @@ def test_a_product_norms_and_rotates_its_heads(channels, rotates, parts, number_
         assert error(y.astype(jnp.float32), expected) <= 2 * ROUNDED_INPUT_BOUND[dtype]  # bfloat16 is rounded twice
 
 
+@pytest.mark.parametrize("parts", quick([4], [1, 2, 4]))
+def test_values_are_written_in_groups_of_heads(parts):
+    """Values have no norm. They are equal to those of a product in one group, bit for bit."""
+    x, (weight, bias) = outliers(0, 2, 100, 512, dtype="bfloat16"), weight_and_bias(columns=512)
+    options = {"hadamard_size": 64, "activations": "int8", "dtype": jnp.dtype("bfloat16")}
+    expected = run(x, weight, bias, dtype="bfloat16", tiles=SMALL)
+    kernel = partial(tpu.quantized_heads, norm=None, parts=parts, tiles=SMALL, interpret=True)
+    np.testing.assert_array_equal(jax.jit(partial(kernel, **options))(x, weight, bias), expected)
+    for call in (quantized_heads, partial(reference.quantized_heads, norm=None)):
+        y = jax.jit(partial(call, **options))(x, weight, bias)
+        assert error(y.astype(jnp.float32), formula(x, weight, bias, 64, "int8")) <= ROUNDED_INPUT_BOUND["bfloat16"]
+
+
 @pytest.mark.parametrize("separate_pass", [False, True])
 def test_a_product_includes_the_norms_before_and_after(separate_pass, monkeypatch):
     """Rows may have any root mean square: the third row is a thousandth of the others, and the fourth is zero."""

@@ -67,7 +67,7 @@ def test_a_call_suggests_its_keywords(pipe):
 
 @pytest.mark.parametrize("method", ["encode", "encode_prompts"])
 def test_a_method_of_one_prompt_says_so(pipe, method):
-    with unchecked(), pytest.raises(SettingError, match="one text.*'a red circle'.*for each prompt"):
+    with unchecked(), pytest.raises(SettingError, match=r"one text.*'a red circle'.*for each prompt"):
         getattr(pipe, method)(["a red circle"])
 
 

@@ -72,10 +72,10 @@ class QuantizedLinear(GatherableProjection, nnx.Module):
         y = quantized_matmul(inputs, *self.operands(tokens), hadamard_size=self.hadamard_size, **self.options, **fused)
         return constrain(y, ("batch", "length", self.axis)) if tokens else y
 
-    def norm_and_rotate(
-        self, inputs: jax.Array | QuantizedRows, norm: RMSNormRotary, norm_eps: float, **fused: Any
+    def to_heads(
+        self, inputs: jax.Array | QuantizedRows, norm: RMSNormRotary | None = None, norm_eps: float = 0.0, **fused: Any
     ) -> jax.Array:
-        """Compute the projection of tokens to queries or keys, with their norm and rotation."""
+        """Compute the projection of tokens to queries or keys, with their norm and rotation, or to values."""
         options = self.options | {"hadamard_size": self.hadamard_size, "norm_eps": norm_eps}
         y = quantized_heads(inputs, *self.operands(True), norm, **options, **fused)
         return constrain(y, ("batch", "length", self.axis))

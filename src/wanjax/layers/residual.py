@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float32
 
 from wanjax.kernels.quantized_matmul import GatedSum, QuantizedRows, RMSNormRotary
 from wanjax.kernels.quantized_matmul import Modulation as NormModulation
+from wanjax.kernels.rotary_heads import pack_for_all_to_all
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.modulation import SecondMask, gated_add, modulate
 from wanjax.layers.norms import expand_to_rank
@@ -143,12 +144,25 @@ def project_heads(
     if quantizes_tokens(projection):
         tables = () if rope is None else (rope.cos, rope.sin)
         norm_rotary = RMSNormRotary(norm.scale[...], *tables)
-        return run_fused(partial(layer.norm_and_rotate, norm=norm_rotary, norm_eps=norm.epsilon), inputs, None)
+        return run_fused(partial(layer.to_heads, norm=norm_rotary, norm_eps=norm.epsilon), inputs, None)
     y = layer(compute_norm(inputs))
     if norm.scale.shape[-1] == y.shape[-1]:
         return norm(y) if rope is None else norm_and_rope(y, norm, rope)
     heads = norm(split_heads(y, y.shape[-1] // norm.scale.shape[-1]))
     return join_heads(heads if rope is None else apply_rotary(heads, rope))
+
+
+def project_values(projection: nnx.Module, inputs: Inputs | NormedTokens) -> Tokens:
+    """Compute values. If an all-to-all will send their heads, order them in memory by destination device.
+
+    Args:
+        projection: The projection.
+        inputs: The tokens, or the result of `shared_input`.
+    """
+    layer: Any = projection
+    if quantizes_tokens(projection):
+        return run_fused(layer.to_heads, inputs, None)
+    return pack_for_all_to_all(layer(compute_norm(inputs)))
 
 
 def run_fused(kernel: Callable[..., Any], inputs: Inputs | NormedTokens, residual: Residual | None) -> Any:

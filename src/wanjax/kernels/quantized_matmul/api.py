@@ -22,7 +22,7 @@ from wanjax.kernels.quantized_matmul.formats import (
     check_hadamard_size,
 )
 from wanjax.kernels.quantized_matmul.operands import GatedSum, Modulation, RMSNormRotary, norm_and_rotate
-from wanjax.kernels.rotary_heads import parts_for_all_to_all
+from wanjax.kernels.rotary_heads import pack_for_all_to_all, parts_for_all_to_all
 from wanjax.kernels.target import target
 
 KERNEL = "quantized_matmul"  # the name of the kernel in `admitted.is_admitted`
@@ -84,9 +84,9 @@ def quantized_heads(
     x: Float[Array, "B L E"] | QuantizedRows,
     weight: QuantizedWeight,
     bias: Float[Array, " _E"] | None,
-    norm: RMSNormRotary,
+    norm: RMSNormRotary | None = None,
     *,
-    norm_eps: float,
+    norm_eps: float = 0.0,
     hadamard_size: int,
     activations: NumberFormat | None,
     dtype: DTypeLike,
@@ -94,15 +94,17 @@ def quantized_heads(
     eps: float = 1e-6,
 ) -> Float[Array, "B L _E"]:
     """Compute queries or keys: a product, its norm over all channels or each head, and the rotation of its heads.
+    Without a norm, compute values.
 
-    On TPUs one kernel computes all three steps, and writes queries and keys to memory only once. The product is rounded
-    to `dtype` before the norm, and the result is rounded again at the end.
+    On TPUs one kernel computes all three steps, and writes the result to memory only once. If an all-to-all will send
+    the heads, the kernel orders them by destination device. The product is rounded to `dtype` before the norm, and the
+    result is rounded again at the end.
 
     Args:
         x: The inputs [B L I], as in `quantized_matmul`.
         weight: The weight [I O].
         bias: The bias [O], or None.
-        norm: The norm and the rotation.
+        norm: The norm and the rotation, or None.
         norm_eps: The epsilon of `norm`.
         hadamard_size: How many input channels of the weight were rotated together; 0 for none.
         activations: The format of the rows of x, or None.
@@ -117,11 +119,14 @@ def quantized_heads(
     dtype = jnp.dtype(dtype)
     _check(x, weight, bias, hadamard_size, activations, dtype)
     options: dict[str, Any] = {"hadamard_size": hadamard_size, "activations": activations, "dtype": dtype, "eps": eps}
-    if activations is not None and uses_kernel(x, weight, hadamard_size, dtype) and tpu.fuses_norm(weight, norm, dtype):
-        parts = 1 if norm.cos is None else parts_for_all_to_all((*_shape(x)[:2], weight.values.shape[1]))
+    is_exchanged = norm is None or norm.cos is not None  # a text's queries and keys have a norm, but no rotation
+    parts = parts_for_all_to_all((*_shape(x)[:2], weight.values.shape[1])) if is_exchanged else 1
+    uses_tpu_kernel = activations is not None and uses_kernel(x, weight, hadamard_size, dtype)
+    if uses_tpu_kernel and (norm is not None or parts > 1) and tpu.fuses_heads(weight, norm, dtype):
         run = partial(tpu.quantized_heads, norm_eps=norm_eps, parts=parts, **options)
         return _without_gradient(run, x, weight, bias, norm, modulation=modulation)
-    return norm_and_rotate(quantized_matmul(x, weight, bias, modulation=modulation, **options), norm, norm_eps)
+    y = quantized_matmul(x, weight, bias, modulation=modulation, **options)
+    return pack_for_all_to_all(y) if norm is None else norm_and_rotate(y, norm, norm_eps)
 
 
 def quantize_tokens(

@@ -46,18 +46,19 @@ def quantized_heads(
     x: Float[Array, "B L E"],
     weight: QuantizedWeight,
     bias: Float[Array, " _E"] | None,
-    norm: RMSNormRotary,
+    norm: RMSNormRotary | None,
     *,
-    norm_eps: float,
+    norm_eps: float = 0.0,
     hadamard_size: int,
     activations: NumberFormat | None,
     dtype: jnp.dtype,
     modulation: Modulation | None = None,
     eps: float = 0.0,
 ) -> Float[Array, "B L _E"]:
-    """Return x · weight + bias, normed over all channels, with rotated heads.
+    """Return x · weight + bias, normed over all channels, with rotated heads. Without a norm, return the product.
 
     The product is rounded to `dtype` before the norm. The result is rounded to `dtype` too.
     """
     options = {"hadamard_size": hadamard_size, "activations": activations, "modulation": modulation, "eps": eps}
-    return norm_and_rotate(quantized_matmul(x, weight, bias, dtype=dtype, **options), norm, norm_eps)
+    y = quantized_matmul(x, weight, bias, dtype=dtype, **options)
+    return y if norm is None else norm_and_rotate(y, norm, norm_eps)

@@ -66,7 +66,7 @@ class Product:
         has_residual: Whether the result is added to a residual.
         gelu: Whether GELU is applied.
         quantizes_result: Whether the result is quantized for the next product.
-        norms_result: Whether whole rows of the result are normed.
+        keeps_rows: Whether whole rows of the result stay in VMEM, to be normed or split into groups of heads.
     """
 
     rows: int
@@ -77,15 +77,15 @@ class Product:
     has_residual: bool = False
     gelu: bool = False
     quantizes_result: bool = False
-    norms_result: bool = False
+    keeps_rows: bool = False
 
     def vmem_bytes(self, tiles: Tiles) -> int:
         """Return the bytes of VMEM that the kernel needs: two buffers of each block, and scratch memory."""
         scales = 3 * 4 * LANES  # three numbers for each row; a number occupies all lanes
         row_bytes = self.depth * (2 * self.itemsize + 1 if self.quantizes else 2) + scales
         result_bytes = 2 if self.quantizes_result else (2 + 2 * self.has_residual) * self.itemsize
-        result_columns = self.columns if self.norms_result else tiles.columns
-        row_bytes += 2 * 2 * 4 * LANES if self.norms_result else 0  # cosines and sines
+        result_columns = self.columns if self.keeps_rows else tiles.columns
+        row_bytes += 2 * 2 * 4 * LANES if self.keeps_rows else 0  # cosines and sines
         scratch = 4 * (
             tiles.input_strip * self.depth * self.quantizes + tiles.strip * tiles.columns * self.quantizes_result
         )
@@ -134,7 +134,7 @@ def _column_sizes(product: Product) -> set[int]:
     if product.quantizes_result:
         sizes = {size for size in range(CHUNK, MAX_QUANTIZED_COLUMNS + 1, CHUNK) if columns % size == 0}
         return {size for size in sizes if column_chunk_size(size) >= min(MIN_COLUMNS, columns)} or sizes
-    if product.norms_result:
+    if product.keeps_rows:
         sizes = {size for size in range(LANES, MAX_COLUMNS + 1, LANES) if columns % size == 0}
         return {size for size in sizes if size >= min(MIN_COLUMNS, columns)} or sizes
     counts = range(ceil_div(columns, MAX_COLUMNS), ceil_div(columns, MIN_COLUMNS) + 1)

@@ -74,12 +74,16 @@ def fuses_mlp(up: QuantizedWeight, down: QuantizedWeight, hadamard_size: int, dt
     return can_quantize and all(default_tiles(product, vmem_bytes() or 0) is not None for product in (first, second))
 
 
-def fuses_norm(weight: QuantizedWeight, norm: RMSNormRotary, dtype: jnp.dtype) -> bool:
-    """Return True if the kernel can norm whole rows of a product in VMEM, and rotate their heads of 128 channels."""
+def fuses_heads(weight: QuantizedWeight, norm: RMSNormRotary | None, dtype: jnp.dtype) -> bool:
+    """Return True if whole rows of a product fit into VMEM, and the kernel can norm them and rotate their heads of 128
+    channels."""
     depth, columns = weight.values.shape
-    product = Product(ROW_TILE, depth, columns, dtype.itemsize, quantizes=True, norms_result=True)
+    product = Product(ROW_TILE, depth, columns, dtype.itemsize, quantizes=True, keeps_rows=True)
+    fits = default_tiles(product, vmem_bytes() or 0) is not None
+    if norm is None:
+        return fits
     can_rotate = norm.cos is None or 2 * norm.cos.shape[1] == LANES
-    return can_rotate and len(norm.scale) in (LANES, columns) and default_tiles(product, vmem_bytes() or 0) is not None
+    return fits and can_rotate and len(norm.scale) in (LANES, columns)
 
 
 def quantized_matmul(
@@ -109,9 +113,9 @@ def quantized_heads(
     x: Float[Array, "B L E"] | QuantizedRows,
     weight: QuantizedWeight,
     bias: Float[Array, " _E"] | None,
-    norm: RMSNormRotary,
+    norm: RMSNormRotary | None,
     *,
-    norm_eps: float,
+    norm_eps: float = 0.0,
     hadamard_size: int,
     activations: NumberFormat,
     dtype: jnp.dtype,
@@ -121,19 +125,22 @@ def quantized_heads(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B L _E"]:
-    """Compute queries or keys: a product, its norm, and the rotation of its heads, while the rows are in VMEM.
+    """Compute queries or keys: a product, its norm, and the rotation of its heads, while the rows are in VMEM. Without
+    a norm, compute values.
 
     The heads are in `parts` groups. Each group is contiguous in memory.
     """
     operands = _input_operands(x, modulation) | _weight_operands(weight, bias)
-    size, columns = len(norm.scale), weight.values.shape[1]
-    operands |= {"norm_scale": jnp.tile(norm.scale.astype(jnp.float32), columns // size)[None]}
-    operands |= {} if norm.cos is None else {"cos": norm.cos, "sin": norm.sin}
-    quantization = Quantization(activations, hadamard_size, None if modulation is None else eps)
-    epilogue = Epilogue(norm_eps=norm_eps, norm_per_head=size < columns, parts=parts)
+    quantization, epilogue = Quantization(activations, hadamard_size, None if modulation is None else eps), Epilogue()
+    if norm is not None:
+        size, columns = len(norm.scale), weight.values.shape[1]
+        operands |= {"norm_scale": jnp.tile(norm.scale.astype(jnp.float32), columns // size)[None]}
+        operands |= {} if norm.cos is None else {"cos": norm.cos, "sin": norm.sin}
+        epilogue = Epilogue(norm_eps=norm_eps, norm_per_head=size < columns)
+    epilogue = epilogue._replace(parts=parts)
 
     def run(operands: Operands) -> Array:
-        product = replace(_sizes(operands, dtype), norms_result=True)
+        product = replace(_sizes(operands, dtype), keeps_rows=True)
         operands, used_tiles = _quantize_rows_separately(operands, product, quantization, dtype, tiles, interpret)
         return concatenate_parts(
             _call(operands, quantization, epilogue, product, used_tiles, dtype, dtype, interpret)[0]

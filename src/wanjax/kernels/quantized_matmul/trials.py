@@ -56,12 +56,13 @@ def _trials() -> Iterator[Trial]:
             quantize_weight(_kernel(10, DEPTH, DEPTH), number_format=weight_format, hadamard_size=HADAMARD_SIZE),
             normal(11, DEPTH),
         )
-        for parts, channels in ((1, LANES), (2, DEPTH)):
+        for parts, channels in ((1, LANES), (2, DEPTH), (2, None)):
             heads = {"norm_eps": EPS, "hadamard_size": HADAMARD_SIZE, **options}
-            operands = x, *square, _heads_norm(x.shape[1], channels)
+            operands = x, *square, None if channels is None else _heads_norm(x.shape[1], channels)
             run = partial(_run, tpu.quantized_heads, operands, heads | {"tiles": TILES, "parts": parts})
             expected = partial(_expected_heads, operands, heads)
-            yield Trial(f"{weight_format}, a norm of {channels} channels, {parts} parts", run, expected, TOLERANCE)
+            norm = "no norm" if channels is None else f"a norm of {channels} channels"
+            yield Trial(f"{weight_format}, {norm}, {parts} parts", run, expected, TOLERANCE)
         mlp = {"hadamard_sizes": (HADAMARD_SIZE, HADAMARD_SIZE), **options, "tiles": TILES}
         run = partial(_run, tpu.quantized_mlp, (x, (weight, bias), down), mlp)
         yield Trial(

@@ -19,7 +19,6 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from wanjax.dims import readable_signature
 from wanjax.kernels.attention import AUTO, AttentionConfig, attention
-from wanjax.kernels.rotary_heads import pack_for_all_to_all
 from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps, checked_text
 from wanjax.layers.guided_attention import apply_nag
 from wanjax.layers.heads import join_heads, split_heads
@@ -29,7 +28,7 @@ from wanjax.layers.modulation import Modulation, modulate
 from wanjax.layers.norms import layer_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh
-from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, shared_input
+from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, project_values, shared_input
 from wanjax.layers.rope import Rope, head_norm_and_rope
 from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache, scan_blocks, stack
 from wanjax.models.cogvideox.config import Grid, TransformerConfig
@@ -81,8 +80,7 @@ class JointAttention(nnx.Module):
         x: Any = shared_input(inputs, self.q, self.k, self.v)
         q = split_heads(head_norm_and_rope(self.q(x), self.q_norm, rope), self.heads)  # [B L N D]
         k = split_heads(head_norm_and_rope(self.k(x), self.k_norm, rope), self.heads)
-        # `pack_for_all_to_all` does not change values; on several TPUs, it orders them in memory for the all-to-all
-        v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
+        v = split_heads(project_values(self.v, x), self.heads)
         y = join_heads(attention(q, k, v, kv_length=rope.length, implementation=self.attention))
         if nag is not None:
             prompt, negative = jnp.split(y, 2)

@@ -18,14 +18,13 @@ from jaxtyping import Array, Bool, Float
 from wanjax.dims import readable_signature
 from wanjax.kernels.attention import kernel_with_lse
 from wanjax.kernels.attention.clip_kv import ClipKV, attention_with_frames, shard_clip_kv, store_clip_kv
-from wanjax.kernels.rotary_heads import pack_for_all_to_all
 from wanjax.layers.embeddings import Timesteps, broadcast_timesteps
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh
 from wanjax.layers.quantized import QuantizedLinear
-from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, project_heads, shared_input
+from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, project_heads, project_values, shared_input
 from wanjax.layers.rope import Rope, rope_3d
 from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache, scan_blocks, scan_with_results
 from wanjax.models.wan.config import AnimateTransformerConfig
@@ -75,7 +74,7 @@ class AnimateSelfAttention(SelfAttention):
         x: Any = shared_input(inputs, self.q, self.k, self.v)
         q = split_heads(project_heads(self.q, x, self.q_norm, rope), self.heads).astype(self.dtype)  # [B L N D]
         k = split_heads(project_heads(self.k, x, self.k_norm, rope), self.heads).astype(self.dtype)
-        v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
+        v = split_heads(project_values(self.v, x), self.heads)
         if clip is None:
             in_int8 = isinstance(self.k, QuantizedLinear) and self.k.activations == "int8"
             stored_kv = store_clip_kv(k, v, rope.length, in_int8=in_int8)

@@ -19,13 +19,12 @@ from jaxtyping import Array, Float
 from wanjax.dims import readable_signature
 from wanjax.kernels.attention import attention_to_cache
 from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache, empty_cache
-from wanjax.kernels.rotary_heads import pack_for_all_to_all
 from wanjax.layers.embeddings import Timesteps, broadcast_timesteps
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh
-from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, project_heads, shared_input
+from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, project_heads, project_values, shared_input
 from wanjax.layers.rope import Angles, Rope, angles, rope_from_angles
 from wanjax.layers.stack import scan_with_results
 from wanjax.models.wan.config import CausalTransformerConfig
@@ -54,7 +53,7 @@ class CausalSelfAttention(AttentionLayer):
         x: Any = shared_input(inputs, self.q, self.k, self.v)
         q = split_heads(project_heads(self.q, x, self.q_norm, rope), self.heads)  # [B L N D]
         k = split_heads(project_heads(self.k, x, self.k_norm, rope), self.heads)
-        v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
+        v = split_heads(project_values(self.v, x), self.heads)
         q, k = q.astype(self.dtype), k.astype(self.dtype)
         options = {"length": rope.length, "implementation": self.attention}
         out, chunk_kv = attention_to_cache(q, k, v, kv_cache, slot, **options)

@@ -21,7 +21,6 @@ from jaxtyping import Array, Float, Float32
 
 from wanjax.dims import readable_signature
 from wanjax.kernels.attention import AUTO, AttentionConfig, Projection, Radial, attention, sparse_linear_attention
-from wanjax.kernels.rotary_heads import pack_for_all_to_all
 from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps, checked_text
 from wanjax.layers.guided_attention import apply_nag
 from wanjax.layers.heads import join_heads, split_heads
@@ -31,7 +30,7 @@ from wanjax.layers.modulation import SecondMask, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh, param
-from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, project_heads, shared_input
+from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, project_heads, project_values, shared_input
 from wanjax.layers.rope import Rope, rope_3d
 from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache, map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import TransformerConfig
@@ -133,8 +132,7 @@ class SelfAttention(AttentionLayer):
         # norm and RoPE are one call, because on TPUs one kernel computes both; two calls would copy q and k twice
         q = split_heads(project_heads(to_q, x, self.q_norm, rope), self.heads)  # [B L N D]
         k = split_heads(project_heads(to_k, x, self.k_norm, rope), self.heads)
-        # `pack_for_all_to_all` does not change values; on several TPUs, it orders them in memory for the all-to-all
-        v = split_heads(pack_for_all_to_all(to_v(x)), self.heads)
+        v = split_heads(project_values(to_v, x), self.heads)
         return project(self.out, self.attend(q, k, v, rope.length, mask), residual), None
 
 
