@@ -60,7 +60,12 @@ def attention(
         text_lengths: Array,
     ) -> tuple[VideoTextPair, Sequence[Array]]:  # fmt: skip
         heads, num_devices, video_queries = q.video.shape[2], partitioner.axis_size(exchange_axes), length
-        q, k, v = jax.tree.map(lambda x: tokens_to_heads(x, num_devices, exchange_axes), (q, k, v))
+        exchange = partial(tokens_to_heads, num_devices=num_devices, axes=exchange_axes)
+        # the texts are exchanged together, and first: later, their exchange would run beside the large product of the
+        # keys or values, which can hide the exchange of a video
+        texts = jnp.split(exchange(jnp.concatenate([x.text for x in (q, k, v)])), 3)
+        videos = (exchange(x.video, after=texts) for x in (q, k, v))
+        q, k, v = map(VideoTextPair, videos, texts)
         if gather_axes:
             video_queries = q.video.shape[1]
             k, v = jax.tree.map(lambda x: jax.lax.all_gather(x, gather_axes, axis=1, tiled=True), (k, v))

@@ -201,17 +201,21 @@ def attention_by_heads(
     return partitioner.shard_map(attend, (spec, spec, spec, PartitionSpec()), spec)(q, k, v, weights)[:, :length]
 
 
-def tokens_to_heads(x: Float[Array, "B L N D"], num_devices: int, axes: Axes = "tp") -> Float[Array, "B _L _N D"]:
+def tokens_to_heads(
+    x: Float[Array, "B L N D"], num_devices: int, axes: Axes = "tp", *, after: Sequence[Array] = ()
+) -> Float[Array, "B _L _N D"]:
     """Exchange tokens for heads by an all-to-all. Each device then has all tokens of some heads.
 
     The number of heads is padded to a multiple of the number of devices. The data for one device, or from one device,
-    is contiguous in memory.
+    is contiguous in memory. The all-to-all starts when the arrays `after` are computed.
     """
     if num_devices == 1:
         return x
     x = pad_to(x, 2, num_devices)
     batch, length, heads, head_dim = x.shape
     parts = jnp.moveaxis(x.reshape(batch, length, num_devices, heads // num_devices * head_dim), 2, 0)
+    if after:
+        parts, *_ = jax.lax.optimization_barrier((parts, *after))
     parts = jax.lax.all_to_all(parts, axes, split_axis=0, concat_axis=0, tiled=True)
     return jnp.moveaxis(parts, 0, 1).reshape(batch, num_devices * length, heads // num_devices, head_dim)
 

@@ -29,7 +29,7 @@ from wanjax.layers.modulation import Modulation, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh, param
-from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, project_heads, shared_input
+from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, project_heads, project_values, shared_input
 from wanjax.layers.rope import Rope, rope_3d
 from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache, scan_blocks, stack
 from wanjax.models.hunyuanvideo.config import TransformerConfig
@@ -120,7 +120,7 @@ class JointAttention(nnx.Module):
         text: Any = shared_input(text_inputs, self.text_q, self.text_k, self.text_v)
         q = split_heads(project_heads(self.q, x, self.q_norm, rope), self.heads)  # [B L N D]
         k = split_heads(project_heads(self.k, x, self.k_norm, rope), self.heads)
-        v = split_heads(self.v(x), self.heads)
+        v = split_heads(project_values(self.v, x), self.heads)
         text_q = split_heads(project_heads(self.text_q, text, self.text_q_norm), self.heads)  # [B S N D]
         text_k = split_heads(project_heads(self.text_k, text, self.text_k_norm), self.heads)
         text_v = split_heads(self.text_v(text), self.heads)
