@@ -184,7 +184,7 @@ def test_each_component_can_have_a_different_dtype(source, tmp_path):
         (("{source}/model_index.json", "{new}"), "model_index.json weights"),
         (("{source}", "{new}", "--revision", "abc"), "hub revision abc"),
         (("{source}", "{source}"), "already new folder"),
-        (("{source}", "{converted}", "--dtype", "bfloat16"), "already other contents"),
+        (("{source}", "{converted}", "--dtype", "bfloat16"), "already other contents another --dtype: new folder"),
         (("{converted}", "{new}"), "--to diffusers"),
         (("{source}", "{new}", "--to", "diffusers"), "--to diffusers already leave out"),
         (("{source}", "--verify"), "no wanjax checkpoint checksums"),

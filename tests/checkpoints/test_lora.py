@@ -148,8 +148,8 @@ def merged(checkpoint, file, tmp_path_factory):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("CHECKPOINT MERGED --lora FILE:2", "already other contents"),
-        ("CHECKPOINT MERGED", "already other contents"),
+        ("CHECKPOINT MERGED --lora FILE:2", "already other contents another --lora: new folder"),
+        ("CHECKPOINT MERGED", "already other contents another --lora: new folder"),
         ("CHECKPOINT MERGED --lora nowhere.safetensors", "no file nowhere.safetensors"),
         ("MERGED --verify --lora FILE", "--lora new"),
     ],

@@ -67,13 +67,24 @@ def test_the_kernel_computes_the_norm_of_each_head_and_rope(size, count, parts, 
     assert error(out, np.asarray(expected, np.float64)) <= bound
 
 
-def test_the_reference_follows_the_formula():
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-6), ("bfloat16", 3e-3)])
+def test_the_kernel_computes_the_rms_norm_of_each_head_and_rope(dtype, bound):
+    x, scale, _, *tables = operands_by_head(2, 300, 4, 128, dtype)
+    call = partial(rotary_heads.call_by_head, eps=1e-6, parts=4, interpret=True)
+    out, expected = jax.jit(lambda *operands: (call(*operands), reference_by_head(*operands)))(x, scale, None, *tables)
+    assert out.dtype == dtype
+    assert error(out, np.asarray(expected, np.float64)) <= bound
+
+
+@pytest.mark.parametrize("norm", ["layer norm", "RMS norm"])
+def test_the_reference_follows_the_formula(norm):
     x, scale, bias, cos, sin = operands_by_head(2, 5, 3, 64, jnp.float32)
+    mean, bias = (None, bias) if norm == "layer norm" else (0.0, None)
     out = np.asarray(jax.jit(partial(rotary_heads.head_normed_rotary, eps=1e-6))(x, scale, bias, cos, sin))
     y = np.asarray(x, np.float64).reshape(2, 5, 3, 64)
-    y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 1e-6) * np.asarray(scale) + np.asarray(
-        bias
-    )
+    y = y - (y.mean(-1, keepdims=True) if mean is None else mean)
+    y = y / np.sqrt((y * y).mean(-1, keepdims=True) + 1e-6) * np.asarray(scale)
+    y = y if bias is None else y + np.asarray(bias)
     rotated = (y[..., :32] + 1j * y[..., 32:]) * (np.asarray(cos) + 1j * np.asarray(sin))[None, :, None]
     assert error(out.reshape(2, 5, 3, 64), np.concatenate([rotated.real, rotated.imag], axis=-1)) <= 1e-6
 
@@ -86,8 +97,10 @@ def test_narrow_heads_use_no_kernel():
     assert (np.asarray(interpreted) == reference).all()
 
 
-def test_the_gradient_by_head_equals_that_of_the_reference():
-    x, *rest = operands_by_head(1, 16, 4, 64, jnp.float32)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_the_gradient_by_head_equals_that_of_the_reference(has_bias):
+    x, scale, bias, *tables = operands_by_head(1, 16, 4, 64, jnp.float32)
+    rest = scale, bias if has_bias else None, *tables
     gradient, expected = (
         jax.jit(jax.grad(lambda x, function=function: jnp.sum(jnp.sin(function(x, *rest)))))(x)
         for function in (norm_and_rope_by_head, reference_by_head)
@@ -103,8 +116,10 @@ MESHES_AND_HEADS = [(*mesh, count) for mesh in MESHES for count in (8, 6)]
     ("axes", "rules", "count"),
     quick([MESHES_AND_HEADS[0], MESHES_AND_HEADS[1], MESHES_AND_HEADS[3], MESHES_AND_HEADS[4]], MESHES_AND_HEADS),
 )
-def test_eight_devices_compute_the_norm_of_each_head(axes, rules, count):
-    options = operands_by_head(2, 16, count, 64, jnp.float32)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_eight_devices_compute_the_norm_of_each_head(axes, rules, count, has_bias):
+    x, scale, bias, *tables = operands_by_head(2, 16, count, 64, jnp.float32)
+    options = x, scale, bias if has_bias else None, *tables
     with use_partitioner(partitioner(axes, rules)):
         out = jax.jit(norm_and_rope_by_head)(*options)
     expected = jax.jit(reference_by_head)(*options)

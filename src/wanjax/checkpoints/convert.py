@@ -174,7 +174,8 @@ class Conversion(ABC):
             if self._is_complete():
                 return False
             if isinstance(self.target, Path) or not self._has_same_request(self.target / REQUEST_FILE):
-                raise WanjaxError(f"{self.target} already exists with other contents: name a new folder")
+                contents = f"other contents{self._describe_difference()}"
+                raise WanjaxError(f"{self.target} already exists with {contents}: name a new folder")
         if isinstance(self.target, RemotePath):
             self.target.check_writable()
         self.source.storage.fetch_all(progress)
@@ -322,6 +323,10 @@ class Conversion(ABC):
         except (OSError, ValueError):
             return False
 
+    def _describe_difference(self) -> str:
+        """Say in which options the request of an existing target differs; return "" if none is known."""
+        return ""
+
     def _begin(self) -> None:
         """Create the folder, empty unless the same conversion started in it; raise OSError if the disk is full."""
         missing, resumes = self.bytes_written - self.bytes_done, self._resumes()
@@ -355,6 +360,10 @@ class Conversion(ABC):
             config = next(config_files, "config.json" if self._is_network(component.kind) else None)
             if config and not (self.partial / name / config).exists():
                 _save_json(self.partial / name / config, component.config())
+
+
+OPTIONS = {"revision": "--revision", "dtypes": "--dtype", PRECISION_ENTRY: "--precision", "loras": "--lora"}
+"""The options of `wanjax convert` by their entries in a request."""
 
 
 class ConversionToWanjax(Conversion):
@@ -434,6 +443,13 @@ class ConversionToWanjax(Conversion):
         if lost_files := [name for name in manifest["files"] if not source.storage.is_available(name)]:
             raise WanjaxError(f"{target / lost_files[0]} is missing: {RECONVERT_ADVICE}")
         return True
+
+    def _describe_difference(self) -> str:
+        if not isinstance(self.target, Path) or not (self.target / MANIFEST).is_file():
+            return ""
+        previous = (open_converted(self.target, self.target).manifest or {})["request"]
+        options = [option for name, option in OPTIONS.items() if previous.get(name) != self._request().get(name)]
+        return f", made with another {' and another '.join(options)}" if options else ""
 
     def _write(self, progress: Callable[[int], object]) -> None:
         for entry in self.networks:

@@ -56,10 +56,10 @@ def with_backward(forward: Callable[..., tuple[Any, Any]], backward: Callable[..
     return run(*operands)
 
 
-def with_gradient(kernel_call: Callable, reference: Callable, *operands: jax.Array) -> jax.Array:
+def with_gradient(kernel_call: Callable, reference: Callable, *operands: jax.Array | None) -> jax.Array:
     """Return the result of `kernel_call(*operands)`, with the gradient of `reference(*operands)`."""
 
-    def forward(*operands: jax.Array) -> tuple[jax.Array, tuple]:
+    def forward(*operands: jax.Array | None) -> tuple[jax.Array, tuple]:
         return kernel_call(*operands), operands
 
     return with_backward(forward, lambda operands, g: jax.vjp(reference, *operands)[1](g), *operands)

@@ -55,14 +55,15 @@ def normed_rotary(
 def head_normed_rotary(
     x: Float[Array, "B L E"],
     scale: Float32[Array, " D"],
-    bias: Float32[Array, " D"],
+    bias: Float32[Array, " D"] | None,
     cos: Float32[Array, "L P"],
     sin: Float32[Array, "L P"],
     *,
     eps: float,
     interpret: bool = False,
 ) -> Float[Array, "B L E"]:
-    """Compute the layer norm of each head of x separately. Then rotate as `normed_rotary` does.
+    """Compute the norm of each head of x separately: a layer norm, or an RMS norm if `bias` is None. Then rotate as
+    `normed_rotary` does.
 
     The kernel supports head sizes that divide 128.
     """
@@ -127,7 +128,7 @@ def reference(
 def reference_by_head(
     x: Float[Array, "B L E"],
     scale: Float32[Array, " D"],
-    bias: Float32[Array, " D"],
+    bias: Float32[Array, " D"] | None,
     cos: Float32[Array, "L P"],
     sin: Float32[Array, "L P"],
     *,
@@ -135,9 +136,11 @@ def reference_by_head(
 ) -> Float[Array, "B L E"]:
     """Compute `head_normed_rotary` in plain JAX. This is the specification of the kernel, and gives its gradient."""
     y = x.astype(jnp.float32).reshape(*x.shape[:2], -1, len(scale))
-    y = y - jnp.mean(y, axis=-1, keepdims=True)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    y = y * scale[None, None, None] + bias[None, None, None]
+    if bias is not None:
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps) * scale[None, None, None]
+    if bias is not None:
+        y = y + bias[None, None, None]
     return apply_rotary(y, cos, sin).astype(x.dtype).reshape(x.shape)
 
 
@@ -168,14 +171,14 @@ def call(
 
 
 def call_by_head(
-    x: Array, scale: Array, bias: Array, cos: Array, sin: Array, *, eps: float, parts: int, interpret: bool
+    x: Array, scale: Array, bias: Array | None, cos: Array, sin: Array, *, eps: float, parts: int, interpret: bool
 ) -> Float[Array, "B L E"]:
     """Call the kernel of `head_normed_rotary`, which writes in the layout of `normed_rotary`."""
-    other_specs = [*2 * [_vector_spec(LANES)], *2 * [_table_spec(_tokens_per_block(x.shape[1]), cos)]]
+    vectors = [jnp.tile(vector, LANES // len(scale))[None] for vector in (scale, bias) if vector is not None]
+    other_specs = [*2 * [_table_spec(_tokens_per_block(x.shape[1]), cos)], *len(vectors) * [_vector_spec(LANES)]]
     kernel = partial(_head_normed_rotary_kernel, head_dim=len(scale), eps=eps)
     kernel_call = _pallas_call(kernel, x, other_specs, parts=parts, interpret=interpret, name="head_normed_rotary")
-    scale, bias = (jnp.tile(vector, LANES // len(vector))[None] for vector in (scale, bias))
-    return concatenate_parts(kernel_call(x, scale, bias, cos, sin))
+    return concatenate_parts(kernel_call(x, cos, sin, *vectors))
 
 
 def _pallas_call(
@@ -212,7 +215,8 @@ def _normed_rotary_kernel(x_ref, inverse_rms_ref, scale_ref, cos_ref, sin_ref, o
         out_ref[part, :, pl.ds(offset, LANES)] = (x * cos + pltpu.roll(x, LANES // 2, 1) * sin).astype(out_ref.dtype)
 
 
-def _head_normed_rotary_kernel(x_ref, scale_ref, bias_ref, cos_ref, sin_ref, out_ref, *, head_dim: int, eps: float):
+def _head_normed_rotary_kernel(x_ref, cos_ref, sin_ref, scale_ref, *refs: Any, head_dim: int, eps: float):
+    *bias_refs, out_ref = refs  # an RMS norm has no bias
     heads_per_row = LANES // head_dim  # heads in a row of lanes
     cos = jnp.concatenate(2 * heads_per_row * [cos_ref[...]], axis=1)
     sin = jnp.concatenate(heads_per_row * [-sin_ref[...], sin_ref[...]], axis=1)
@@ -230,8 +234,9 @@ def _head_normed_rotary_kernel(x_ref, scale_ref, bias_ref, cos_ref, sin_ref, out
 
     for start in range(0, x_ref.shape[1], LANES):
         x = x_ref[:, pl.ds(start, LANES)].astype(jnp.float32)
-        x = x - mean(x)
-        x = x * jax.lax.rsqrt(mean(x * x) + eps) * scale_ref[...] + bias_ref[...]
+        x = x - mean(x) if bias_refs else x
+        x = x * jax.lax.rsqrt(mean(x * x) + eps) * scale_ref[...]
+        x = x + bias_refs[0][...] if bias_refs else x
         partner = jnp.where(is_first_half, pltpu.roll(x, LANES - head_dim // 2, 1), pltpu.roll(x, head_dim // 2, 1))
         part, offset = divmod(start, out_ref.shape[2])
         out_ref[part, :, pl.ds(offset, LANES)] = (x * cos + partner * sin).astype(out_ref.dtype)

@@ -36,11 +36,12 @@ def _rotary_trials() -> Iterator[Trial]:
 
 def _head_rotary_trials() -> Iterator[Trial]:
     for size in (64, 128):
-        vectors = (normal(seed, size, dtype="float32") for seed in (2, 3))
-        operands = normal(0, 1, 300, 512), *vectors, *_angles(300, size // 2)
-        run = partial(_jitted, partial(rotary_heads.call_by_head, eps=1e-6, parts=2), operands)
-        expected = partial(rotary_heads.reference_by_head, *operands, eps=1e-6)
-        yield Trial(f"heads of {size}", run, expected, BFLOAT16_TOLERANCE)
+        scale, bias = (normal(seed, size, dtype="float32") for seed in (2, 3))
+        for name, norm in (("a layer norm", (scale, bias)), ("an RMS norm", (scale, None))):
+            operands = normal(0, 1, 300, 512), *norm, *_angles(300, size // 2)
+            run = partial(_jitted, partial(rotary_heads.call_by_head, eps=1e-6, parts=2), operands)
+            expected = partial(rotary_heads.reference_by_head, *operands, eps=1e-6)
+            yield Trial(f"{name} of heads of {size}", run, expected, BFLOAT16_TOLERANCE)
 
 
 def _pack_trials() -> Iterator[Trial]:

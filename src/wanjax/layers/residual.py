@@ -21,7 +21,7 @@ from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.modulation import SecondMask, gated_add, modulate
 from wanjax.layers.norms import expand_to_rank
 from wanjax.layers.quantized import QuantizedLinear
-from wanjax.layers.rope import Rope, apply_rotary, norm_and_rope
+from wanjax.layers.rope import Rope, head_norm_and_rope, norm_and_rope
 
 Tokens = Float[Array, "B L E"]
 Vectors = Float[Array, "*B _E"]  # tokens, or one vector for each video
@@ -148,8 +148,9 @@ def project_heads(
     y = layer(compute_norm(inputs))
     if norm.scale.shape[-1] == y.shape[-1]:
         return norm(y) if rope is None else norm_and_rope(y, norm, rope)
-    heads = norm(split_heads(y, y.shape[-1] // norm.scale.shape[-1]))
-    return join_heads(heads if rope is None else apply_rotary(heads, rope))
+    if rope is not None:
+        return head_norm_and_rope(y, norm, rope)
+    return join_heads(norm(split_heads(y, y.shape[-1] // norm.scale.shape[-1])))
 
 
 def project_values(projection: nnx.Module, inputs: Inputs | NormedTokens) -> Tokens:

@@ -110,11 +110,13 @@ def norm_and_rope(x: Float[Array, "B L E"], norm: nnx.RMSNorm, rope: Rope) -> Fl
 
 
 @jax.named_scope("rope")
-def head_norm_and_rope(x: Float[Array, "B L E"], norm: nnx.LayerNorm, rope: Rope) -> Float[Array, "B L E"]:
-    """Apply a layer norm over the channels of each head of x, then rotate as `norm_and_rope` does."""
+def head_norm_and_rope(
+    x: Float[Array, "B L E"], norm: nnx.LayerNorm | nnx.RMSNorm, rope: Rope
+) -> Float[Array, "B L E"]:
+    """Apply a norm over the channels of each head of x, then rotate as `norm_and_rope` does."""
     assert norm.scale is not None
-    assert norm.bias is not None
-    return head_normed_rotary(x, norm.scale[...], norm.bias[...], rope.cos, rope.sin, eps=norm.epsilon)
+    bias = norm.bias[...] if isinstance(norm, nnx.LayerNorm) and norm.bias is not None else None
+    return head_normed_rotary(x, norm.scale[...], bias, rope.cos, rope.sin, eps=norm.epsilon)
 
 
 @jax.named_scope("rope")
