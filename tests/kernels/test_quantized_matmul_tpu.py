@@ -371,7 +371,7 @@ def test_default_tiles_fit_vmem_and_waste_little(depth, columns, rows, vmem):
     changes_of_products = (
         {"quantizes": depth <= 8192, "has_residual": True},
         {"gelu": True, "quantizes_result": True},
-        {"quantizes": depth <= 8192, "norms_result": True},
+        {"quantizes": depth <= 8192, "keeps_rows": True},
         {},
     )
     for changes in changes_of_products:
@@ -381,7 +381,7 @@ def test_default_tiles_fit_vmem_and_waste_little(depth, columns, rows, vmem):
         assert product.vmem_bytes(tiles) + COMPILER_VMEM_BYTES <= vmem << 20
         assert tiles.rows * ceil_div(rows, tiles.rows) <= 1.03 * rows + 32
         assert tiles.columns * ceil_div(columns, tiles.columns) <= 1.1 * columns
-        assert columns % tiles.columns == 0 or not {"quantizes_result", "norms_result"} & changes.keys()
+        assert columns % tiles.columns == 0 or not {"quantizes_result", "keeps_rows"} & changes.keys()
 
 
 def test_default_tiles_are_those_that_were_priced_fastest():

@@ -67,19 +67,15 @@ class Epilogue(NamedTuple):
         quantization: How the result is quantized for the next product; None for a result in floats.
         norm_eps: The epsilon of an RMS norm of whole rows of the result; None for no norm.
         norm_per_head: Whether each head of 128 channels has a separate norm.
-        parts: The number of groups of heads into which rows are split. Each group is contiguous in memory.
+        parts: The number of groups of heads into which whole rows of the result are split. Each group is contiguous in
+            memory. None writes rows tile by tile.
     """
 
     gelu: DTypeLike | None = None
     quantization: Quantization | None = None
     norm_eps: float | None = None
     norm_per_head: bool = False
-    parts: int = 1
-
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether whole rows of the result stay in VMEM."""
-        return self.norm_eps is not None or self.parts > 1
+    parts: int | None = None
 
 
 def matmul(
@@ -93,8 +89,8 @@ def matmul(
     vmem_bytes: int,
     interpret: bool,
 ) -> tuple[Array, ...]:
-    """Call the kernel of the product. Return the result or, if the result is quantized, its values and scales. If
-    whole rows of the result stay in VMEM, it has a leading axis with the groups of heads.
+    """Call the kernel of the product. Return the result or, if the result is quantized, its values and scales. A
+    result in groups of heads has a leading axis of groups.
 
     Args:
         operands: The operands by their names:
@@ -143,7 +139,7 @@ def matmul(
         specs["row_scale"] = pl.BlockSpec((None, tiles.rows, operands["row_scale"].shape[2]), rows_only)
     y_dtype = result_dtype if epilogue.quantization is None else FORMATS[epilogue.quantization.number_format]
     results = {"y": (specs["residual"], jax.ShapeDtypeStruct((batch, length, columns), y_dtype))}
-    if epilogue.keeps_rows:
+    if epilogue.parts is not None:
         width = columns // epilogue.parts
         whole_rows = pl.BlockSpec((epilogue.parts, None, tiles.rows, width), lambda b, i, j: (0, b, i, 0))
         results["y"] = whole_rows, jax.ShapeDtypeStruct((epilogue.parts, batch, length, width), y_dtype)
@@ -246,7 +242,7 @@ def _matmul_kernel(
             _quantize_products(ref, rows, column_tile, epilogue.gelu, epilogue.quantization, dtype)
             return
         y = _product(ref, rows, slice(None), epilogue.gelu)
-        if epilogue.keeps_rows:
+        if epilogue.parts is not None:
             _write_columns(ref["y"], rows, column_tile, y.astype(ref["y"].dtype))
             return
         if "gate" in ref:
