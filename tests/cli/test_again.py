@@ -160,6 +160,13 @@ def test_the_message_for_a_folder_of_videos_names_a_video_in_it(tmp_path):
             assert has_line_with_words(refused(*map(str, command)), f"{folder} folder {count} {folder / name}")
 
 
+def test_info_of_a_server_s_folder_names_a_video(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("served/video_1").mkdir(parents=True)
+    Path("served/video_1/video.mp4").touch()
+    assert has_line_with_words(refused("info", "served"), "served folders of videos: give served/video_1/video.mp4")
+
+
 def test_the_message_for_a_checkpoint_names_the_command_that_describes_it():
     folder = Path("my model")
     folder.mkdir()

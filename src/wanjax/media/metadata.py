@@ -68,6 +68,9 @@ def _folder_without_settings(folder: Path) -> str:
     if not videos:
         if (folder / "transformer").is_dir():
             return f"{folder} is a checkpoint: `{shlex.join(['wanjax', 'models', str(folder)])}` describes it"
+        inner_videos = (path for path in sorted(folder.glob("*/*")) if path.suffix.lower() in suffixes)
+        if (video := next(inner_videos, None)) is not None:  # for example in the folder of a server
+            return f"the folder {folder} contains folders of videos: give a video, such as {video}"
         advice = "give a video, a folder of its frames, or a stage's folder"
         if any(name.endswith(".json") for name in names):  # a checkpoint's folder has such files
             advice += f"; if it is a checkpoint, `{shlex.join(['wanjax', 'models', str(folder)])}` describes it"
