@@ -335,7 +335,7 @@ def test_auto_runs_whole_steps_where_its_cache_does_not_fit(name, steps):
             "magcache:99.0,99,0.2 steps 10 50",
         ),
         *(
-            ("magcache", {"name": "nano", "steps": steps}, f"magcache:0.4,6,0.1 1 {steps} least 7 steps leave")
+            ("magcache", {"name": "nano", "steps": steps}, f"magcache:0.4,6,0.1 1 {steps} least 7 steps cache none")
             for steps in (2, 3)
         ),
         ("guidance", {"steps": 2}, "guidance:5 2 steps 4 steps"),

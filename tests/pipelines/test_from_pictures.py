@@ -296,3 +296,13 @@ def test_the_inputs_of_every_model_are_listed():
     assert "a first picture · a first and a last picture · long videos, in windows" in " ".join(
         succeeded(run("models")).output.split()
     )
+
+
+def test_a_step_cache_must_fit_the_steps_after_those_that_a_clip_skips():
+    """A strength of 0.3 leaves 2 of 8 steps."""
+    pipe, clip = wanjax.load("nano"), np.zeros((5, 32, 32, 3), np.uint8)
+    assert pipe.prepare(prompt="a", steps=8, cache="magcache")[1].cache.name == "magcache"
+    with pytest.raises(WanjaxError, match=line_with_words("reuses all steps after 1 of 2 least 15 cache none")):
+        pipe.prepare(prompt="a", video=clip, strength=0.3, steps=8, cache="magcache")
+    with pytest.warns(WanjaxWarning, match="cache auto has nothing to reuse"):
+        assert pipe.prepare(prompt="a", video=clip, strength=0.3, steps=8, cache="auto")[1].cache.name == "none"

@@ -627,8 +627,10 @@ class ModelSpec:
             conditioning: The output of `encode`, which may contain an input video. With None, denoising starts from
                 noise.
         """
-        starts_from_video = getattr(conditioning, "video_latents", None) is not None
-        skipped = settings.steps - settings.steps_with_strength if starts_from_video else 0
+        return self._schedule(settings, has_video=getattr(conditioning, "video_latents", None) is not None)
+
+    def _schedule(self, settings: Settings, *, has_video: bool) -> Schedule:
+        skipped = settings.steps - settings.steps_with_strength if has_video else 0
         return self.scheduler.schedule(settings.steps, skip=skipped, **self.schedule_options(settings))
 
     def phases(self, schedule: Schedule, settings: Settings, pass_index: int = 0) -> tuple[Phase, ...]:
@@ -662,11 +664,12 @@ class ModelSpec:
             self.cache_tables if getattr(conditioning, "condition", None) is None else self.cache_tables.for_image_input
         )
 
-    def cache_rule(self, settings: Settings) -> CacheRule:
+    def cache_rule(self, settings: Settings, *, has_video: bool = False) -> CacheRule:
         """Complete the rule of the settings' step cache; raise WanjaxError if the model does not support it.
 
         Args:
             settings: The settings of the video.
+            has_video: Whether the video starts from an input video, and skips steps.
         """
         if self.is_chunked:
             if isinstance(settings.cache, AutoRule):
@@ -678,7 +681,7 @@ class ModelSpec:
 
         def phases_for(steps: int) -> tuple[Phase, ...]:
             settings_with_steps = replace(first_pass, steps=steps)
-            return self.phases(self.schedule(settings_with_steps), settings_with_steps)
+            return self.phases(self._schedule(settings_with_steps, has_video=has_video), settings_with_steps)
 
         return resolve_rule(settings.cache, phases_for, first_pass.steps, self.cache_tables, settings.model)
 

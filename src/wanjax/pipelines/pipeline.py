@@ -406,7 +406,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         if {"image", "video"} <= pictures.keys() and (explanation := spec.image_with_video):
             message = f"a picture and a clip are given together: {explanation}"
             warnings.warn(message, WanjaxWarning, stacklevel=user_stack_level())
-        self._check_strength(video_settings, pictures.get("video"))
+        video_settings = self._with_input_video(video_settings, pictures.get("video"), settings)
         if "video" in pictures and spec.starts_from_video:
             check_rule(video_settings.guidance_rule, video_settings.guided, video_settings.steps_with_strength)
             if (count := video_settings.windows) > 1:
@@ -441,10 +441,19 @@ class Pipeline(metaclass=OtherNamesAdvice):
         if weight_bytes := max((sizes.get(name, 0) for name in self.model.spec.denoisers), default=0):
             check_video(settings, weight_bytes, min_step_bytes(self.model, settings), self.partitioner.mesh.size)
 
-    def _check_strength(self, settings: Settings, video: Any) -> None:
-        """Raise WanjaxError for a strength without an input video, or for a model that cannot start from one."""
+    def _with_input_video(self, settings: Any, video: Any, keywords: Mapping[str, Any]) -> Any:
+        """Return the settings with the step cache for the steps that remain after those that an input video skips.
+
+        Raises WanjaxError for a strength without an input video, or for a model that cannot start from one, and if the
+        step cache reuses none or all of the remaining steps.
+        """
+        spec = self.model.spec
         if settings.strength != self.defaults.strength:
-            check_strength(settings, has_video=video is not None, starts_from_video=self.model.spec.starts_from_video)
+            check_strength(settings, has_video=video is not None, starts_from_video=spec.starts_from_video)
+        if video is None or not spec.starts_from_video:
+            return settings
+        requested = self.defaults.updated({"cache": keywords.get("cache")}).cache
+        return replace(settings, cache=spec.cache_rule(replace(settings, cache=requested), has_video=True))
 
     def _shape_from_pictures(
         self, pictures: Pictures, settings: Settings, keywords: Mapping[str, Any]
@@ -681,8 +690,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         video_settings = self.settings(**settings)
         check_single_window(video_settings, "denoise", WHOLE_RUN_ADVICE)
         check_compatible(self.model, conditioning, video_settings)
-        self._check_strength(video_settings, getattr(conditioning, "video_latents", None))
-        return video_settings
+        return self._with_input_video(video_settings, getattr(conditioning, "video_latents", None), settings)
 
     @document_keywords(InputKeywords)
     def stream(

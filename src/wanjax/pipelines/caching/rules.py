@@ -363,7 +363,9 @@ def resolve_rule(
         return rule
     if fewest_steps := min_steps(rule, phases_for, steps, tables):
         advice = f"give at least {fewest_steps} steps"
-    raise SettingError(f"{problem}: {advice}, or leave it out", "cache")
+        if not rule.reuse_is_known_before_run:
+            advice += " and, with so few, a high threshold"
+    raise SettingError(f"{problem}: {advice}, or the cache none", "cache")
 
 
 def warn_nothing_reused(steps: int) -> None:
