@@ -116,7 +116,8 @@ def make_latents(
     """Return the latents after the last step, with the frames that the pipeline later removes."""
     pipe = wanjax.load(folder)
     settings = {"seed": SEED, "rng": "torch", "follow": "diffusers"} | settings
-    encoded = pipe.encode(PROMPT, NEGATIVE, **pictures or {}, resize=resize, **settings)
+    inputs = pictures | {"resize": resize} if pictures else {}
+    encoded = pipe.encode(PROMPT, NEGATIVE, **inputs, **settings)
     latents: list[np.ndarray] = []
     pipe.denoise(encoded, callback=lambda step: latents.append(np.asarray(step.latents)), **settings)
     return latents[-1]
