@@ -223,6 +223,18 @@ def test_a_stopped_run_resumes_to_the_same_file_name(
     assert list(tmp_path.glob(f"{runs.TEMP_PREFIX}*")) == []
 
 
+def test_another_video_from_a_stopped_run_keeps_its_steps(model, runs_folder, failing_in):
+    with failing_in("latents", KeyboardInterrupt()):
+        wanjax("a", "--model", model, *SMALL, "--out", "a.mp4")
+    [folder] = runs_folder.iterdir()
+    before = files(folder)
+    succeeded(wanjax("generate", "--from", str(folder), "--seed", "6", "--out", "b.mp4"))
+    assert files(folder) == before
+    assert list(runs_folder.iterdir()) == [folder]
+    succeeded(wanjax("generate", "--from", str(folder), "--out", "a.mp4"))
+    assert not folder.exists()
+
+
 @pytest.mark.slow  # tests/pipelines/test_windows.py has a quick test of a command that resumes
 def test_a_long_video_stopped_in_its_first_window_resumes(runs_folder, monkeypatch):
     def stop(*_):

@@ -23,7 +23,7 @@ import numpy as np
 
 from wanjax import registry
 from wanjax.checkpoints.lora_source import Lora
-from wanjax.cli.existing import ExistingFile
+from wanjax.cli.existing import CHECKED_EARLY, ExistingFile
 from wanjax.cli.names import DEFAULT_FOLDER, unused_names, video_path
 from wanjax.cli.options import on_command_line
 from wanjax.cli.parsed import CommandOptions, PipelineOptions
@@ -404,6 +404,8 @@ class VideoCommand:
             video_files.prepare_output_path(
                 out or str((folder or DEFAULT_FOLDER) / stage_files.VIDEO_FILE), self.settings.length
             )
+        if folder is not None and not on_command_line("folder") and self._has_other_video(folder):
+            folder = None
         if folder is not None:
             if is_first() and is_run_folder(folder):
                 self.run_folder = LockedRun(folder)
@@ -415,6 +417,18 @@ class VideoCommand:
             self.run_folder = create_run_folder(names)
         folder = self.run_folder.folder if self.run_folder else Path(next(names()))  # other processes write nothing
         return folder, out or str(video_path(folder.name))
+
+    def _has_other_video(self, folder: Path) -> bool:
+        """Return whether a folder in the user's cache has the steps of a video with other settings. Windows that
+        extend that video are no difference."""
+        if not is_run_folder(folder):
+            return False
+        names = CHECKED_EARLY if self.settings.windows > 1 else None
+        try:
+            ExistingFile(str(folder), load_settings(folder), KEEP_ADVICE[False]).check(self.metadata, names)
+        except WanjaxError:
+            return True
+        return False
 
     def keep_existing_file(self, existing_file: ExistingFile | None, names: Collection[str] | None = None) -> bool:
         """Return whether the file to make already exists, so that it is kept. If the file exists, print its name.
