@@ -7,6 +7,7 @@ import io
 import json
 import re
 import socket
+from dataclasses import replace
 from urllib.parse import quote
 
 import pytest
@@ -188,6 +189,23 @@ def test_a_clip_is_not_suggested_for_a_model_without_clips(tmp_path):
     with pytest.raises(SettingError) as caught:
         save_pictures({"image": [CLIP]}, INPUT_SPECS, tmp_path, Limits(10**7), takes_clips=False)
     assert "video" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "absent"),
+    [
+        ({"height": 64, "width": 96, "frames": 33}, "at most 13 frames of this size or a size of 48x32", None),
+        ({"height": 60, "width": 96, "frames": 33}, "a size of 48x32", "of this size"),
+        ({"height": 64, "width": 96, "frames": 32}, "or a size of 48x32 and 29 frames", None),
+        ({"height": 64, "width": 96, "frames": 9, "windows": 9}, "fewer than 9 windows or a size of 32x16", None),
+    ],
+)
+def test_a_video_that_is_too_large_gets_possible_advice(pipe, changes, words, absent):
+    """Sizes of nano are multiples of 16 pixels, and frames are 4n + 1."""
+    with pytest.raises(SettingError) as caught:
+        Limits(80_000).check(replace(pipe.defaults, **changes), spatial=16, temporal=4)
+    assert has_line_with_words(str(caught.value), words)
+    assert absent is None or absent not in str(caught.value)
 
 
 @pytest.mark.parametrize(("field", "data", "more", "words"), WRONG_FILES)

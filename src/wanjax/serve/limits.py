@@ -73,18 +73,22 @@ class Limits:
                 raise SettingError(f"{name} is {repr_short(value)}: this server allows {limit} at most", name)
 
     def _advise_smaller_video(self, settings: Settings, spatial: int, temporal: int) -> str:
-        """Say how many frames the server allows at this size, and which size it allows for this number of frames."""
-        frames, ratio = (
-            self.pixels // (settings.height * settings.width),
-            math.sqrt(self.pixels / count_pixels(settings)),
-        )
+        """Say how many frames the server allows at this size, and which size it allows for this number of frames. A
+        size or a number of frames that the model does not support is not repeated."""
+        max_length = self.pixels // (settings.height * settings.width)
+        ratio = math.sqrt(self.pixels / count_pixels(settings))
         width, height = (int(side * ratio) // spatial * spatial for side in (settings.width, settings.height))
+        has_valid_size = settings.height % spatial == settings.width % spatial == 0
         advice: list[str] = []
-        if frames and settings.windows == 1:
-            frames = (frames - 1) // temporal * temporal + 1
+        if max_length and settings.windows == 1 and has_valid_size:
+            frames = (max_length - 1) // temporal * temporal + 1
             advice.append(f"at most {pluralize(frames, 'frame')} ({frames / settings.fps:.4g} s) of this size")
+        if settings.windows > 1 and max_length >= settings.frames and has_valid_size:
+            advice.append(f"fewer than {settings.windows} windows")
         if width and height:
-            advice.append(f"a size of {width}x{height}")
+            valid_frames = (settings.frames - 1) // temporal * temporal + 1
+            other_frames = "" if settings.frames == valid_frames else f" and {pluralize(valid_frames, 'frame')}"
+            advice.append(f"a size of {width}x{height}{other_frames}")
         return f"use {' or '.join(advice)}" if advice else "use a smaller size and fewer frames"
 
     def limit_settings(self, settings: Mapping[str, Setting]) -> dict[str, Setting]:
