@@ -194,7 +194,7 @@ def with_precision(description: SomeDescription, precision: str | Precision | No
     if stored not in (UNQUANTIZED.name, name):
         raise WanjaxError(
             f"precision is given as {name}, and the weights of {description.settings.model} are stored as {stored}: "
-            "leave precision out, or give the original checkpoint"
+            f"give the original checkpoint for precision {name}"
         )
     description.family.check_precision(description.model, settings := replace(description.settings, precision=name))
     return replace(description, settings=settings)

@@ -123,6 +123,11 @@ class ModelDescription:
         """The dtype of the weights in memory; None keeps the dtype in which each network is stored."""
         return self.preset.param_dtype if self.preset else None
 
+    @property
+    def has_quantized_weights(self) -> bool:
+        """Whether the weights are stored with 8 bits, so that no option changes the precision."""
+        return False
+
 
 @dataclass(frozen=True)
 class Checkpoint(ModelDescription):
@@ -137,6 +142,10 @@ class Checkpoint(ModelDescription):
     source: Source = field(kw_only=True)
     loras: tuple[Lora, ...] = ()
     attention: AttentionConfig | None = None
+
+    @property
+    def has_quantized_weights(self) -> bool:
+        return self.source.has_quantized_weights
 
 
 def open_for_loading(model: str | Path, revision: str | None, note: Note | None) -> Checkpoint:

@@ -263,6 +263,20 @@ def test_training_with_quantized_inputs_is_refused(precision, checkpoints, data,
         jax.grad(lambda x: first_layer(x).sum())(jnp.ones((1, 3, layer.values.shape[-2]), layer.dtype))
 
 
+def test_a_checkpoint_of_8_bits_is_refused_with_advice_that_works(checkpoints, data, tmp_path):
+    """No option changes the precision of stored weights, so only the original checkpoint can be trained."""
+    folder = str(tmp_path / "mine")
+    succeeded(wanjax_command("convert", checkpoints["wan"], folder, "--precision", "int8"))
+    words = line_with_words("int8 inputs gradient original checkpoint int8-weights")
+    with pytest.raises(WanjaxError, match=words):
+        Training(wanjax.load(folder), data, tmp_path / "out", CONFIG)
+    options = {"lora": LORA, "optimizer_config": OptimizerConfig()}
+    with pytest.raises(WanjaxError, match=words):
+        estimate_training(wanjax.registry.model_description(folder), "cpu", **options)
+    with pytest.raises(WanjaxError, match=r"stored as int8: give the original checkpoint for precision int8-weights$"):
+        wanjax.load(folder, precision="int8-weights")
+
+
 def test_training_all_8_bit_weights_is_refused(checkpoints, data, tmp_path):
     pipe = wanjax.load(checkpoints["wan"], precision="int8-weights", param_dtype="float32")
     with pytest.raises(WanjaxError, match=line_with_words("8 bits int8-weights LoRA none")):

@@ -246,13 +246,18 @@ class Source:
             raise WanjaxError(f"{self.name} lists no {component} in its model_index.json: it has {names}")
         return self.components[component]
 
+    @property
+    def has_quantized_weights(self) -> bool:
+        """Whether the weights are stored with 8 bits."""
+        return self.precision != UNQUANTIZED.name
+
     def check_floats(self, use: str) -> None:
         """Raise WanjaxError if the weights are stored with 8 bits.
 
         Args:
             use: The feature that needs float weights, for the message, such as "a LoRA".
         """
-        if self.precision != UNQUANTIZED.name:
+        if self.has_quantized_weights:
             raise WanjaxError(
                 f"{self.name} has weights of 8 bits ({self.precision}), but {use} needs float weights: give the "
                 "checkpoint from which it was converted"

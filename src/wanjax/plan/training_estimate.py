@@ -101,7 +101,8 @@ def estimate_training(
     on_progress: OnProgress = lambda running_names, done, total: None,
 ) -> TrainingEstimate:
     """Estimate a training step on clips with the description's settings. The other arguments are as in `estimate`."""
-    check_trainable_precision(Precision.of(description.settings.precision), lora)
+    precision = Precision.of(description.settings.precision)
+    check_trainable_precision(precision, lora, is_stored=description.has_quantized_weights)
     hardware, settings = find_priceable_hardware(chip), replace(description.settings, guidance_scale=1.0)
     model = description.model
     model.spec.check_trainable(settings)

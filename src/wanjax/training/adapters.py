@@ -71,7 +71,7 @@ class LoraConfig:
         return (self.rank if self.alpha is None else self.alpha) / self.rank
 
 
-def check_trainable_precision(precision: Precision, lora: LoraConfig | None) -> None:
+def check_trainable_precision(precision: Precision, lora: LoraConfig | None, *, is_stored: bool = False) -> None:
     """Raise WanjaxError unless a model in this precision can be trained.
 
     If only the frozen weights are quantized, the gradient of a product's inputs is exact. If the inputs are quantized,
@@ -81,17 +81,23 @@ def check_trainable_precision(precision: Precision, lora: LoraConfig | None) -> 
     Args:
         precision: The precision of the model.
         lora: The LoRA to train; None trains all weights.
+        is_stored: Whether the checkpoint's weights are stored in this precision, which then cannot be changed.
     """
     if not precision.quantizes:
         return
+    weights_only = f"{precision.weights}-weights"
     if lora is None:
-        raise WanjaxError(
-            f"weights of 8 bits ({precision}) cannot be trained themselves: train a LoRA, or give precision none"
-        )
+        advice = "give the original checkpoint" if is_stored else "give precision none"
+        advice = advice if precision.activations is not None else f"train a LoRA, or {advice}"
+        raise WanjaxError(f"weights of 8 bits ({precision}) cannot be trained themselves: {advice}")
     if precision.activations is not None:
+        advice = (
+            f"give the original checkpoint, with precision {weights_only} or none"
+            if is_stored
+            else f"train with precision {weights_only}, or with none"
+        )
         raise WanjaxError(
-            f"the precision {precision} quantizes the inputs of matrix products, which then have no gradient: train "
-            f"with precision {precision.weights}-weights, or with none"
+            f"the precision {precision} quantizes the inputs of matrix products, which then have no gradient: {advice}"
         )
 
 

@@ -118,7 +118,12 @@ class Training:
             )
         if pipe.attention.qk:
             raise WanjaxError(f"attention with qk={pipe.attention.qk} has no gradient: train with --attention auto")
-        adapters.check_trainable_precision(Precision.of(pipe.defaults.precision), config.lora)
+        source = pipe.components.source
+        adapters.check_trainable_precision(
+            Precision.of(pipe.defaults.precision),
+            config.lora,
+            is_stored=source is not None and source.has_quantized_weights,
+        )
         self.pipe, self.out, self.config = pipe, Path(out).expanduser(), config
         self.note, self.report_progress = note, report_progress
         self.networks = _select_networks(pipe, config)
