@@ -19,7 +19,7 @@ from wanjax.checkpoints.lora_source import NOISE_LEVELS, Lora
 from wanjax.checkpoints.network_kinds import NetworkKind
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import Source, folder_of, open_diffusers, read_json
-from wanjax.checkpoints.unsupported import describe_without_transformer
+from wanjax.checkpoints.unsupported import check_no_lora, describe_without_transformer
 from wanjax.checkpoints.weight_changes import Note, with_loras, with_zeros
 from wanjax.errors import WanjaxError, WanjaxWarning, repr_short, unknown_model
 from wanjax.figures import pluralize
@@ -308,7 +308,9 @@ def _open_file(path: Path) -> Source:
         if (source := layout.open_file(path)) is not None:
             return source
     unsupported_models = {name: tensors for family in FAMILIES for name, tensors in family.unsupported_models.items()}
-    raise WanjaxError(f"{path} {describe_without_transformer(open_tensors(path).specs, unsupported_models)}")
+    names = open_tensors(path).specs
+    check_no_lora(path, names)
+    raise WanjaxError(f"{path} {describe_without_transformer(names, unsupported_models)}")
 
 
 def companion_files(path: str) -> list[str]:

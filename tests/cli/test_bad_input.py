@@ -442,3 +442,10 @@ def test_a_disk_that_fills_with_the_video_is_reported(intact, monkeypatch, full_
     output = refused("a", "--model", intact, *SMALL, "--dir", "stage_outputs", status=1)
     assert has_line_with_words(output, "output_video.mp4 written")
     assert remaining_files() == ([] if full_at_once else [*AFTER_ENCODING, "stage_outputs/stage2_latents.safetensors"])
+
+
+def test_convert_says_how_to_merge_a_lora():
+    save_safetensors(Path("a b.safetensors"), {"blocks.0.attn.q.lora_down.weight": np.zeros((2, 4), np.float32)})
+    message = refused("convert", "a b.safetensors", "out")
+    assert "is a LoRA" in message
+    assert "`wanjax convert MODEL out --lora 'a b.safetensors'`" in message

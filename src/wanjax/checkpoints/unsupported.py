@@ -7,7 +7,10 @@ table.
 
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import NamedTuple
+
+from wanjax.errors import WanjaxError
 
 UnsupportedModels = Mapping[str, tuple[str, ...]]
 """For each model, the prefixes that identify it. A prefix matches at the start of a tensor's name, or after a dot. A
@@ -43,11 +46,21 @@ def find_unsupported(names: Iterable[str], unsupported_models: UnsupportedModels
     return None
 
 
+class LoraAsModelError(WanjaxError):
+    """A LoRA's file is given as a model."""
+
+
+def check_no_lora(path: Path, names: Iterable[str]) -> None:
+    """Raise LoraAsModelError if a file with tensors of these names is a LoRA."""
+    if any(map(LORA_KEY.search, names)):
+        raise LoraAsModelError(
+            f"{path} is a LoRA, not a model: give the model that it changes, and this file with --lora"
+        )
+
+
 def describe_without_transformer(names: Iterable[str], unsupported_models: UnsupportedModels) -> str:
     """Return the end of an error message about a file without a known transformer: its content, and advice."""
     names = list(names)
-    if any(map(LORA_KEY.search, names)):
-        return "is a LoRA: give --model the model that it changes, and --lora this file"
     if model := find_unsupported(names, {**unsupported_models, **OTHER_MODELS}):
         return f"contains {model}"
     return "contains no known transformer: give a file or folder with one"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `convert`: print the files that will be read and written, then show the progress."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from wanjax.checkpoints.lora_source import Lora
 from wanjax.checkpoints.manifest import Progress, verify
 from wanjax.checkpoints.network_kinds import network
 from wanjax.checkpoints.sources import Source
+from wanjax.checkpoints.unsupported import LoraAsModelError
 from wanjax.cli.report import Report
 from wanjax.cli.tables import print_table
 from wanjax.errors import WanjaxError
@@ -38,7 +40,11 @@ def convert(
         _verify_checksums(report, source)
         return
     assert target is not None
-    checkpoint, preset = find_checkpoint(source, revision)
+    try:
+        checkpoint, preset = find_checkpoint(source, revision)
+    except LoraAsModelError as error:
+        command = f"`wanjax convert MODEL {shlex.quote(target)} --lora {shlex.quote(source)}`"
+        raise WanjaxError(f"{source} is a LoRA, not a model: give {command} with the model that it changes") from error
     if preset and preset.loras and source == preset.name:
         raise WanjaxError(f"{source} is {preset.source} with a LoRA: convert {preset.source}, with --lora to merge one")
     if (missing := checkpoint.missing_components) and checkpoint.published_name != checkpoint.name:
