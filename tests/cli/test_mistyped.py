@@ -85,6 +85,8 @@ def parsed(tmp_path, monkeypatch, record_arguments) -> Arguments:
         (["denoise", "--prompt", "cat"], "argument of `wanjax encode`"),
         (["serve", "--max-upload", "lots"], "--max-upload 'lots' give a whole number of MiB from 1 on"),
         (["cat", "--sampler", "euler"], "'--sampler' --scheduler"),
+        (["cat", "--shift", "5"], "'--shift' give --flow-shift"),
+        (["cat", "--batch-size", "2"], "'--batch-size' give --count"),
         (["cat", "--length", "17"], "'--length' --frames"),
         (["train", "nano", "clips", "--lr", "1"], "'--lr' --learning-rate"),
         (["train", "nano", "clips", "--batch", "1"], "'--batch' --batch-size"),

@@ -202,7 +202,7 @@ def _prompt(command: click.Command, ctx: click.Context, arguments: Sequence[str]
 
 def _foreign_options(group: click.Group, arguments: Sequence[str], default_command: str) -> Iterator[tuple[str, str]]:
     """Yield the options in the arguments that only other commands have, each with the first command that has the
-    option."""
+    option. An option that has another name in this command is left out."""
     own_options = {option for parameter in group.commands[default_command].params for option in parameter.opts} | {
         "--help"
     }
@@ -211,7 +211,8 @@ def _foreign_options(group: click.Group, arguments: Sequence[str], default_comma
     }
     for argument in arguments:
         option = f"--{current_option_name(argument[2:].partition('=')[0])}"
-        if argument.startswith("--") and option not in own_options:
+        same_option = f"--{OTHER_OPTION_NAMES.get(option[2:])}"  # what the default command calls it
+        if argument.startswith("--") and option not in own_options and same_option not in own_options:
             yield from ((option, name) for name in options_by_command if option in options_by_command[name])
 
 
