@@ -148,3 +148,10 @@ def test_a_pipeline_of_a_name_points_to_load():
 def test_a_field_for_several_videos_is_refused_with_the_reason(name):
     with pytest.raises(WanjaxError, match=f"'{name}' is not a field here: one request makes one video"):
         VideoRequest.parse({"prompt": "a", name: 2})
+
+
+@pytest.mark.parametrize("name", ["out", "output", "output_path", "save", "filename", "file"])
+def test_the_name_of_a_file_is_no_keyword_and_no_field(pipe, name):
+    assert has_line_with_words(error_message(pipe, **{name: "x.mp4"}), f"'{name}' video.save('NAME.mp4')")
+    with pytest.raises(WanjaxError, match=f"'{name}' is not a field here: .*give --out to the command"):
+        VideoRequest.parse({"prompt": "a", name: "x.mp4"})

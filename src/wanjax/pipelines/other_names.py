@@ -19,6 +19,10 @@ RENAMED = {alias: name for name, setting in schema(Settings).items() for alias i
     "mask_video": "mask",
 }
 """Keywords of diffusers, ComfyUI and models' own code, each with its name in wanjax."""
+OUTPUT_NAMES = (
+    *("out", "output", "output_path", "output_file", "output_dir", "output_video"),
+    *("save", "save_path", "save_file", "save_dir", "filename", "file_name", "file"),
+)
 KEYWORD_ADVICE = {
     "generator": "use seed=42, and rng='torch' for the numbers of torch.Generator().manual_seed(42)",
     "output_type": "a video's frames are uint8, video.to_pil() gives images, pipe.decode(latents, dtype) floats, "
@@ -47,12 +51,14 @@ KEYWORD_ADVICE = {
     "low_cpu_mem_usage": "a checkpoint is always read one tensor at a time",
     "seconds": "use frames; fps frames make a second",
     "duration": "use frames; fps frames make a second",
+    **dict.fromkeys(OUTPUT_NAMES, "a call returns a Video, and video.save('NAME.mp4') writes it"),
     "use_safetensors": "safetensors files are always preferred",
 }
 """Keywords of diffusers without an equivalent keyword in wanjax, each with advice."""
 ONE_VIDEO = "one request makes one video: send a request for each seed"
 FIELD_ADVICE = {
     **dict.fromkeys(("n", "count", "num_videos", "num_videos_per_prompt", "seeds", "batch_size"), ONE_VIDEO),
+    **dict.fromkeys(OUTPUT_NAMES, "a request does not name its file: give --out to the command"),
     **dict.fromkeys(("noise", "latents"), "a request has no arrays of noise: use seed"),
 }
 """Names that a user may give to a field of a request by mistake, each with advice."""
