@@ -56,6 +56,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"noise": [0.0]}, "noise [0.0] [1, 16, 5, 8, 8]"),
     ({"noise": LATENTS[0]}, "noise [16, 5, 8, 8] video [1, 16, 5, 8, 8]"),
     ({"noise": LATENTS.astype(int)}, "noise int64 floats"),
+    ({"noise": np.full_like(LATENTS, np.nan)}, "'noise' not finite generate again"),
     ({"callback": 3}, "callback 3 function Step"),
     ({"callback": lambda: None}, "callback function Step () one argument"),
     ({"callback": lambda step, latents: None}, "callback function Step (step, latents) one argument"),

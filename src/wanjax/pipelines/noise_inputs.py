@@ -32,17 +32,21 @@ def noise_name(modality: str, kind: str, pass_index: int = 0) -> str:
 def checked_noise_inputs(noise: NoiseInput | None, expected: Shapes) -> dict[str, Float[np.ndarray, "..."]]:
     """Check the noise that a caller provides, and return it by name, on the host. A single array is the initial noise.
 
-    Raises WanjaxError for a name that the video does not use, for an array without floats, and for an array of another
-    shape.
+    Raises WanjaxError for a name that the video does not use, for an array without floats, for an array of another
+    shape, and for values that are not finite.
     """
     if noise is None:
         return {}
     arrays = noise if isinstance(noise, Mapping) else {INITIAL: noise}
+    host_arrays: dict[str, np.ndarray] = {}
     for name, array in arrays.items():
         if name not in expected:
             raise WanjaxError(f"this video uses no noise named {repr_short(name)}: give {' or '.join(expected)}")
         check_noise(array, expected[name], name)
-    return {name: np.asarray(array) for name, array in arrays.items()}
+        host_arrays[name] = np.asarray(array)
+        if not np.isfinite(host_arrays[name]).all():
+            raise WanjaxError(f"{name!r} has values that are not finite: generate it again, or leave it out")
+    return host_arrays
 
 
 def noise_of_window(noise: NoiseInput | None, number: int) -> NoiseInput | None:
