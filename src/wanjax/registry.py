@@ -4,6 +4,7 @@
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 
 from wanjax.checkpoints.converted import MANIFEST, open_converted, open_stored
-from wanjax.checkpoints.files import SUFFIXES
+from wanjax.checkpoints.files import SUFFIXES, main_dtype
 from wanjax.checkpoints.hub import HUB_FILE, INDEX, checked_file_bytes, locate_file
 from wanjax.checkpoints.layout import Layout
 from wanjax.checkpoints.lora import trained_attention
@@ -347,6 +348,29 @@ def model_description(model: str) -> ModelDescription:
         video_model = _with_cache_tables(_with_scheduler(preset.model, preset), family, preset)
         return ModelDescription(family, preset, video_model, preset.defaults, preset.distillation)
     return inspect_checkpoint(model, reads_encoder_configs=True)
+
+
+def stored_dtypes(description: ModelDescription) -> dict[str, str]:
+    """Return the dtype of most stored floats of each network, by component.
+
+    Nothing is downloaded, so a network without weights on this machine is left out.
+    """
+    preset = description.preset
+    if isinstance(description, Checkpoint):
+        source = description.source
+    elif preset is not None and os.path.exists(preset.source):
+        source = open_source(preset.source)
+    else:
+        return {}
+    dtypes: dict[str, str] = {}
+    for name in description.model.spec.networks if source.revision is None else ():
+        with suppress(WanjaxError):  # the weights are missing
+            floats = [
+                spec for spec in source[name].weights().specs.values() if jnp.issubdtype(spec.dtype, jnp.floating)
+            ]
+            if (dtype := main_dtype(floats)) is not None:
+                dtypes[name] = dtype
+    return dtypes
 
 
 def find_size(model: str, settings: Mapping[str, Any]) -> tuple[int, int]:

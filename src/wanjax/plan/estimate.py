@@ -44,7 +44,7 @@ from wanjax.plan.video_programs import DENSE, REUSING, STEP, VideoProgram, progr
 from wanjax.pricing.chips import CARDS, Card, Slice
 from wanjax.pricing.pricer import Price
 from wanjax.pricing.roofline import Machine
-from wanjax.registry import ModelDescription
+from wanjax.registry import ModelDescription, stored_dtypes
 from wanjax.sharding import SHARDING_RULES, Partitioner, is_in_host_memory
 
 JAX_MEMORY_FRACTION = 0.75  # the fraction of a card's memory that JAX allocates by default
@@ -304,7 +304,8 @@ def estimate_video(
         programs_for(settings.updated({"frames": settings.frames + chunk_frames})) if chunk_frames else []
     )
     components = pipe.components.abstract()
-    networks = [family.network_of(config) for config in model.spec.networks.values()]
+    networks = {name: family.network_of(config) for name, config in model.spec.networks.items()}
+    dtypes = stored_dtypes(description)
     precision = Precision.of(settings.precision)
     return Estimate(
         model=settings.model,
@@ -347,10 +348,12 @@ def estimate_video(
         **_total_fields(model, settings, stages, prices),
         frames_per_second=_frames_per_second(chunk_frames, programs_with_next_chunk, prices),
         compile_seconds=sum(stage.compile_seconds for stage in stages.values()),
-        download_bytes_at_most=4 * sum(network.parameters for network in networks),
+        download_bytes_at_most=4 * sum(network.parameters for network in networks.values()),
         disk_bytes=sum(
-            network.weight_bytes("bfloat16", precision if precision.name in STORABLE_PRECISIONS else UNQUANTIZED)
-            for network in networks
+            network.weight_bytes(
+                dtypes.get(name, "bfloat16"), precision if precision.name in STORABLE_PRECISIONS else UNQUANTIZED
+            )
+            for name, network in networks.items()
         ),  # the bytes of the weights in the form in which `wanjax convert` stores them
         doubts=[*dict.fromkeys(doubt for price in program_prices for doubt in price.doubts), *doubts],
     )
