@@ -12,6 +12,7 @@ from PIL import Image
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.disks import limit_file_size
 from tests.support.quick import quick
+from tests.support.words import has_line_with_words
 from wanjax.checkpoints.convert import ConversionToWanjax
 
 pytestmark = [
@@ -90,6 +91,13 @@ def test_a_full_disk_is_reported(stages, command):
     assert not [path for path in files(stages) if path not in before and not {*resumable} & {*path.parts}]
 
 
+@pytest.mark.skipif(not UNWRITABLE.is_dir(), reason="no folder is unwritable for root")
+def test_an_unwritable_latent_cache_names_its_option(inputs, tmp_path, monkeypatch):
+    monkeypatch.chdir(inputs)
+    message = refused(*arguments("train", tmp_path), "--latent-cache", str(UNWRITABLE))
+    assert has_line_with_words(message, f"{UNWRITABLE} cannot be written give another --latent-cache")
+
+
 @pytest.mark.parametrize("command", ["train", "convert"])
 def test_the_command_restarts_if_no_work_is_complete(stages, command, monkeypatch):
     def full(*_: object) -> None:
@@ -99,5 +107,6 @@ def test_the_command_restarts_if_no_work_is_complete(stages, command, monkeypatc
     with limit_file_size(100) if command == "train" else nullcontext():
         result = wanjax(*arguments(command, stages))
     assert result.exit_code == 1
+    assert command == "train" or "free some space" in result.stderr
     last = result.stderr.splitlines()[-1]
     assert last.startswith("no work is complete; start again with: wanjax"), result.stderr

@@ -65,7 +65,7 @@ from wanjax.checkpoints.readers import TensorReaderView
 from wanjax.checkpoints.sources import Source, Weights
 from wanjax.checkpoints.stream import stored_specs, stream
 from wanjax.converters import weight_rules
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, is_full
 from wanjax.figures import format_bytes
 from wanjax.layers.precision import UNQUANTIZED, Precision
 from wanjax.stores.paths import AnyPath, RemotePath, local_copy, parse_path
@@ -606,5 +606,9 @@ def _write_errors(target: AnyPath, partial: Path) -> Iterator[None]:
         yield
     except OSError as error:
         cause = error.strerror or error
-        advice = "the next run resumes from what is written" if partial.exists() else "name a writable folder"
+        if partial.exists():
+            advice = "the next run resumes from what is written"
+            advice = f"free some space, and {advice}" if is_full(error) else advice
+        else:
+            advice = "free some space, or name a folder on another disk" if is_full(error) else "name a writable folder"
         raise WanjaxError(f"{target} cannot be written ({cause}): {advice}") from error

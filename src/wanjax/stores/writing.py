@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-from wanjax.errors import WanjaxError, reason, wrap_write_errors
+from wanjax.errors import WanjaxError, is_full, reason, wrap_write_errors
 from wanjax.figures import format_bytes
 from wanjax.signals import cleanup_on_exit
 from wanjax.stores.paths import AnyPath, RemotePath, upload_after_writing
@@ -84,11 +84,15 @@ def missing_first_folder(folder: Path) -> Path | None:
     return None if os.path.lexists(top) else top
 
 
-def check_folder(folder: AnyPath) -> None:
+def check_folder(folder: AnyPath, what: str = "one") -> None:
     """Create a folder if it is missing; raise WanjaxError if files cannot be written to it.
 
     Missing parent folders are created too, except the first folder of an absolute path. A missing first folder is
     probably a typing error.
+
+    Args:
+        folder: The folder.
+        what: What to give instead, in the message, such as the name of a setting.
     """
     if isinstance(folder, RemotePath):
         folder.check_writable()
@@ -104,4 +108,5 @@ def check_folder(folder: AnyPath) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise WanjaxError(f"the folder {folder} cannot be written, {reason(error)}: give another one") from error
+        advice = f"free some space, or give another {what}" if is_full(error) else f"give another {what}"
+        raise WanjaxError(f"the folder {folder} cannot be written, {reason(error)}: {advice}") from error

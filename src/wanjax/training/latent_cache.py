@@ -59,7 +59,7 @@ class LatentCache:
 
     def __init__(self, folder: Path, pipe: Pipeline):
         self.folder, self.pipe = folder, pipe
-        check_folder(folder)
+        check_folder(folder, "latent_cache")
         self._weights = encoder_fingerprint(pipe)
 
     def encode(self, listing: DataListing, cutting: Cutting, report: ReportProgress) -> list[EncodedClip]:
