@@ -110,3 +110,13 @@ def test_the_command_restarts_if_no_work_is_complete(stages, command, monkeypatc
     assert command == "train" or "free some space" in result.stderr
     last = result.stderr.splitlines()[-1]
     assert last.startswith("no work is complete; start again with: wanjax"), result.stderr
+
+
+def test_training_stops_before_a_checkpoint_that_a_disk_has_no_room_for(inputs, tmp_path, monkeypatch, machine):
+    """Otherwise threads of Orbax print tracebacks, and leave a part of the checkpoint."""
+    monkeypatch.chdir(inputs)
+    machine.has_disk(free=10_000)
+    latents = str(tmp_path / "latents")
+    message = refused(*arguments("train", tmp_path), "--latent-cache", latents, status=1)
+    assert has_line_with_words(message, f"{tmp_path}/trained a checkpoint has 6.88 MB 10 kB are free: free some space")
+    assert not list((tmp_path / "trained").rglob("*orbax*"))

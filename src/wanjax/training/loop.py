@@ -5,8 +5,11 @@ The batch and the random key of a step depend only on the seed and the step's nu
 stopped and resumed are therefore bit-identical to those of an uninterrupted run.
 """
 
+import errno
 import json
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,8 +23,9 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from wanjax.checkpoints import arrays
-from wanjax.errors import WanjaxError, reason
+from wanjax.errors import WanjaxError, WriteError, reason
 from wanjax.execution import EXECUTE, CompileContext, Execute, Program
+from wanjax.figures import format_bytes
 from wanjax.sharding import Partitioner, one_device_partitioner
 from wanjax.stores.writing import atomic_write
 from wanjax.training.objective import Loss
@@ -230,12 +234,25 @@ class Trainer:
                     self.save()
 
     def save(self) -> None:
-        """Start writing a checkpoint, unless this step has one. Raises NotFiniteError if the state is not finite."""
+        """Start writing a checkpoint, unless this step has one.
+
+        Raises NotFiniteError if the state is not finite, and WriteError if the disk has no room for it.
+        """
         if self.manager.latest_step() != self.step:
             if not self._finite:
                 raise self.not_finite_error("state")
+            self._check_room()
             with _write_errors(self.folder):
                 self.manager.save(self.step, args=ocp.args.StandardSave(self.state))
+
+    def _check_room(self) -> None:
+        """Raise WriteError if the disk has no room for the state. On a full disk, threads of Orbax print their errors
+        and leave a part of the checkpoint."""
+        needed, free = sum(x.nbytes for x in jax.tree.leaves(self.state)), shutil.disk_usage(self.folder).free
+        if free < needed:
+            sizes = f"a checkpoint has {format_bytes(needed)}, and {format_bytes(free)} are free"
+            cause = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise WriteError(f"{self.folder} cannot be written, because {sizes}: free some space") from cause
 
     def delete_checkpoint(self, step: int) -> None:
         """Delete the checkpoint of a step."""
