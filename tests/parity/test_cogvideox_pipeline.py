@@ -68,12 +68,12 @@ def make_video(folder: Path, noise: dict[str, torch.Tensor], **options) -> tuple
         "size": (HEIGHT, WIDTH),
         "steps": STEPS,
         "guidance_scale": GUIDANCE,
-        "resize": "stretch",
         "follow": "diffusers",
     } | options
     frames = settings["frames"]
     pictures = {name: settings.pop(name) for name in ("image", "video") if name in settings}
-    conditioning = pipe.encode(PROMPT, NEGATIVE, **pictures, **settings)
+    inputs = pictures | {"resize": "stretch"} if pictures else {}
+    conditioning = pipe.encode(PROMPT, NEGATIVE, **inputs, **settings)
     latents: list[np.ndarray] = []
     noise_shapes = pipe.draws(pipe.settings(**settings))
     used_noise = {
