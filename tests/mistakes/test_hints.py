@@ -144,7 +144,7 @@ def test_a_pipeline_of_a_name_points_to_load():
         build("nano")
 
 
-@pytest.mark.parametrize("name", ["n", "count", "seeds", "num_videos_per_prompt"])
+@pytest.mark.parametrize("name", ["n", "count", "seeds", "num_videos_per_prompt", "prompts"])
 def test_a_field_for_several_videos_is_refused_with_the_reason(name):
     with pytest.raises(WanjaxError, match=f"'{name}' is not a field here: one request makes one video"):
         VideoRequest.parse({"prompt": "a", name: 2})

@@ -571,7 +571,10 @@ class Server:
             if name is None or base_name(name) == model["id"]:
                 return model
         ids = _printable(" and ".join(model["id"] for model in models))
-        raise WanjaxError(f"the model {name} must be one with which the server was started, and {self.url} has {ids}")
+        raise WanjaxError(
+            f"the model {name} must be one with which the server was started, and {self.url} has {ids}: leave the "
+            "model out, or start a server with it"
+        )
 
     def submit(self, fields: Mapping[str, Any]) -> str:
         """Request a video; return its path at the server. Raises WanjaxError as `fetch` does."""

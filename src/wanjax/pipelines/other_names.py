@@ -58,6 +58,7 @@ KEYWORD_ADVICE = {
 ONE_VIDEO = "one request makes one video: send a request for each seed"
 FIELD_ADVICE = {
     **dict.fromkeys(("n", "count", "num_videos", "num_videos_per_prompt", "seeds", "batch_size"), ONE_VIDEO),
+    "prompts": "one request makes one video: send a request for each prompt, as prompt",
     **dict.fromkeys(OUTPUT_NAMES, "a request does not name its file: give --out to the command"),
     **dict.fromkeys(("noise", "latents"), "a request has no arrays of noise: use seed"),
 }
