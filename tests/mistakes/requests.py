@@ -159,7 +159,7 @@ MISTAKES = (
     *(Mistake({"cache": str(x)}, f"'{x}' magcache teacache") for x in NOT_FINITE),
     Mistake({"cache": ""}, "step cache magcache"),
     Mistake({"cache": "x" * 300}, "step cache magcache"),
-    Mistake({"cache": "magcache", "steps": 3}, "magcache 1 3 7 steps leave"),
+    Mistake({"cache": "magcache", "steps": 3}, "magcache 1 3 7 steps none"),
     Mistake({"cache": "deepcache"}, "deepcache 2 steps 13 steps"),
     Mistake({"cache": "teacache", "steps": 9}, "teacache 9 steps 10 steps"),
     Mistake({"cache": "easycache", "steps": 11}, "easycache 11 steps 12 steps"),
