@@ -21,6 +21,7 @@ from tests.support.media import picture
 from tests.support.quick import quick
 from tests.support.served import SMALL, serving, wait_until_finished
 from tests.support.stores import BUCKET, running_s3
+from tests.support.tiny import tiny_checkpoint
 from tests.support.words import has_line_with_words
 from wanjax.jobs.batch import Batch, Manifest
 from wanjax.jobs.databases import ENV_VARIABLE
@@ -79,6 +80,10 @@ def test_a_server_without_workers_reports_waiting_jobs(tmp_path):
         assert "devices" not in model["started_with"]  # the devices of this process make no video
         assert client.post("/v1/videos", json=FAST).json()["queue_position"] == 0
         assert client.get("/health").json()["waits_for_workers_of"] == ["nano"]
+    model = tiny_checkpoint(tmp_path / "other")
+    options = ("--workers", "0", "--database", str(tmp_path / "jobs.sqlite"), "--model", str(model))
+    with serving(tmp_path, *options) as (_, process):
+        assert has_line_with_words(process.stderr.readline(), "waiting videos of nano server worker")
 
 
 @pytest.mark.parametrize("kind", quick(["sqlite"], ["sqlite", "postgresql"]))

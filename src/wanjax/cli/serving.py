@@ -296,6 +296,9 @@ class _ServeCommand:
                 service.start()
                 url = page_address(self.host, self.sockets)
                 self.report.note(f"serving {self.model} at {url}, videos in {self.folder}")
+                for model in self.store.models_without_worker():
+                    if model != self.model:  # for example because the folder's previous server had another model
+                        self.report.note(f"waiting videos of {model} are made when a server or worker of it is started")
 
         signal.set_wakeup_fd(-1)  # now uvicorn handles Ctrl-C
         asyncio.run(serve())
