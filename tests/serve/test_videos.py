@@ -34,7 +34,7 @@ from wanjax.errors import WanjaxError
 from wanjax.execution import TracedProgram
 from wanjax.jobs.databases import Sqlite
 from wanjax.jobs.maker import JobProgress
-from wanjax.jobs.store import STOPPED, NewJob
+from wanjax.jobs.store import STOPPED, JobStore, NewJob, Signal
 from wanjax.jobs.worker import HEARTBEAT_INTERVAL, Lease
 from wanjax.media.inputs import INPUT_SPECS
 from wanjax.media.pictures import read_clip
@@ -429,11 +429,22 @@ def test_queued_and_running_jobs_are_cancelled(start, monkeypatch):
         assert go.wait(60)
         yield from latents(*arguments, **options)
 
+    heartbeat, cancellations = JobStore.heartbeat, threading.Semaphore(0)
+
+    def count_cancellations(*arguments):
+        signal = heartbeat(*arguments)
+        if signal is Signal.CANCEL:
+            cancellations.release()
+        return signal
+
     monkeypatch.setattr(Run, "latents", slow)
+    monkeypatch.setattr(JobStore, "heartbeat", count_cancellations)
     ids = [server.post_video(seed=seed)["id"] for seed in range(4)]
     assert started.wait(60)
     for id in ids[:2]:
         assert server.client.post(f"/v1/videos/{id}/cancel").status_code == 200
+    for _ in range(2):  # after the second, the worker has stored the first
+        assert cancellations.acquire(timeout=60)
     for id in ids[2:3]:
         assert server.client.delete(f"/v1/videos/{id}").json() == {
             "id": id, "object": "video.deleted", "deleted": True
