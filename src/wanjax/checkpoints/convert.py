@@ -362,7 +362,7 @@ class Conversion(ABC):
                 _save_json(self.partial / name / config, component.config())
 
 
-OPTIONS = {"revision": "--revision", "dtypes": "--dtype", PRECISION_ENTRY: "--precision", "loras": "--lora"}
+REQUEST_OPTIONS = {"revision": "--revision", "dtypes": "--dtype", PRECISION_ENTRY: "--precision", "loras": "--lora"}
 """The options of `wanjax convert` by their entries in a request."""
 
 
@@ -447,8 +447,8 @@ class ConversionToWanjax(Conversion):
     def _describe_difference(self) -> str:
         if not isinstance(self.target, Path) or not (self.target / MANIFEST).is_file():
             return ""
-        previous = (open_converted(self.target, self.target).manifest or {})["request"]
-        options = [option for name, option in OPTIONS.items() if previous.get(name) != self._request().get(name)]
+        previous, requested = (open_converted(self.target, self.target).manifest or {})["request"], self._request()
+        options = [option for name, option in REQUEST_OPTIONS.items() if previous.get(name) != requested.get(name)]
         return f", made with another {' and another '.join(options)}" if options else ""
 
     def _write(self, progress: Callable[[int], object]) -> None:

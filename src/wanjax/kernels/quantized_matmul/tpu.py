@@ -131,13 +131,14 @@ def quantized_heads(
     The heads are in `parts` groups. Each group is contiguous in memory.
     """
     operands = _input_operands(x, modulation) | _weight_operands(weight, bias)
-    quantization, epilogue = Quantization(activations, hadamard_size, None if modulation is None else eps), Epilogue()
+    quantization = Quantization(activations, hadamard_size, None if modulation is None else eps)
+    norm_options: dict[str, Any] = {}
     if norm is not None:
         size, columns = len(norm.scale), weight.values.shape[1]
         operands |= {"norm_scale": jnp.tile(norm.scale.astype(jnp.float32), columns // size)[None]}
         operands |= {} if norm.cos is None else {"cos": norm.cos, "sin": norm.sin}
-        epilogue = Epilogue(norm_eps=norm_eps, norm_per_head=size < columns)
-    epilogue = epilogue._replace(parts=parts)
+        norm_options = {"norm_eps": norm_eps, "norm_per_head": size < columns}
+    epilogue = Epilogue(parts=parts, **norm_options)
 
     def run(operands: Operands) -> Array:
         product = replace(_sizes(operands, dtype), keeps_rows=True)
