@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
-from wanjax.checkpoints.converted import MANIFEST, open_converted, open_stored
+from wanjax.checkpoints.converted import open_converted, open_stored
 from wanjax.checkpoints.files import SUFFIXES, main_dtype
 from wanjax.checkpoints.hub import HUB_FILE, INDEX, checked_file_bytes, locate_file
 from wanjax.checkpoints.layout import Layout
@@ -19,7 +19,7 @@ from wanjax.checkpoints.lora import trained_attention
 from wanjax.checkpoints.lora_source import NOISE_LEVELS, Lora
 from wanjax.checkpoints.network_kinds import NetworkKind
 from wanjax.checkpoints.readers import open_tensors
-from wanjax.checkpoints.sources import Source, folder_of, open_diffusers, read_json
+from wanjax.checkpoints.sources import MANIFEST, Source, folder_of, open_diffusers, read_json
 from wanjax.checkpoints.unsupported import check_no_lora, describe_without_transformer
 from wanjax.checkpoints.weight_changes import Note, with_loras, with_zeros
 from wanjax.errors import WanjaxError, WanjaxWarning, repr_short, unknown_model

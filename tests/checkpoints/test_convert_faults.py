@@ -176,6 +176,21 @@ def test_the_message_of_a_damaged_copy_says_to_delete_it(converted, tmp_path, ha
         verify(open_source(copy))
 
 
+@pytest.mark.parametrize("name", ["transformer/config.json", "wanjax.json", "model_index.json", "vae"])
+@pytest.mark.parametrize("harm", ["lost", "empty"])
+def test_a_converted_checkpoint_without_a_part_must_be_converted_again(converted, tmp_path, name, harm):
+    if (name, harm) == ("wanjax.json", "lost"):
+        pytest.skip("without its manifest, nothing says that wanjax converted the folder")
+    part = shutil.copytree(converted, tmp_path / "copy") / name
+    shutil.rmtree(part) if part.is_dir() else part.unlink()
+    if harm == "empty":
+        part.mkdir() if name == "vae" else part.touch()
+    with pytest.raises(WanjaxError, match=line_with_words(f"{part.name} delete folder convert new")):
+        source = open_source(tmp_path / "copy")
+        source.check(["transformer", "vae"], [])
+        source["transformer"].config()
+
+
 KILL_SCRIPT = """
 import os, random, signal, sys
 from pathlib import Path

@@ -20,6 +20,7 @@ from wanjax.checkpoints.files import HEADER_LIMIT, SafetensorsFile, TensorReader
 from wanjax.checkpoints.hub import COMPONENT_FILES, HubFile
 from wanjax.checkpoints.readers import CombinedReader, RenamedReader
 from wanjax.checkpoints.sources import (
+    MANIFEST,
     Source,
     Storage,
     check_small_files,
@@ -35,7 +36,6 @@ from wanjax.stores.paths import MissingObjectError, RemotePath
 from wanjax.stores.user_folders import user_cache
 from wanjax.stores.writing import atomic_write, check_folder
 
-MANIFEST = "wanjax.json"
 FORMAT_VERSION = 1
 WEIGHTS_FOLDER = "weights"  # the folder of the Orbax checkpoint, in a component's folder
 DIGEST_LENGTH = 16  # the number of hexadecimal digits of a shortened SHA-256

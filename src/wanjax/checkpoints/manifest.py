@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.checkpoints.arrays import RECONVERT_ADVICE, OrbaxCheckpoint
-from wanjax.checkpoints.converted import DIGEST_LENGTH, MANIFEST, WEIGHTS_FOLDER
+from wanjax.checkpoints.converted import DIGEST_LENGTH, WEIGHTS_FOLDER
 from wanjax.checkpoints.files import Spec, progress_counter
-from wanjax.checkpoints.sources import Source
+from wanjax.checkpoints.sources import MANIFEST, Source
 from wanjax.errors import WanjaxError
 
 REQUEST_FILE = "request.json"  # the file with the request of a conversion, while the folder is incomplete

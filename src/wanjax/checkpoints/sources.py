@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from flax import nnx
 
 from wanjax.checkpoints import modules
-from wanjax.checkpoints.arrays import OrbaxCheckpoint, local_size
+from wanjax.checkpoints.arrays import RECONVERT_ADVICE, OrbaxCheckpoint, local_size
 from wanjax.checkpoints.dequantized import DequantizedReader
 from wanjax.checkpoints.files import SUFFIXES, SafetensorsFolder, TensorReader, check_names
 from wanjax.checkpoints.hub import (
@@ -38,6 +38,7 @@ from wanjax.errors import WanjaxError, no_checkpoint, reason, repr_short
 from wanjax.layers.precision import UNQUANTIZED, Precision
 from wanjax.stores.paths import missing_file
 
+MANIFEST = "wanjax.json"  # the manifest of a converted checkpoint
 CONFIGS = ("config.json", "scheduler_config.json", "guider_config.json")
 WEIGHT_SUFFIXES = {*SUFFIXES, ".msgpack", ".h5", ".onnx"}  # wanjax cannot read the added suffixes
 Module = TypeVar("Module", bound=nnx.Module)
@@ -94,7 +95,7 @@ class Storage:
             raise WanjaxError(f"{self.root} lists a component {component!r}, which is not a valid folder name")
         self.download([INDEX, *(f"{component}/{name}" for name in files)] if files else ())
         if not (folder := self.root / component).is_dir():
-            raise WanjaxError(f"{self.name} has no folder {component}: give a checkpoint in the diffusers layout")
+            raise WanjaxError(f"{self.name} has no folder {component}: {_advice(self.root)}")
         return folder
 
     def fetch_files(self, files: Iterable[Path]) -> None:
@@ -336,6 +337,8 @@ def read_index(name: object, folder: Path) -> dict[str, Any]:
     """Read the model_index.json of a checkpoint. Raises WanjaxError with the checkpoint's `name` if the file is
     missing."""
     if not (folder / INDEX).is_file():
+        if (folder / MANIFEST).is_file():
+            raise WanjaxError(missing_file(folder / INDEX, advice=RECONVERT_ADVICE))
         kind = read_json(folder / "config.json", missing={}).get("_class_name")
         raise WanjaxError(no_checkpoint(name, f", and its config.json describes a {repr_short(kind)}" if kind else ""))
     return read_json(folder / INDEX)
@@ -354,12 +357,17 @@ def read_json(path: Path, missing: dict | None = None) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise WanjaxError(
-            f"{path} cannot be read ({reason(error)}): give a complete checkpoint in the diffusers layout"
-        ) from error
+        raise WanjaxError(f"{path} cannot be read ({reason(error)}): {_advice(path.parent)}") from error
     if not isinstance(value, dict):
-        raise WanjaxError(f"{path} is not a JSON object: give a complete checkpoint in the diffusers layout")
+        raise WanjaxError(f"{path} is not a JSON object: {_advice(path.parent)}")
     return value
+
+
+def _advice(folder: Path) -> str:
+    """Return advice for a checkpoint of which a part is missing or damaged, from the folder of one of its files."""
+    if any((parent / MANIFEST).is_file() for parent in (folder, folder.parent)):
+        return RECONVERT_ADVICE
+    return "give a complete checkpoint in the diffusers layout"
 
 
 def check_small_files(folder: Path) -> None:
