@@ -28,6 +28,7 @@ MISTAKES = {
     "batch here.txt --strength 0.5": "strength 0.5 --video",
     "a --size 100000x100000": "100000 16384",
     "train nano here.png --out x": "here.png picture here.txt",
+    "train here nano --out x": "nano is a model wanjax train nano here",
     "a --lora high=nope.safetensors:0.5": "nope.safetensors OWNER/NAME/FILE",
     "a --decoder nope.safetensors": "nope.safetensors --decoder",
     "a --preview-decoder nope.safetensors": "nope.safetensors --preview-decoder",

@@ -69,6 +69,9 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
     _check_seams(ctx, request)
     if "at" in values:  # with --at, these options belong to the server
         values = {name: value for name, value in values.items() if name not in (*MODEL_PARAMETERS, "lora", "decoder")}
+    if "data" in values and not values["data"].exists() and listing.find_model(model := str(values["data"])):
+        order = shlex.join(["wanjax", "train", model, values["model"]])
+        raise WanjaxError(f"{model} is a model, not a folder of clips: give the model first, as in `{order}`")
     for model in [values[name] for name in MODEL_PARAMETERS if name in values]:
         listing.check_name(model)
         if request is not None and ctx.info_name in VIDEO_COMMANDS and ctx.params.get("original_metadata") is None:
