@@ -257,7 +257,7 @@ TENSORS = [  # tensors that cannot be merged, and the words of the message
     (PAIR | dict(list(UNKNOWN_CHANGES.items())[:2]), "1 of 3 changes LoRA model"),
     (PAIR | UNKNOWN_CHANGES, "1 of 10 changes LoRA model"),
 ]
-ENDLESS_PATTERN = "(?:[a-z]|[0-9._]|.)*?[A-Z]"
+ENDLESS_PATTERN = "(?:[a-z]|[a-y]|[0-9._]|.)*?[A-Z]"
 HOSTILE = ("(a+)+$", "(.*)*x", r"((\w+)\.?)+!", r"([^.]{2,}\.)*x", "(", "x" * 501, "a{9}{9}", r"\2(", "(?P<a")
 CONFIGS = [
     *("{", "[]", '{"lora_alpha": "8"}', '{"alpha_pattern": 3}', '{"lora_alpha": NaN}', '{"lora_alpha": null}'),
