@@ -338,7 +338,7 @@ def read_index(name: object, folder: Path) -> dict[str, Any]:
     missing."""
     if not (folder / INDEX).is_file():
         if (folder / MANIFEST).is_file():
-            raise WanjaxError(missing_file(folder / INDEX, advice=RECONVERT_ADVICE))
+            raise WanjaxError(f"{name} has no {INDEX}: {RECONVERT_ADVICE}")
         kind = read_json(folder / "config.json", missing={}).get("_class_name")
         raise WanjaxError(no_checkpoint(name, f", and its config.json describes a {repr_short(kind)}" if kind else ""))
     return read_json(folder / INDEX)
