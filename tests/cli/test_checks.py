@@ -28,6 +28,8 @@ MISTAKES = {
     "batch here.txt --strength 0.5": "strength 0.5 --video",
     "a --size 100000x100000": "100000 16384",
     "train nano here.png --out x": "here.png picture here.txt",
+    "a --model trained": "trained LoRA --lora trained",
+    "a --model trained_fully": "trained_fully training trained_fully/checkpoint",
     "train here nano --out x": "nano is a model wanjax train nano here",
     "a --lora high=nope.safetensors:0.5": "nope.safetensors OWNER/NAME/FILE",
     "a --decoder nope.safetensors": "nope.safetensors --decoder",
@@ -156,8 +158,10 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistakes")
     (folder / "here.png").touch()
     (folder / "here.txt").write_text("a red circle\n")
-    for name in ("encoded", "nnano"):
+    for name in ("encoded", "nnano", "trained", "trained_fully"):
         (folder / name).mkdir()
+    for name in ("trained/training.json", "trained/lora.safetensors", "trained_fully/training.json"):
+        (folder / name).touch()
     (folder / "encoded/generation_config.json").write_text('{"model": "nano", "prompt": "a red circle"}')
     commands = json.dumps([shlex.split(text) for text in MISTAKES])
     run = subprocess.run([sys.executable, "-c", RUN_MISTAKES, commands], cwd=folder, capture_output=True, text=True)

@@ -78,7 +78,7 @@ def check_name(model: str) -> None:
         # A family that was registered in this process may have a layout with other files.
         is_checkpoint = "wanjax.registry" in sys.modules or any(any(path.glob(file)) for file in CHECKPOINT_FILES)
         if os.path.isdir(path) and not is_checkpoint:
-            raise WanjaxError(no_checkpoint(model))
+            raise WanjaxError(_trained_part(model, path) or no_checkpoint(model))
         return
     if "/" not in model:
         raise WanjaxError(unknown_model(model, listed_models()))
@@ -86,6 +86,15 @@ def check_name(model: str) -> None:
 
     if not (HUB_FILE.fullmatch(model) and Path(model).suffix):
         is_local(model)
+
+
+def _trained_part(model: str, folder: Path) -> str | None:
+    """Return a message that says which part of a training's folder to give. Return None for another folder."""
+    if not (folder / "training.json").is_file():
+        return None
+    if (folder / "lora.safetensors").is_file():
+        return f"{model} has a LoRA of a training, not a model: give the model that it changes, and --lora {model}"
+    return f"{model} is the folder of a training: give its checkpoint {model}/checkpoint, after the last step"
 
 
 def describe_model(model: str) -> Mapping[str, Any]:
