@@ -2,6 +2,7 @@
 """A video as a value: a sequence of frames, with a description, that a notebook can play."""
 
 import base64
+import pickle
 import re
 
 import numpy as np
@@ -41,6 +42,25 @@ def test_frames_are_converted_for_pillow(video):
 def test_the_repr_of_a_video_describes_it(video):
     assert repr(video) == """Video: 5 frames of 64x32 at 8 a second, 'a "red" circle <b>', seed 7"""
     assert repr(Video(FRAMES[:, :, :3], 16, {})) == "Video: 5 frames of 3x32 at 16 a second"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("seed", "video.settings['seed']"),
+        ("prompt", "video.settings['prompt']"),
+        ("metadata", "video.settings"),
+        ("write", "video.save('NAME.mp4')"),
+        ("images", "video.frames"),
+        ("show", "notebook"),
+        ("latents", "pipe.denoise"),
+    ],
+)
+def test_a_guessed_attribute_gives_a_hint(video, name, words):
+    with pytest.raises(AttributeError, match=re.escape(words)):
+        getattr(video, name)
+    assert not hasattr(video, "foo")
+    assert pickle.loads(pickle.dumps(video)).settings == SETTINGS
 
 
 def embedded_settings(html: str, kind: str, tmp_path) -> dict:

@@ -120,6 +120,15 @@ def test_a_strength_applies_to_an_input_video(pipe):
     assert pipe.prepare(prompt="a", video=clip, strength=0.5, **SMALL)[1].strength == 0.5
 
 
+def test_a_strength_that_leaves_no_step_is_refused_with_values_that_leave_one():
+    settings = registry.model_description("nano").settings
+    for strength, steps, advice in ((0.8, 1, "2 steps 1 more"), (1 / 49, 49, "50 steps 0.021 more")):
+        with pytest.raises(WanjaxError, match=line_with_words(advice)):
+            _ = settings.updated({"strength": strength, "steps": steps}).steps_with_strength
+    for advised in ({"strength": 0.8, "steps": 2}, {"strength": 1 / 49, "steps": 50}, {"strength": 0.021, "steps": 49}):
+        assert settings.updated(advised).steps_with_strength == 1
+
+
 def test_every_model_supports_its_named_sizes():
     for name, preset in registry.presets().items():
         description = registry.model_description(name)

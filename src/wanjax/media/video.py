@@ -18,7 +18,7 @@ from html import escape
 from itertools import chain, pairwise
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Shaped, UInt8
@@ -59,6 +59,13 @@ EXIF_DESCRIPTION = 0x010E  # the EXIF tag ImageDescription
 DECODE_ERRORS = (OSError, ValueError, SyntaxError, EOFError, IndexError, RuntimeError, Image.DecompressionBombError)
 
 Frame = UInt8[np.ndarray, "H W 3"]
+GUESSED_NAMES = {  # advice for names of other libraries
+    **dict.fromkeys(("metadata", "record", "info"), "video.settings is its metadata"),
+    **dict.fromkeys(("write", "export", "save_video", "to_file", "to_mp4"), "use video.save('NAME.mp4')"),
+    **dict.fromkeys(("images", "videos", "numpy", "array"), "use video.frames, uint8 [T, H, W, 3]"),
+    **dict.fromkeys(("show", "play", "display"), "a notebook plays the video, and video.save('NAME.mp4') writes it"),
+    "latents": "pipe.denoise(pipe.encode(prompt)) returns latents",
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -106,6 +113,17 @@ class Video:
 
     def __iter__(self) -> Iterator[Frame]:
         return iter(self.frames)
+
+    if not TYPE_CHECKING:  # type checkers do not see this method, so they report unknown attributes
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError. For a setting or a guessed name, the message says what to use instead."""
+            settings = self.__dict__.get("settings", {})
+            if name in settings:
+                raise AttributeError(f"a video has no attribute {name}: use video.settings[{name!r}]")
+            if name in GUESSED_NAMES:
+                raise AttributeError(f"a video has no attribute {name}: {GUESSED_NAMES[name]}")
+            return object.__getattribute__(self, name)  # raises the usual AttributeError of Python
 
     def __repr__(self) -> str:
         count, height, width, _ = self.frames.shape

@@ -461,9 +461,11 @@ class Settings:
         """The number of steps that run when the video starts from an input video; raises WanjaxError if it is 0."""
         if not (steps := int(self.steps * self.strength)):
             min_strength = math.ceil(1000 / self.steps) / 1000
+            min_steps = math.ceil(1 / self.strength)
+            min_steps += int(min_steps * self.strength) < 1  # 49 * (1 / 49) is below 1 in floating point
             raise WanjaxError(
                 f"a strength of {self.strength} leaves none of {pluralize(self.steps, 'step')}: give at least "
-                f"{min_strength}"
+                f"{pluralize(min_steps, 'step')}, or a strength of {min_strength:g} or more"
             )
         return steps
 
