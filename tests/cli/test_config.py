@@ -139,6 +139,12 @@ def test_metadata_overrides_the_config_file(parsed):
     assert has_line_with_words(refused("a", "--config", "my.toml"), "'from'")
 
 
+@pytest.mark.parametrize("table", ["", "[generate]\n"])
+def test_a_config_file_cannot_set_the_prompt(parsed, table):
+    Path("my.toml").write_text(f'{table}prompt = "a cat"')
+    assert has_line_with_words(refused("a", "--config", "my.toml"), "my.toml argument 'prompt' command line")
+
+
 def test_a_config_file_can_set_quiet_and_json(parsed):
     Path("my.toml").write_text("quiet = true\njson = true\n")
     succeeded(wanjax("a cat", "--config", "my.toml"))

@@ -254,7 +254,8 @@ def _suggest_option(command: click.Command, ctx: click.Context, name: str) -> st
     options = visible_options(command)
     option_by_name = {option.lstrip("-"): option for option in options}
     dashed = name.replace("_", "-").lower()
-    if (option := option_by_name.get(OTHER_OPTION_NAMES.get(dashed, dashed))) is not None:
+    other_name = OTHER_OPTION_NAMES.get(dashed, dashed)
+    if (option := option_by_name.get(other_name, option_by_name.get(OTHER_OPTION_NAMES.get(other_name)))) is not None:
         return f"give {option} in its place"
     if dashed in DEVICE_OPTIONS:
         return "JAX selects the devices; the environment variable JAX_PLATFORMS=cpu selects the CPU"
@@ -484,11 +485,14 @@ def check_values(command: click.Command, ctx: click.Context, arguments: Sequence
         values = _all_values(command, ctx, arguments)
     except click.NoSuchOption as error:
         raise _no_option(command, ctx, arguments, error.option_name) from error
+    names = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
     for parameter in command.params:
         value = values.get(str(parameter.name))
         if isinstance(parameter, click.Option) and isinstance(value, list):
             _check_repeated(parameter, value)
         for text in value if isinstance(value, list) else [value]:
+            if isinstance(parameter, click.Option) and isinstance(text, str) and text in names:
+                raise click.UsageError(f"{parameter.opts[-1]} has no value before {text}: give one after it")
             if text == "" and _names_files(parameter):
                 option = parameter.opts[-1] if isinstance(parameter, click.Option) else parameter.human_readable_name
                 raise click.UsageError(f"{option} got an empty name: give the name of a file or folder")

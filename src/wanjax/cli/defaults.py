@@ -309,7 +309,9 @@ def _options_from_config(file: str, ctx: click.Context) -> dict[str, Any]:
     for name in options_by_command.keys() & file_options.keys():
         if not isinstance(command_table := file_options.pop(name), dict):
             raise WanjaxError(f"{file} gives {name} as {command_table!r}: write a table [{name}] with its options")
-        tables[name] = _parse_table(f"{file}, in [{name}],", command_table, options_by_command[name])
+        tables[name] = _parse_table(
+            f"{file}, in [{name}],", command_table, options_by_command[name], group.commands[name]
+        )
     for name in (key for key, value in file_options.items() if isinstance(value, dict) and key not in options_by_name):
         similar = [
             f"[{candidate}]" for candidate in get_close_matches(name, options_by_command, n=1) or options_by_command
@@ -317,7 +319,9 @@ def _options_from_config(file: str, ctx: click.Context) -> dict[str, Any]:
         raise WanjaxError(f"{file} has a table {name!r}, but no command has this name: write {' or '.join(similar)}")
     names = {option.name for option in options_by_command[command].values()}
     shared_settings = {
-        name: value for name, value in _parse_table(file, file_options, options_by_name).items() if name in names
+        name: value
+        for name, value in _parse_table(file, file_options, options_by_name, ctx.command).items()
+        if name in names
     }
     return shared_settings | tables.get(command, {})
 
@@ -346,13 +350,23 @@ def _argument_names(command: click.Command) -> list[str]:
     return [name[2:] for option in hidden_options for name in option.opts if name[2:] in argument_names]
 
 
-def _parse_table(location: str, table: Mapping[str, Any], options: Mapping[str, click.Option]) -> dict[str, Any]:
-    """Read the values of a table by the names of parameters. A size becomes a height and a width. `location` names the
-    table in messages.
+def _parse_table(
+    location: str, table: Mapping[str, Any], options: Mapping[str, click.Option], command: click.Command
+) -> dict[str, Any]:
+    """Read the values of a table by the names of parameters. A size becomes a height and a width.
+
+    Args:
+        location: The name of the table for messages.
+        table: The table.
+        options: The options that the table may set, by their names without leading dashes.
+        command: The command, whose arguments the table may not set.
     """
     values: dict[str, Any] = {}
+    argument_names = [parameter.name for parameter in command.params if isinstance(parameter, click.Argument)]
     for key, value in table.items():
         name = current_option_name(key)
+        if name not in options and name in argument_names:
+            raise WanjaxError(f"{location} has the argument {key!r}: give it on the command line, not in this file")
         if name not in options:
             similar = (
                 [OTHER_OPTION_NAMES[name]]
