@@ -184,9 +184,19 @@ def test_force_replaces_existing_files(model):
 
 def test_another_prompt_does_not_replace_latents_without_a_video(model):
     succeeded(wanjax("a", "--model", model, *SMALL, "--dir", "d", "--out", "a.mp4"))
-    assert has_line_with_words(
-        refused("generate", "b", "--model", model, "--dir", "d"), "d latents decode --dir --force"
-    )
+    file = "d/stage2_latents.safetensors"
+    options = ("--model", model, *SMALL, "--dir", "d")
+    assert has_line_with_words(refused("generate", "b", *options), f"{file} different prompt --dir --force")
+    assert has_line_with_words(refused("generate", "a", *options, "--guidance-scale", "9"), f"{file} guidance --dir")
+
+
+def test_the_same_command_decodes_the_latents_of_its_folder(model):
+    command = ("a", "--model", model, *SMALL, "--dir", "d", "--out", "a.mp4")
+    succeeded(wanjax(*command))
+    video = Path("a.mp4").read_bytes()
+    Path("a.mp4").unlink()
+    assert has_line_with_words(succeeded(wanjax(*command)).stderr, "d/stage2_latents.safetensors only decoded")
+    assert Path("a.mp4").read_bytes() == video
 
 
 def test_nothing_is_loaded_if_the_output_exists(model, monkeypatch):
@@ -426,9 +436,17 @@ def test_a_preview_stays_with_the_video(model, tmp_path, runs_folder):
     assert list(runs_folder.iterdir()) == []
 
 
-def test_a_killed_run_with_latents_only_decodes(model, runs_folder):
-    folder = write_stopped_run(runs_folder, "killed", days=0)
-    assert f"`wanjax decode --dir {folder}`" in refused("a", "--model", model, *SMALL, "--dir", str(folder))
+def test_a_run_killed_while_it_decodes_only_decodes(model, runs_folder, failing_in):
+    with failing_in("frames", KeyboardInterrupt()):
+        wanjax("a", "--model", model, *SMALL)
+    [folder] = runs_folder.iterdir()
+    from_folder = ("generate", "--from", str(folder))
+    other = succeeded(wanjax(*from_folder, "--seed", "6", "--out", "b.mp4"))
+    assert "only decoded" not in other.stderr
+    with failing_in("latents", AssertionError()):
+        same = succeeded(wanjax(*from_folder, "--out", "a.mp4"))
+    assert has_line_with_words(same.stderr, "stage2_latents.safetensors only decoded")
+    assert not folder.exists()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sets a limit of POSIX")

@@ -84,7 +84,6 @@ MAX_TRACED_STEPS = 200  # a run with more steps is not traced before it starts, 
 FIRST_FRAME = FRAME_FILE.format(0)
 RESULT_FILES = {
     VIDEO_FILE: f"a finished video, {VIDEO_FILE}",
-    LATENTS_FILE: f"the latents of a video, {LATENTS_FILE}",
     FIRST_FRAME: f"the frames of a video, {FIRST_FRAME}",
 }
 """Files in the folder of `generate` that took long to make. `generate` would replace them, or combine them with other
@@ -105,11 +104,14 @@ def generate(
     """Run the three stages. `original_metadata` is the metadata of the video of --from, or None.
 
     If the user gives no folder, the video gets a new name. The stages' files are removed when the video is complete.
+    If the folder of the user has the latents of this video, they are only decoded.
     """
     init_distributed(report, options.processes)
     existing_file = find_existing_video(command, request, options)
     if command.folder is not None and existing_file is None and not command.force:
-        check_no_results(command.folder, RESULT_FILES)
+        check_no_results(command.folder)
+        if on_command_line("folder"):
+            find_existing_stage(command, LATENTS_FILE, settings_before_load(request, options))
     with releasing_folder(
         VideoCommand(report, request, options, command, original_metadata=original_metadata)
     ) as video:
@@ -121,12 +123,15 @@ def generate(
         video.check_writable(video.video_path, video.metadata)
         video.check_room()
         check_run_memory(video.pipe, video.settings, video.pictures, **video.run_options)
-        run = video.denoising_run()
-        with video.compile_ahead():
-            _, frames = next(iter(run))
-            written = (
-                video.write_streamed(frames) if video.pipe.model.spec.is_chunked else video.write_decoded(run, frames)
-            )
+        if video.has_latents():
+            latents = stage_files.load_latents(video.folder, video.metadata)
+            written = video.write_decoded(run := video.run(), run.frames([latents]))
+        else:
+            run = video.denoising_run()
+            with video.compile_ahead():
+                _, frames = next(iter(run))
+                is_streamed = video.pipe.model.spec.is_chunked
+                written = video.write_streamed(frames) if is_streamed else video.write_decoded(run, frames)
     report.table()
     video.print_made(written)
 
@@ -282,17 +287,12 @@ def find_existing_stage(
     return existing_file
 
 
-def check_no_results(folder: Path, names: Iterable[str]) -> None:
+def check_no_results(folder: Path, names: Iterable[str] = RESULT_FILES) -> None:
     """Raise WanjaxError if a folder has one of these files of another video, because they took long to make."""
     existing_names = [name for name in names if is_first() and (folder / name).exists()]
     if existing_names:
-        decode_command = f"`{shlex.join(['wanjax', 'decode', '--dir', str(folder)])}` to make the video"
-        choices = [
-            *([decode_command] if existing_names == [LATENTS_FILE] else []),
-            f"{KEEP_ADVICE[False]} to keep it",
-            "or --force to replace it",
-        ]
-        raise WanjaxError(f"{folder} contains {RESULT_FILES[existing_names[0]]}: give {', '.join(choices)}")
+        advice = f"give {KEEP_ADVICE[False]} to keep it, or --force to replace it"
+        raise WanjaxError(f"{folder} contains {RESULT_FILES[existing_names[0]]}: {advice}")
 
 
 class VideoCommand:
@@ -447,6 +447,23 @@ class VideoCommand:
                 self.print_made(paths.parse_path(existing_file.file))
         return exists
 
+    def has_latents(self) -> bool:
+        """Return whether the folder has the latents of this video. If it does, print that they are not made again.
+
+        Raises WanjaxError if they are the latents of another video. With --force, latents are made again.
+        """
+        latents = None
+        if is_first() and not self._force_options:
+            latents = ExistingFile.find(self.folder / LATENTS_FILE, KEEP_ADVICE[False])
+        if latents is not None:
+            latents.check({name: value for name, value in self.metadata.items() if name != "fps"})
+        has_latents = latents is not None
+        if self.report.has_peers:
+            has_latents = PeerGroup().broadcast(has_latents)
+        if has_latents:
+            self.report.note(f"{self.folder / LATENTS_FILE} already exists, and is only decoded")
+        return has_latents
+
     def check_unfinished(self) -> None:
         """Raise WanjaxError if the folder, which the user named, contains steps of a video with other settings.
 
@@ -514,7 +531,7 @@ class VideoCommand:
             raise WanjaxError(
                 f"{file} has latents {list(latents.shape)}, but a video of {settings.width}x{settings.height} and "
                 f"{pluralize(settings.frames, 'frame')} has {list(shape)}: run "
-                f"`wanjax denoise --dir {self.folder}` again"
+                f"`wanjax denoise --dir {self.folder} --force` again"
             )
 
     def checked_conditioning(self, tensors: Mapping[str, Any]) -> Any:

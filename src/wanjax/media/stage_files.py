@@ -133,7 +133,7 @@ def load_latents(folder: Path, settings: Mapping[str, Any]) -> Any:
         if name.endswith(MODALITY_SUFFIX):
             modalities[name.removesuffix(MODALITY_SUFFIX)] = _read(file, name, FLOAT_KINDS)
     if not all(jnp.isfinite(x).all() for x in modalities.values()):
-        raise WanjaxError(f"{file.path} contains latents that are not finite: run `wanjax denoise` again")
+        raise WanjaxError(f"{file.path} contains latents that are not finite: {_repeat(folder, LATENTS_FILE)}")
     return modalities if len(modalities) > 1 else modalities[VIDEO_MODALITY]
 
 
@@ -165,34 +165,37 @@ def _open_file(folder: Path, name: str) -> SafetensorsFile:
         return SafetensorsFile(path)
     except WanjaxError as error:
         cause = reason(error.__cause__) if isinstance(error.__cause__, Exception) else error
-        advice = f"run `{STAGE_COMMANDS[name]} --dir {folder} --force` again"
+        advice = _repeat(folder, name)
         raise WanjaxError(f"{path} cannot be read ({cause}): {advice}, or give a complete copy") from error
 
 
 def _open_stage(folder: Path, name: str, settings: Mapping[str, Any]) -> SafetensorsFile:
     """Open a stage's file; raise WanjaxError if it is missing or was made with other settings than `settings`."""
-    file, command = _open_file(folder, name), STAGE_COMMANDS[name]
+    file = _open_file(folder, name)
     file_settings = json_entry(file, "settings")
     unused_inputs = [key for key in INPUT_SPECS if file_settings and key not in file_settings]
     for key, value in (file_settings | dict.fromkeys(unused_inputs)).items():
         is_compared = key in settings or (key in INPUT_SPECS and value is not None)
         if key == DIGESTS_KEY:
-            _check_digests(value, settings.get(key), f"{name} and {CONFIG} in {folder}", f"{command} --dir {folder}")
+            _check_digests(value, settings.get(key), f"{name} and {CONFIG} in {folder}", _repeat(folder, name))
         elif is_compared and (settings.get(key) or None) != (value or None) and key not in ENVIRONMENT_SETTINGS:
             raise WanjaxError(
                 f"{name} and {CONFIG} in {folder} do not belong together: {key} is {_repr_short(value)} in the first "
-                f"and {_repr_short(settings.get(key))} in the second: run `{command} --dir {folder}` again"
+                f"and {_repr_short(settings.get(key))} in the second: {_repeat(folder, name)}"
             )
     return file
 
 
-def _check_digests(first: Any, second: Any, subject: str, command: str) -> None:
+def _repeat(folder: Path, name: str) -> str:
+    """Return advice to run the command that replaces a stage's file."""
+    return f"run `{STAGE_COMMANDS[name]} --dir {folder} --force` again"
+
+
+def _check_digests(first: Any, second: Any, subject: str, advice: str) -> None:
     """Raise WanjaxError if two sets of metadata have different digests for one path."""
     for path in first if isinstance(first, dict) and isinstance(second, dict) else ():
         if second.get(path, first[path]) != first[path]:
-            raise WanjaxError(
-                f"{subject} do not belong together: {path} changed between the two: run `{command}` again"
-            )
+            raise WanjaxError(f"{subject} do not belong together: {path} changed between the two: {advice}")
 
 
 def _repr_short(value: Any) -> str:
