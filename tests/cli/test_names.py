@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -231,6 +232,21 @@ def test_a_stopped_run_resumes_to_the_same_file_name(
     if has_home:
         assert has_line_with_words(refused(*command), f"{folder} removed video")
     assert list(tmp_path.glob(f"{runs.TEMP_PREFIX}*")) == []
+
+
+@pytest.mark.parametrize("stage", ["encoded", "denoised"])
+def test_ctrl_c_before_a_stage_is_saved_loses_nothing(model, monkeypatch, stage):
+    save = getattr(cli_stages.StageFileObserver, stage)
+
+    def interrupt_and_save(*args):
+        signal.raise_signal(signal.SIGINT)
+        save(*args)
+
+    monkeypatch.setattr(cli_stages.StageFileObserver, stage, interrupt_and_save)
+    result = wanjax("a", "--model", model, *SMALL, "--dir", "d")
+    assert result.exit_code == 130
+    assert "completed work is kept; continue with: wanjax" in result.stderr.splitlines()[-1]
+    assert (stage_files.LATENTS_FILE in files("d")) == (stage == "denoised")
 
 
 def test_another_video_from_a_stopped_run_keeps_its_steps(model, runs_folder, failing_in):

@@ -136,15 +136,16 @@ class Run:
 
     def encode(self) -> dict[str, Conditioning]:
         """Encode each prompt once, and the shared images and clips; return the conditioning of each prompt."""
-        with self.stage("encode"), self.runtime.strategy.stage("encode"):
-            text_conditioning = self._encode_texts()
-            settings, spec = self.requests[0].settings, self.model.spec
-            window = spec.windowing.windows(settings, self.pictures)[0]
-            pictures = spec.windowing.pictures(window, settings, self.pictures, None, spec.continuation_input)
-            picture_conditioning = self._encode_pictures(pictures, window.settings)
-        conditioning = {prompt: text._replace(**picture_conditioning) for prompt, text in text_conditioning.items()}
-        for prompt_conditioning in conditioning.values():
-            self.observers.notify("encoded", prompt_conditioning)
+        with self.stage("encode"):
+            with self.runtime.strategy.stage("encode"):
+                text_conditioning = self._encode_texts()
+                settings, spec = self.requests[0].settings, self.model.spec
+                window = spec.windowing.windows(settings, self.pictures)[0]
+                pictures = spec.windowing.pictures(window, settings, self.pictures, None, spec.continuation_input)
+                picture_conditioning = self._encode_pictures(pictures, window.settings)
+            conditioning = {prompt: text._replace(**picture_conditioning) for prompt, text in text_conditioning.items()}
+            for prompt_conditioning in conditioning.values():
+                self.observers.notify("encoded", prompt_conditioning)
         return conditioning
 
     def _encode_texts(self) -> dict[str, Conditioning]:
