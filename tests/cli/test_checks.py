@@ -30,6 +30,9 @@ MISTAKES = {
     "train nano here.png --out x": "here.png picture here.txt",
     "a --model trained": "trained LoRA --lora trained",
     "a --model trained_fully": "trained_fully training trained_fully/checkpoint",
+    "train nano . --out x.safetensors": "x.safetensors suffix folder",
+    "a --seeds 1..2 --out new.v1": "new.v1 suffix new.v1/",
+    "batch sizes.jsonl": "line 1: size name model's sizes [64, 64]",
     "train here nano --out x": "nano is a model wanjax train nano here",
     "a --lora high=nope.safetensors:0.5": "nope.safetensors OWNER/NAME/FILE",
     "a --decoder nope.safetensors": "nope.safetensors --decoder",
@@ -158,6 +161,7 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistakes")
     (folder / "here.png").touch()
     (folder / "here.txt").write_text("a red circle\n")
+    (folder / "sizes.jsonl").write_text('{"prompt": "a red circle", "size": [64, 64]}\n')
     for name in ("encoded", "nnano", "trained", "trained_fully"):
         (folder / name).mkdir()
     for name in ("trained/training.json", "trained/lora.safetensors", "trained_fully/training.json"):

@@ -285,6 +285,22 @@ def test_ctrl_c_ends_a_batch_and_the_same_command_resumes(cluster, tmp_path):
     assert sorted(entry["seed"] for entry in read_manifest(tmp_path / "videos")) == list(range(12))
 
 
+def test_without_a_cluster_the_message_says_how_to_start_one(monkeypatch):
+    ray = pytest.importorskip("ray")
+
+    def find_no_cluster(*_, **__):
+        raise ConnectionError(
+            "Could not find any running Ray instance. Please specify the one to connect to by setting `--address` flag "
+            "or `RAY_ADDRESS` environment variable."
+        )
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", find_no_cluster)  # a real search would find the clusters of other tests
+    with pytest.raises(WanjaxError, match=line_with_words("cluster Ray ray start --head --ray local")) as caught:
+        connect_ray("auto", min_cores=1).__enter__()
+    assert "--address" not in str(caught.value)
+
+
 def test_resources_are_read_or_refused():
     assert parse_resources(None) == {}
     assert parse_resources("cpu=2,gpu=0.5, TPU=4") == {"": {"num_cpus": 2, "num_gpus": 0.5, "resources": {"TPU": 4}}}

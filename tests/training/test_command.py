@@ -55,6 +55,7 @@ def test_mistakes_of_a_training_are_refused(model, tmp_path):
         (("--size", "33x32"), "width must be a multiple of"),
         (("--size", "32x32", "--width", 64), "--size cannot be combined with --height or --width"),
         (("--size", "32x32", "--lora-target", "to_x"), "no layer named to_x"),
+        (("--size", "32x32", "--lora-rank", 1000), "no projection has a rank above"),
         (
             ("--size", "32x32", "--batch-size", 3, "--grad-accum-steps", 2),
             "--grad-accum-steps 2 does not divide --batch-size 3",

@@ -286,6 +286,16 @@ def test_each_differing_entry_is_reported(tmp_path):
     assert len(str(refused.value)) < 500 + len(str(tmp_path))
 
 
+def test_a_run_without_a_saved_step_may_get_other_settings(tmp_path):
+    trainer = SimpleNamespace(folder=tmp_path, step=0)
+    Trainer._check_and_save_identity(trainer, {"lora": {"rank": 10**5}, "steps": 2})
+    Trainer._check_and_save_identity(trainer, {"lora": {"rank": 8}, "steps": 2})
+    assert json.loads((tmp_path / "training.json").read_text())["lora"] == {"rank": 8}
+    (tmp_path / "training.json").write_text('{"rank": 8}')  # by another program
+    with pytest.raises(WanjaxError, match="another training run"):
+        Trainer._check_and_save_identity(trainer, {"lora": {"rank": 8}, "steps": 2})
+
+
 @pytest.mark.parametrize(("step", "is_allowed"), [(0, True), (1, True), (2, False)])
 def test_remaining_steps_may_have_another_learning_rate(step, is_allowed, tmp_path):
     advice = "rate 0.001 0.0001 also give more steps"

@@ -89,6 +89,16 @@ OTHER_OPTION_NAMES = {
     "enable-model-cpu-offload": "offload",
     "offload-model": "offload",
     "checkpointing-steps": "save-every",
+    "epochs": "steps",
+    "num-train-epochs": "steps",
+    "prompt": "sample-prompt",  # of a training; other commands take the option itself
+    "teacache": "cache",
+    "enable-teacache": "cache",
+    "magcache": "cache",
+    "workflow": "from",
+    "dry-run": "print-command",
+    "pose": "video",
+    "driving-video": "video",
 } | {alias.replace("_", "-"): name.replace("_", "-") for alias, name in RENAMED.items()}
 """Maps options of other libraries and of older versions to the options that replace them."""
 
@@ -96,6 +106,7 @@ OTHER_OPTION_NAMES = {
 DTYPE_OPTIONS = ("fp16", "bf16", "fp32", "half", "float16", "bfloat16", "float32")
 DEVICE_OPTIONS = ("device", "devices", "device-id", "gpu", "gpus", "cuda", "cpu", "tpu")
 LENGTH_OPTIONS = ("seconds", "num-seconds", "duration")
+LORA_STRENGTH_OPTIONS = ("lora-strength", "lora-scale", "lora-weight", "lora-weights", "strength-model")
 STAGES = ("encode", "denoise", "decode")
 MAX_NAME = 200  # the maximum number of characters of a name in a message
 
@@ -257,6 +268,8 @@ def _suggest_option(command: click.Command, ctx: click.Context, name: str) -> st
     other_name = OTHER_OPTION_NAMES.get(dashed, dashed)
     if (option := option_by_name.get(other_name, option_by_name.get(OTHER_OPTION_NAMES.get(other_name)))) is not None:
         return f"give {option} in its place"
+    if dashed in LORA_STRENGTH_OPTIONS and "--lora" in options:
+        return "give the strength after the file, as in --lora FILE:0.5"
     if dashed in DEVICE_OPTIONS:
         return "JAX selects the devices; the environment variable JAX_PLATFORMS=cpu selects the CPU"
     if dashed in DTYPE_OPTIONS and "--dtype" in options:
@@ -329,6 +342,9 @@ def check_extra(
     """
     if ctx.resilient_parsing or not extra_words:
         return
+    for option, file, word in zip(arguments, arguments[1:], arguments[2:], strict=False):
+        if option == "--lora" and NUMBER.fullmatch(word) and word in (ctx.params.get("prompt"), *extra_words):
+            raise click.UsageError(f"the strength of a LoRA follows a colon: give --lora {file}:{word}", ctx)
     if len(extra_words) == 1:
         prompt, word = str(ctx.params.get("prompt")), extra_words[0]
         _check_flag_values(command, ctx, arguments, prompt if " " in word and " " not in prompt else word)
@@ -416,6 +432,8 @@ def message_with_option(error: WanjaxError, command: click.Command | None = None
     for option in [option for parameter in command.params for option in parameter.opts] if command else ():
         if option.startswith("--") and "_" in (name := option[2:].replace("-", "_")):
             sentence = re.sub(BARE_NAME.format(name), option, sentence)
+    if command and "--seeds" in visible_options(command) and (seeds := SEVERAL_SEEDS.search(sentence)):
+        return f"{sentence}; --seeds {seeds[1]} makes a video with each seed"
     if not isinstance(error, SettingError):
         return sentence
     if error.setting == "strength":
@@ -428,6 +446,8 @@ def message_with_option(error: WanjaxError, command: click.Command | None = None
 
 
 BARE_NAME = r"""(?<![\w.'"`/=(\[{{-]){}(?![\w.'"`/=(-]|:\S)"""  # matches a name outside code, paths and quotation marks
+NUMBER = re.compile(r"-?\d*\.?\d+")
+SEVERAL_SEEDS = re.compile(r"^the seed must .* got '(\d+(?:(?:,|\.\.)\d+)+)'$")
 INVALID_VALUE = re.compile(r"(.+?) is not (?:a valid|in the range|one of) ")  # matches click's messages
 WRONG_FILE_KIND = re.compile(r"(?:File|Directory|Path) '(.+)' is a (file|directory)\b")
 NO_ACCESS = re.compile(r"(?:File|Directory|Path) '(.+)' is not (?:readable|writable)\b")

@@ -185,8 +185,10 @@ def _check_conversion(values: Mapping[str, Any]) -> None:
 
 
 def _check_training(ctx: click.Context) -> None:
-    """Raise UsageError for options of a LoRA together with --full, and for options of a training step without
-    --train."""
+    """Raise UsageError for options of a LoRA together with --full, for options of a training step without --train, and
+    for a file as the output."""
+    if (out := str(ctx.params.get("out", ""))).endswith(".safetensors"):
+        raise click.UsageError(f"--out {out} has the suffix of a file: give the folder of the training's files")
     for name in PRICED_STEP_PARAMETERS if not ctx.params.get("train", True) else ():
         if on_command_line(name, ctx):
             raise click.UsageError(f"{option_of(name)} is for a step of training: also give --train, or leave it out")
@@ -291,8 +293,9 @@ def _check_many_videos(values: Mapping[str, Any]) -> None:
             raise WanjaxError(f"--{option} is for one video: leave it out for several")
     if "folder" in values:
         raise WanjaxError("--dir is for the stages of one video: give --out, a folder, for several videos")
-    if "out" in values and Path(values["out"]).suffix:
-        raise WanjaxError(f"--out {values['out']} has the suffix of a file: give a folder for several videos")
+    out = str(values.get("out", ""))
+    if Path(out).suffix and not (out.endswith("/") or os.path.isdir(out)):
+        raise WanjaxError(f"--out {out} has the suffix of a file: give a folder such as {out}/ for several videos")
 
 
 def _check_workers(ctx: click.Context) -> None:

@@ -115,6 +115,9 @@ def connect_ray(
         elif started_here:
             ray.init(address, **quiet_options)
     except Exception as error:  # Ray raises errors of many types, also plain Exception
+        if "RAY_ADDRESS" in str(error):  # the message advises an option of Ray's own command
+            advice = "start one with `ray start --head`, or give --ray local"
+            raise WanjaxError(f"no cluster of Ray runs on this machine: {advice}") from error
         problem = f"cannot be reached at {address}" if address else "did not start on this machine"
         raise WanjaxError(f"Ray {problem}: {reason(error)}") from error
     try:

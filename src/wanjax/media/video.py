@@ -50,6 +50,7 @@ VIDEO_ENCODERS = {
     ".webm": ("-c:v", "libvpx-vp9", "-crf", "20", "-b:v", "0", "-row-mt", "1", "-cpu-used", "4"),
 }
 """ffmpeg's arguments for the encoder and container of each suffix."""
+MAX_PID_DIGITS = 7  # the number of digits of Linux's highest process id, 4,194,304
 MAX_NAME_BYTES = 255  # the maximum bytes of a file's name on all common systems
 ONE_FRAME_MESSAGE = (
     "{} is a picture, which has one frame: for more frames, give .mp4, .webm, .mov, .gif, .webp or a folder of PNG"
@@ -189,8 +190,9 @@ def write_video(
 
 def max_name_bytes() -> int:
     """Return the maximum bytes of a file's name. The name of its temporary file, which is longer, must be allowed
-    too."""
-    return MAX_NAME_BYTES - len(os.fsencode(sibling_path(Path("a")).name)) + 1
+    too, also in a process with a longer number."""
+    missing_digits = MAX_PID_DIGITS - len(str(os.getpid()))
+    return MAX_NAME_BYTES - len(os.fsencode(sibling_path(Path("a")).name)) + 1 - missing_digits
 
 
 def check_suffix(path: str | AnyPath) -> str:
@@ -206,8 +208,9 @@ def check_suffix(path: str | AnyPath) -> str:
             short = f"{name.name[:40]}..."
             raise WanjaxError(f"the name {short} has {size} bytes: give one of at most {max_size}")
     if suffix not in VIDEO_WRITERS:
-        suffixes = ", ".join(filter(None, VIDEO_WRITERS))
-        raise WanjaxError(f"{path} ends in {suffix}: give one of {suffixes}, or no suffix for a folder of PNG")
+        suffixes = ", ".join(suffix for suffix in VIDEO_WRITERS if suffix not in ("", ".png"))
+        folder_advice = "no suffix for a folder of PNG, or .png for a video of one frame"
+        raise WanjaxError(f"{path} ends in {suffix}: give one of {suffixes}, {folder_advice}")
     return suffix
 
 

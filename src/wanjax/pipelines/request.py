@@ -353,7 +353,8 @@ def _parse_size(value: Any, sizes: Mapping[str, tuple[int, int]] | None) -> dict
     if sizes is not None and is_text(value) and (value in sizes or parse_pixels(value)):
         return {"size": value} if value in sizes else parse_size(value, {})
     height, width = next(iter((sizes or {}).values()), (480, 832))
-    forms = f"WIDTHxHEIGHT such as '{width}x{height}', or one of {', '.join(sizes or ('480p',))}"
+    names = f"one of {', '.join(sizes)}" if sizes else "the name of one of the model's sizes"
+    forms = f"WIDTHxHEIGHT such as '{width}x{height}', or {names}"
     raise SettingError(f"size must be {forms}, got {repr_short(value)}", "size")
 
 

@@ -197,7 +197,7 @@ def adapt(
         stack have one name together.
 
     Raises:
-        WanjaxError: No layer has the name of a target.
+        WanjaxError: No layer has the name of a target, or the rank is higher than that of any adapted weight.
     """
     names = module_names(network, rules)
     adapted_names = {path: name for path, name in names.items() if _is_adapted(path, name, config.targets)}
@@ -210,17 +210,28 @@ def adapt(
         available = ", ".join(sorted({name.rpartition("{i}.")[2] for name in names.values()}))
         raise WanjaxError(f"the network has no {missing_text} to adapt: there are {available}")
     network = nnx.merge(*nnx.split(network))
+    projections = [_find_module(network, path)[-1] for path in adapted_names]
+    widths = [min(getattr(projection, projection.weight_name).shape[-2:]) for projection in projections]
+    if config.rank > max(widths):
+        raise WanjaxError(
+            f"the LoRA's rank is {config.rank}, and no projection has a rank above {max(widths)}: give at most that"
+        )
     rngs = nnx.Rngs(seed)
     full_rank = {path: name for path, name in names.items() if path.endswith(FULL_RANK) and path not in adapted_names}
     for path in sorted(adapted_names | full_rank):
-        *parents, name = path.split(".")
-        parent: Any = network
-        for key in parents:
-            parent = parent[int(key)] if key.isdigit() else getattr(parent, key)
-        base = getattr(parent, name)
+        parent, name, base = _find_module(network, path)
         setattr(parent, name, DeltaLinear(base) if path in full_rank else LoraLinear(base, config, rngs))
     _move_factors_to_mesh(network, partitioner)
     return network, adapted_names | full_rank
+
+
+def _find_module(network: nnx.Module, path: str) -> tuple[Any, str, Any]:
+    """Return the parent of a module, the module's name in the parent, and the module, by its path in a network."""
+    *parents, name = path.split(".")
+    parent: Any = network
+    for key in parents:
+        parent = parent[int(key)] if key.isdigit() else getattr(parent, key)
+    return parent, name, getattr(parent, name)
 
 
 def remove_adapters(network: Network) -> Network:

@@ -146,7 +146,7 @@ class Trainer:
         return self._strategy.call(program, self._compile_context, self.static, *arguments)
 
     def _check_and_save_identity(self, identity: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Save the identity in the folder. Raises WanjaxError if the folder's identity differs.
+        """Save the identity in the folder. Raises WanjaxError if the folder has steps of a run with another identity.
 
         Returns the previous number of steps and the previous learning rate, if they differ from the new values.
         """
@@ -169,7 +169,8 @@ class Trainer:
         allowed = [
             name for name in names if _is_allowed_change(name, previous.get(name), current.get(name), steps_left)
         ]
-        if differing := [name for name in names if name not in allowed]:
+        has_steps = self.step > 0 or saved.keys() != identity.keys()  # another program may have written the file
+        if (differing := [name for name in names if name not in allowed]) and has_steps:
             lists = dict.fromkeys(name.partition("[")[0] for name in differing if "[" in name)
             values = [name for name in differing if "[" not in name]
             differences = {name: _describe_difference(previous.get(name), current.get(name)) for name in values}
@@ -181,7 +182,7 @@ class Trainer:
                 "while steps remain, the learning rate may differ"
             )
             raise OtherTrainingError(self.folder, differences, advice)
-        if allowed or not file.is_file():
+        if names or not file.is_file():
             with _write_errors(self.folder), atomic_write(file) as partial_file:
                 partial_file.write_text(text + "\n", encoding="utf-8")
         return {name: previous[name] for name in allowed}
