@@ -159,7 +159,7 @@ def test_ctrl_c_ends_a_command_at_any_moment(environment, inputs, command, secon
         assert status == 130
         assert "wanjax: stopped" in run.output
     else:  # the command had finished, or the server already listened
-        assert command in ("plan", "convert", "serve", "encode", "decode")
+        assert command in ("plan", "convert", "serve", "encode", "denoise", "decode")
     assert not (status and Path("converted").exists())
     assert not [path for path in Path().rglob("*.mp4") if status]
     suggests_resuming = "continue with" in run.output or "start again" in run.output

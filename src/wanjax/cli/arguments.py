@@ -576,7 +576,8 @@ def _check_repeated(option: click.Option, values: Sequence[Any]) -> None:
 def _names_files(parameter: click.Parameter) -> bool:
     """Whether a parameter takes names of files, folders or models."""
     description = f"{parameter.metavar or ''} {parameter.name}".upper()
-    return isinstance(parameter.type, click.Path) or any(kind in description for kind in ("FILE", "FOLDER", "MODEL"))
+    kinds = ("FILE", "FOLDER", "MODEL", "SOURCE", "PROMPTS")
+    return isinstance(parameter.type, click.Path) or any(kind in description for kind in kinds)
 
 
 def complete_files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
