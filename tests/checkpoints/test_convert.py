@@ -133,6 +133,15 @@ def test_a_converted_checkpoint_is_loaded_like_any_other(source, converted):
     assert tokens(converted_pipe) == tokens(original_pipe)
 
 
+def test_a_folder_may_be_named_through_its_parent(source, converted, tmp_path, monkeypatch):
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    convert_command(source, Path("../new"))
+    assert checksums(Path("../new")) == checksums(converted)
+    verify(open_source("../new"))
+    assert wanjax.load("../new", note=lambda text: None).transformer
+
+
 def test_the_command_prints_what_it_reads_and_writes(source, tmp_path):
     target = tmp_path / "new" / "checkpoint"
     status, out, err = convert_command(source, target, "--dtype", "bfloat16")

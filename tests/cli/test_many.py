@@ -86,6 +86,10 @@ def test_only_missing_videos_are_made(tmp_path):
     assert complete.stdout == ""
     assert has_line_with_words(complete.stderr, "all 2 videos exist already many")
     assert "videos: 0" not in complete.stderr
+    os.truncate(result[0], 0)
+    repaired = run(*options, input=prompt)
+    assert repaired.stdout.splitlines() == [result[0]]
+    assert has_line_with_words(repaired.stderr, "1 incomplete video again")
     assert len(run(*options, "--force", input=prompt).stdout.splitlines()) == 2
     changed = run(*options, "--guidance-scale", 2, input=prompt).stdout.splitlines()
     assert len(changed) == 2

@@ -200,6 +200,19 @@ def test_the_same_command_decodes_the_latents_of_its_folder(model):
     assert Path("a.mp4").read_bytes() == video
 
 
+def test_an_incomplete_video_does_not_count_as_made(model):
+    command = ("a", "--model", model, *SMALL, "--out")
+    for name in ("a.mp4", "empty.mp4", "frames"):
+        succeeded(wanjax(*command, name))
+    Path("a.mp4").write_bytes(Path("a.mp4").read_bytes()[:-100])
+    Path("empty.mp4").write_bytes(b"")
+    Path("frames/frame_00002.png").unlink()
+    for name in ("a.mp4", "empty.mp4", "frames"):
+        assert has_line_with_words(refused(*command, name), f"{name} incomplete --out --force")
+        succeeded(wanjax(*command, name, "--force"))
+        assert "already exists" in succeeded(wanjax(*command, name)).stderr
+
+
 def test_nothing_is_loaded_if_the_output_exists(model, monkeypatch):
     """The refusal comes before a download of gigabytes."""
     Path("a.mp4").write_bytes(b"a user's")

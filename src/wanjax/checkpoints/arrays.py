@@ -58,7 +58,8 @@ class StoredArray:
         """Open the array, or create it with this `metadata` if it does not exist."""
         self.path, self._fetch = path, fetch
         # Files are not flushed one by one: `fsync_files` flushes all of them at the end.
-        files = {"driver": "file", "path": f"{path}/", "file_io_sync": False}
+        location = os.path.realpath(path)  # tensorstore refuses a path with `..`
+        files = {"driver": "file", "path": f"{location}/", "file_io_sync": False}
         spec = {"driver": "zarr3", "kvstore": files, "open": True} | STRICT_CHUNKS
         if metadata is not None:
             spec |= {"create": True, "metadata": metadata}

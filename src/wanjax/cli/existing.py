@@ -22,12 +22,14 @@ IGNORED_ENTRIES = {"devices", "version"}
 @dataclass(frozen=True)
 class ExistingFile:
     """An existing file that a command would write. `metadata` is the metadata of the file, or None if wanjax did not
-    write the file. `advice` is the part of a message that says how to keep the file.
+    write the file. `advice` is the part of a message that says how to keep the file. An incomplete file is one of which
+    a part is missing, as after an interrupted copy.
     """
 
     file: str
     metadata: Mapping[str, Any] | None
     advice: str
+    is_incomplete: bool = False
 
     @classmethod
     def find(cls, file: str | Path, advice: str, **extra_metadata: Any) -> "ExistingFile | None":
@@ -37,7 +39,7 @@ class ExistingFile:
         if not (os.path.exists(path) if isinstance(path, Path) else path.exists()):
             return None  # os.path raises no error for an invalid name
         from wanjax.media.metadata import find_metadata  # imported late, because this needs NumPy
-        from wanjax.media.video import FRAME_FILE
+        from wanjax.media.video import FRAME_FILE, is_incomplete
 
         if isinstance(path, Path) and path.is_dir() and not (path / FRAME_FILE.format(0)).exists():
             return None  # a folder without frames
@@ -45,7 +47,7 @@ class ExistingFile:
             metadata = extra_metadata | find_metadata(path)
         except WanjaxError:
             metadata = None
-        return cls(str(file), metadata, advice)
+        return cls(str(file), metadata, advice, isinstance(path, Path) and is_incomplete(path))
 
     def check_request(self, requested_settings: Mapping[str, Any]) -> None:
         """Raise WanjaxError if the file was made from a different request. Only settings that are known before the
@@ -59,6 +61,8 @@ class ExistingFile:
 
     def check(self, metadata: Mapping[str, Any], names: Collection[str] | None = None) -> None:
         """Raise WanjaxError unless the file has this metadata. With `names`, only these entries are compared."""
+        if self.is_incomplete:
+            self.refuse("and is incomplete")
         if self.metadata is None:
             self.refuse("not written by wanjax")
         expected = json.loads(json.dumps(dict(metadata)))

@@ -40,6 +40,7 @@ from wanjax.jobs.rows import PROMPT_SETTINGS, RowErrors, read_requests, shared_b
 from wanjax.jobs.sharing import BATCH_FILE, check_namespace, join_namespace
 from wanjax.jobs.store import JobStore, Unavailable
 from wanjax.jobs.worker import work
+from wanjax.media.video import is_incomplete
 from wanjax.pipelines.request import MODEL, VideoRequest
 from wanjax.pipelines.seeds import check_count, checked_seed
 from wanjax.pipelines.settings import LOAD_SETTINGS, read_seed, read_seeds
@@ -205,6 +206,10 @@ def find_missing(report: Report, tasks: Sequence[Task], folder: AnyPath, force: 
     if repeated := len(tasks) - len(task_by_output):
         report.note(f"note: {repeated} of {len(tasks)} videos are requested more than once and are made once")
     existing = set() if force else task_by_output.keys() & file_names_in(folder)
+    incomplete = {name for name in existing if isinstance(folder, Path) and is_incomplete(folder / name)}
+    if incomplete:
+        report.note(f"note: making {pluralize(len(incomplete), 'incomplete video')} again")
+        existing -= incomplete
     manifest = Manifest(folder)
     for name in task_by_output:
         if name in existing:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,7 +25,7 @@ from wanjax.jobs.worker import DISK_FULL, INVALID_REQUEST, Failure, Interrupted,
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.media.text_files import slug
-from wanjax.media.video import write_trial_video, write_video
+from wanjax.media.video import is_incomplete, write_trial_video, write_video
 from wanjax.pipelines.observers import Cancelled, Observer, Step
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
@@ -211,13 +212,14 @@ class VideoMaker:
         assert self.pipe.latent_preview()
 
     def is_published(self, job: Job) -> bool:
-        """Return True if a job's video exists. Return False if it does not exist, or if its store cannot be reached.
+        """Return True if a job's video exists. Return False if it is incomplete, or if its store cannot be reached.
 
         Args:
             job: The job.
         """
         with suppress(StoreError):
-            return not self.force and (self.folder / job.output).exists()
+            file = self.folder / job.output
+            return not self.force and file.exists() and not (isinstance(file, Path) and is_incomplete(file))
         return False
 
     def make(self, jobs: Sequence[Job], lease: Lease) -> Iterator[Job]:

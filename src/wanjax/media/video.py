@@ -302,6 +302,15 @@ def read_metadata(path: str | AnyPath) -> dict[str, Any]:
     return settings
 
 
+def is_incomplete(path: Path) -> bool:
+    """Return whether a video that wanjax wrote is empty or truncated, or is a folder with a gap between its frames."""
+    if not path.is_dir():
+        return not path.stat().st_size or is_truncated(path)
+    frames = sorted(name for name in os.listdir(path) if FRAME_FILE_PATTERN.fullmatch(name))
+    has_gap = frames != [FRAME_FILE.format(index) for index in range(len(frames))]
+    return has_gap or any(is_incomplete(path / name) for name in frames)
+
+
 def reason_without_settings(file: Path) -> str:
     """Return the probable reason why a video's or stage's file has no settings."""
     with suppress(OSError):
