@@ -84,6 +84,9 @@ def test_the_command_saves_tables_that_the_cache_reads(tmp_path, monkeypatch):
     small = ("--size", "32x32", "--frames", "9", "--steps", "12", "--guidance-scale", "3")
     output = refused("a", "--model", folder, "--cache", "magcache")
     assert has_line_with_words(output, f"table {folder} magcache calibrate")
+    refusal = refused("calibrate", folder, *small[:-4], "--steps", "2")
+    assert has_line_with_words(refusal, "2 steps 10")
+    assert "prompt 1" not in refusal
     output = succeeded(command("calibrate", folder, *small, "--with-prompt", "a cat", "--with-prompt", "a dog")).stderr
     assert "prompt 2 of 2: a dog" in output
     (file,) = (tmp_path / "data" / "wanjax" / "caches").glob("model-*.json")

@@ -200,6 +200,7 @@ def test_a_long_chain_is_refused():
     [
         ({"n3__steps": "many"}, "has 'many' as its steps, which is not a number"),
         ({"n3__steps": None}, "which is not a number"),
+        ({"n3__steps": 2**70}, "which is too large"),
         ({"n3__steps": ["48", 0]}, "has something else as its steps"),
         ({"n3__steps": float("nan")}, "has nan as its steps"),
         ({"n3__denoise": 0.5}, "has a denoise of 0.5"),
@@ -357,6 +358,23 @@ def test_a_loop_of_other_nodes_is_refused():
 def test_the_noise_of_lcm_gives_a_note():
     notes = request_of(edited_template(T2V, n3__sampler_name="lcm")).notes
     assert any("its later noise differs" in note for note in notes)
+
+
+@pytest.mark.parametrize("node", ["n6", "n7"])
+@pytest.mark.parametrize(
+    ("text", "special"),
+    [
+        ("a (red circle:1.3) moves", "(red circle:1.3)"),
+        ("a (red) circle", "(red)"),
+        ("a cat embedding:style.pt", "embedding:style.pt"),
+        (r"a cat \(a tabby\)", None),
+        ("a red circle: it moves", None),
+    ],
+)
+def test_weights_of_words_give_a_note(node, text, special):
+    notes = [note for note in request_of(edited_template(T2V, **{f"{node}__text": text})).notes if "weight" in note]
+    assert len(notes) == (special is not None)
+    assert special is None or special in notes[0]
 
 
 def test_each_type_of_node_in_the_table_has_a_function():

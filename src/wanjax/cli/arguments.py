@@ -14,6 +14,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from wanjax.cli.listing import listed_models
+from wanjax.cli.names import TOKEN_VARIABLE
 from wanjax.errors import SettingError, WanjaxError
 from wanjax.pipelines.other_names import RENAMED
 from wanjax.stores.paths import WEB_ADDRESS_PATTERN, download_advice, is_url
@@ -159,10 +160,14 @@ def check_prompt(ctx: click.Context, arguments: Sequence[str], default_command: 
     assert isinstance(group, click.Group)
     word = _prompt(group.commands[default_command], ctx, arguments)
     word = "" if word is None or not word or word.split() != [word] else word
-    if foreign_option := next(_foreign_options(group, arguments, default_command), None):
+    foreign_options = _foreign_options(group, arguments, default_command)
+    if foreign_option := next((x for x in foreign_options if x[0] != "--token"), None):
         option, command = foreign_option
-        problem = f"no command is named {word!r}" if word else f"`wanjax {default_command}` has no such option"
-        raise click.UsageError(f"{option} is an option of `wanjax {command}`, and {problem}: start with that command")
+        is_command = word and not word.startswith("-")
+        problem = f"no command is named {word!r}" if is_command else f"`wanjax {default_command}` has no such option"
+        raise click.UsageError(
+            f"{option} is an option of `wanjax {command}`, and {problem}: `wanjax {command} --help` shows how to use it"
+        )
     if not word:
         return
     if word.startswith("-"):
@@ -268,6 +273,8 @@ def _suggest_option(command: click.Command, ctx: click.Context, name: str) -> st
     other_name = OTHER_OPTION_NAMES.get(dashed, dashed)
     if (option := option_by_name.get(other_name, option_by_name.get(OTHER_OPTION_NAMES.get(other_name)))) is not None:
         return f"give {option} in its place"
+    if dashed == "token" and "--at" in options:
+        return f"set the environment variable {TOKEN_VARIABLE} to the token"
     if dashed in LORA_STRENGTH_OPTIONS and "--lora" in options:
         return "give the strength after the file, as in --lora FILE:0.5"
     if dashed in DEVICE_OPTIONS:
@@ -513,6 +520,8 @@ def check_values(command: click.Command, ctx: click.Context, arguments: Sequence
         for text in value if isinstance(value, list) else [value]:
             if isinstance(parameter, click.Option) and isinstance(text, str) and text in names:
                 raise click.UsageError(f"{parameter.opts[-1]} has no value before {text}: give one after it")
+            if parameter.name == "then" and isinstance(text, str) and not text.strip():
+                raise click.UsageError("--then got an empty prompt: give a text, or leave it out")
             if text == "" and _names_files(parameter):
                 option = parameter.opts[-1] if isinstance(parameter, click.Option) else parameter.human_readable_name
                 raise click.UsageError(f"{option} got an empty name: give the name of a file or folder")

@@ -15,7 +15,7 @@ from wanjax.checkpoints.sources import Source
 from wanjax.checkpoints.unsupported import LoraAsModelError
 from wanjax.cli.report import Report
 from wanjax.cli.tables import print_table
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, WriteError, is_failure
 from wanjax.figures import format_bytes, pluralize
 from wanjax.layers.precision import Precision
 from wanjax.loading import with_precision
@@ -78,7 +78,13 @@ def convert(
         report.enable_resume(conversion.has_saved_work)
 
     with _progress_bars(report) as progress:
-        is_new = conversion.run(progress, on_begin)
+        try:
+            is_new = conversion.run(progress, on_begin)
+        except WanjaxError as error:
+            # the same command may succeed later, when the disk has room
+            if not (isinstance(error, WriteError) or is_failure(error)):
+                report.resume_command = None  # the same command would fail again
+            raise
     report.resume_command = None
     report.note(f"{folder} is complete and verified" if is_new else f"{folder} already exists and is complete")
 

@@ -23,7 +23,7 @@ from wanjax.kernels.admitted import rejected_kernels
 from wanjax.kernels.compiler_options import save_option_set, saved_option_set
 from wanjax.pipelines import progress
 from wanjax.pipelines.caching.cache_tables import measured_file, to_json
-from wanjax.pipelines.caching.calibration import Measurements, measure, reused_steps, tables_from
+from wanjax.pipelines.caching.calibration import Measurements, check_step_count, measure, reused_steps, tables_from
 from wanjax.pipelines.caching.rules import MagCache, TeaCache
 from wanjax.pipelines.request import VideoRequest
 from wanjax.selftest.checks import checks, timings
@@ -139,6 +139,7 @@ def calibrate(report: Report, request: VideoRequest, options: PipelineOptions, t
     check_folder(file.parent)
     prompts = texts or known_prompts(model)
     pictures, complete = pipe.prepare(**request.inputs, **request.settings)
+    check_step_count(complete.steps)
     for number, prompt in enumerate(prompts, 1):
         report.note(f"prompt {number} of {len(prompts)}: {prompt}")
         runs.append(_measure_prompt(report, pipe, pictures, complete.updated({"prompt": prompt})))

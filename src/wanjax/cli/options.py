@@ -132,13 +132,15 @@ def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -
     if option is not None and on_command_line("prompt", ctx) and value != option:
         raise click.UsageError(f"the prompt is given twice, as {value!r} and as --prompt {option!r}: leave one out")
     value = value if option is None or on_command_line("prompt", ctx) else option
+    takes_several = any(parameter.name == "prompts" for parameter in ctx.command.params)
     if (
         is_on_command_line and value and os.path.splitext(value)[1] and os.path.isfile(value)
     ):  # for example because a shell expanded *.mp4
-        raise click.UsageError(
-            f"{value} is a file, but a prompt is expected here: give the file to --from, --image or --video"
-        )
-    takes_several = any(parameter.name == "prompts" for parameter in ctx.command.params)
+        is_list = os.path.splitext(value)[1].lower() in (".txt", ".csv", ".jsonl", ".ndjson", ".parquet")
+        advice = "give the file to --from, --image or --video"
+        if is_list:
+            advice = "give the file to --prompts" if takes_several else "give one prompt as text"
+        raise click.UsageError(f"{value} is a file, but a prompt is expected here: {advice}")
     if is_on_command_line and value == "-" and not ctx.resilient_parsing:
         advice = "give `--prompts -` for a prompt on each line of standard input" if takes_several else "give a prompt"
         raise click.UsageError(f"- is not a prompt: {advice}")

@@ -118,7 +118,8 @@ class NodeInputs:
         if isinstance(value, str):
             value = _to_number(value)
         if not is_number(value):
-            return Unknown(self.graph_node, f"has {repr_value(value)} as its {short_text(name)}, which is not a number")
+            problem = "is too large" if isinstance(value, int) and not isinstance(value, bool) else "is not a number"
+            return Unknown(self.graph_node, f"has {repr_value(value)} as its {short_text(name)}, which {problem}")
         return value
 
     def integer(self, name: str, default: int | None = None) -> int | Unknown:

@@ -43,6 +43,8 @@ from wanjax.workflows.values import (
     base_name,
 )
 
+# a text in brackets, to which ComfyUI gives a weight, or the name of an embedding's file
+SPECIAL_TEXT = re.compile(r"(?<!\\)\((?:[^()\\]|\\.)+\)|\bembedding:\S+")
 SAME_SOLVERS = ("euler",)  # solvers whose videos are the same in wanjax and in ComfyUI
 CLASSIFIER_FREE = "none"  # classifier-free guidance, the default rule
 ZERO_STAR = "cfg-zero"  # a guidance rule that needs a guidance scale above 1
@@ -398,6 +400,12 @@ def _text_settings(samplings: Sequence[SampledLatents], notes: list[str]) -> dic
     if prompt is None:
         raise WanjaxError(f"{first.positive.node} removes the prompt: {SUPPORTED_WORKFLOWS}")
     negative = first.negative and first.negative.text
+    for condition in (first.positive, first.negative):
+        if condition and isinstance(condition.text, str) and (special := SPECIAL_TEXT.search(condition.text)):
+            notes.append(
+                f"{condition.node} has {short_text(special[0])} in its prompt, which ComfyUI reads as a weight or an "
+                "embedding: wanjax passes it to the text encoder as it is"
+            )
     if (last.positive.text, last.negative and last.negative.text) != (first.positive.text, negative):
         raise WanjaxError(
             f"{samplings[-1].node} has another prompt than {samplings[0].node}, which wanjax does not support: "

@@ -116,12 +116,16 @@ def measure(runtime: Runtime, model: VideoModel[Any], conditioning: Any, setting
     return Measurements(ratios, output_changes, embedding_change_array, phases, gaps)
 
 
+def check_step_count(steps: int) -> None:
+    """Raise WanjaxError if a run has too few steps to measure a model."""
+    if steps < MIN_STEPS:
+        raise WanjaxError(f"{pluralize(steps, 'step')} are too few to measure a model: give at least {MIN_STEPS}")
+
+
 def tables_from(runs: Sequence[Measurements]) -> CacheTables:
     """Build tables from runs with equal settings. With the default settings of these tables, about half of the steps
     reuse."""
-    steps = runs[0].ratios.shape[1]
-    if steps < MIN_STEPS:
-        raise WanjaxError(f"{pluralize(steps, 'step')} are too few to measure a model: give at least {MIN_STEPS}")
+    check_step_count(steps := runs[0].ratios.shape[1])
     ratios = np.mean([run.ratios for run in runs], axis=0).round(5)
     magnitudes = MagCacheTable(tuple(ratios[0].tolist()), tuple(ratios[1].tolist()), *MAGCACHE_SETTINGS)
     phase_starts = {phase.start for phase in runs[0].phases}
