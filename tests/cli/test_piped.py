@@ -46,7 +46,7 @@ def test_output_into_a_pipe_has_no_colours_and_no_wrong_plurals(every, model, tm
         ("warmup", *options, "--verbose"),
         ("train", model, "data", *train),  # it is complete already
         ("plan", model, "--chip", "cpu", *ONE_STEP, "--requests", "1"),
-        ("plan", model, "--chip", "cpu", *ONE_STEP, "--train"),
+        ("plan", model, "--chip", "cpu", *ONE_STEP, "--train", "--lora-rank", "1"),
     )
     for command in (
         ("generate", "a red circle", *options, "--stats", "--preview", "--out", "a.mp4"),

@@ -145,7 +145,8 @@ def test_an_unwritable_store_is_reported_before_the_first_step(fault, words, s3,
     S3FileSystem.clear_instance_cache()
     try:
         with fault(s3, monkeypatch):
-            output = refused("a red circle", *SMALL, "--out", f"{BUCKET}/a.mp4", started=False)
+            status = 1 if fault is without_a_connection else 2
+            output = refused("a red circle", *SMALL, "--out", f"{BUCKET}/a.mp4", status=status, started=False)
     finally:
         S3FileSystem.clear_instance_cache()
     assert has_line_with_words(output, words)

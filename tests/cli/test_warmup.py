@@ -101,7 +101,7 @@ def test_a_second_process_compiles_nothing_on_a_mesh(model, mesh, tmp_path):
 @pytest.mark.slow  # tests/schedulers has a quick test: the schedule is an argument of the programs
 def test_another_schedule_compiles_nothing(folder, cached, latents):
     before = cached_program_names(folder)
-    wanjax(folder, "denoise", "--steps", "5", "--flow-shift", "4", "--guidance-scale", "3", "--seed", "1")
+    wanjax(folder, "denoise", "--steps", "5", "--flow-shift", "4", "--guidance-scale", "3", "--seed", "1", "--force")
     assert cached_program_names(folder) == before
     assert np.abs(read_latents(folder) - latents).max() > 1e-3
 
@@ -116,5 +116,5 @@ def test_changed_code_runs_no_stale_program(folder, cached, latents):
 @pytest.mark.slow
 def test_changed_settings_run_no_stale_program(folder, cached, latents):
     before = cached_program_names(folder)
-    wanjax(folder, "denoise", "--attention", "reference")
+    wanjax(folder, "denoise", "--attention", "reference", "--force")
     assert cached_program_names(folder) > before
