@@ -120,10 +120,10 @@ def first_gradients(pipe, network, config):
     loss = make_loss(pipe, NoiseLevels())
     graphdef, factors, frozen = nnx.split(adapted, is_factor, ...)
 
-    def loss_of_factors(factors):
-        return loss(nnx.merge(graphdef, factors, frozen), Batch(latents, conditioning), jax.random.key(4))[0]
+    def loss_of_factors(factors, batch):
+        return loss(nnx.merge(graphdef, factors, frozen), batch, jax.random.key(4))[0]
 
-    loss_value, gradients = jax.jit(jax.value_and_grad(loss_of_factors))(factors)
+    loss_value, gradients = jax.jit(jax.value_and_grad(loss_of_factors))(factors, Batch(latents, conditioning))
     return float(loss_value), [np.asarray(x) for x in jax.tree.leaves(gradients)]
 
 

@@ -19,8 +19,9 @@ from wanjax.pipelines.settings import Settings
 from wanjax.pricing.chips import CHIPS_BY_DEVICE_KIND
 from wanjax.sharding import device_platform, local_devices
 
-MIN_PROCESS_BYTES = 230_000_000
-"""A lower bound of the bytes that a process uses after it has imported JAX and wanjax."""
+MIN_PROCESS_BYTES = 270_000_000
+"""A lower bound of the bytes that a process uses after it has loaded a pipeline, without the weights. With jax 0.10 on
+Linux, a process uses about 340 MB then."""
 MAX_BYTES_PER_PIXEL = 4096
 """An upper bound on the memory of any model's programs, in bytes per pixel and frame."""
 CGROUPS_FILE = Path("/proc/self/cgroup")  # lists the control groups of this process, on Linux

@@ -25,6 +25,7 @@ from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.tracing import needed_pictures
+from wanjax.pipelines.video_shape import VIDEO_SHAPE_TENSOR
 from wanjax.plan.hardware import (
     Hardware,
     OnProgress,
@@ -168,7 +169,7 @@ def _batch(pipe: Pipeline, settings: Settings, batch_size: int) -> Batch:
     fields = {
         name: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype)
         for name, x in conditioning._asdict().items()
-        if x is not None
+        if x is not None and name != VIDEO_SHAPE_TENSOR  # a run adds this field, and a training does not
     }
     negatives = {name: fields[name.removeprefix(NEGATIVE)] for name in fields if name.startswith(NEGATIVE)}
     _, *latents = pipe.model.spec.latent_shape(settings)
