@@ -31,6 +31,7 @@ MISTAKES = {
     "a --model trained": "trained LoRA --lora trained",
     "a --model trained_fully": "trained_fully training trained_fully/checkpoint",
     "convert '' x": "SOURCE empty name",
+    "convert nano x.safetensors": "x.safetensors suffix folder",
     "convert nano nano": "nano name model my-nano",
     "a --then ''": "--then empty prompt",
     "here.txt": "here.txt prompt --prompts",

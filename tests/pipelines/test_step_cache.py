@@ -48,7 +48,8 @@ def hunyuan_latents_by_loop(pipe: Any, conditioning: Any, settings: Any) -> np.n
     def begin(weights: Any, x: Any, t: Any, text: Any) -> Any:
         model = nnx.merge(graphdef, weights)
         context = model.context(text.embeds, text.mask, (text.glyphs, text.glyph_mask))
-        return model.embed(with_condition(x, None), t, context), (model.time(t), model.rope(grid), context)
+        rope = model.rope(grid, [context])
+        return model.embed(with_condition(x, None), t, context, rope), (model.time(t), rope, context)
 
     @partial(jax.jit, static_argnums=1)
     def block(weights: Any, index: int, streams: Any, shared: Any) -> Any:
@@ -154,7 +155,7 @@ def test_the_metadata_contains_the_cache(tmp_path, monkeypatch):
 @pytest.mark.slow  # tests/plan/test_estimate.py has quick tests
 def test_a_plan_prices_steps_that_reuse():
     output = succeeded(run("plan", "nano", "--chip", "cpu", "--steps", "20", "--cache", "deepcache:2,18,4")).stdout
-    assert has_line_with_words(output, "12 20 steps kept (deepcache:2,18,4)")
+    assert has_line_with_words(output, "(deepcache:2,18,4): 12 20")
     options = ("plan", "nano", "--chip", "cpu", "--steps", "20", "--json")
     uncached = json.loads(succeeded(run(*options)).stdout)
     cached = json.loads(succeeded(run(*options, "--cache", "deepcache:2,18,4")).stdout)

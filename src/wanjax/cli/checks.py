@@ -162,6 +162,8 @@ def _check_worker(values: Mapping[str, Any]) -> None:
 def _check_conversion(values: Mapping[str, Any]) -> None:
     """Raise UsageError if a conversion has no target, or if --verify is combined with options of a conversion."""
     source, target = values["source"], values.get("target")
+    if target is not None and str(target).endswith(".safetensors"):
+        raise click.UsageError(f"{target} has the suffix of a file: give the folder of the checkpoint")
     if target is not None and listing.find_model(str(target)):
         advice = f"give another folder, such as my-{target}, because --model {target} would not read it"
         raise click.UsageError(f"{target} is the name of a model: {advice}")
