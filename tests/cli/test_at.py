@@ -5,6 +5,7 @@ import base64
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from tests.support.commands import files, refused, succeeded, wanjax
 from tests.support.words import has_line_with_words
 from wanjax.cli import remote
 from wanjax.cli.existing import ExistingFile
-from wanjax.cli.report import Report
+from wanjax.cli.report import REMOTE_STAGE, Report
 from wanjax.jobs.batch import MANIFEST
 
 ID, VIDEO = "video_1", b"0123456789"
@@ -428,6 +429,13 @@ def test_the_command_waits_for_a_full_queue_and_skips_a_wrong_request(monkeypatc
     assert len(files("cats")) == 2 + len([MANIFEST])
     with run_server(responses_with() | {"/v1/videos": 422}) as url:
         assert has_line_with_words(refused("a cat", "--at", url, "--seeds", "1..3"), f"{url} 422")
+
+
+def test_ctrl_c_says_that_the_server_s_video_is_cancelled(capsys):
+    report = Report()
+    with report.stage(REMOTE_STAGE):
+        signal.raise_signal(signal.SIGINT)
+    assert "cancelling the video on the server; press Ctrl-C again" in capsys.readouterr().err
 
 
 def test_ctrl_c_cancels_queued_jobs(monkeypatch):

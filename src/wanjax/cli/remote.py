@@ -28,7 +28,7 @@ from wanjax.cli.existing import ExistingFile
 from wanjax.cli.names import TOKEN_VARIABLE, unused_names, video_path, videos_folder
 from wanjax.cli.options import SETTINGS, is_given, on_command_line, option_of
 from wanjax.cli.parsed import CommandOptions, PipelineOptions
-from wanjax.cli.report import Report
+from wanjax.cli.report import REMOTE_STAGE, Report
 from wanjax.errors import NetworkError, WanjaxError, printable, reason, repr_short
 from wanjax.figures import format_batch_progress, pluralize
 from wanjax.jobs.worker import INVALID_REQUEST
@@ -129,7 +129,7 @@ def _generate_one(
         frames = request.settings.get("frames", model_info["defaults"].get("frames"))
         prepare_output_path(out, frames if isinstance(frames, int) else 1)
     path = server.submit(_request_fields(request))
-    with _cancelling(server) as pending_paths, report.stage("video"):
+    with _cancelling(server) as pending_paths, report.stage(REMOTE_STAGE):
         pending_paths.append(path)
         video_fields = _wait_for_video(server, path, report, report.set_progress)
         pending_paths.clear()

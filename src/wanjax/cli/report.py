@@ -91,6 +91,9 @@ class StageRow:
         yield f"{name}: the work{self.units}", max(0.0, self.seconds - sum(seconds_by_part.values()))
 
 
+REMOTE_STAGE = "video"  # the stage in which a server makes a video
+
+
 class Report:
     """The report of one run: notes, the progress of the stages, the final table, and the command that resumes the run.
 
@@ -246,7 +249,8 @@ class Report:
         work = f"the current {unit}s" if unit else "this stage"
         if unit == "video":
             work = "the current steps, whose videos begin again when you run the command again"
-        self.note(f"stopping after {work}; press Ctrl-C again to stop at once")
+        action = "cancelling the video on the server" if self._name == REMOTE_STAGE else f"stopping after {work}"
+        self.note(f"{action}; press Ctrl-C again to stop at once")
         if self.runs_alone and self._name in SAFE_STAGES:
             threading.Thread(target=self._exit_when_saved, args=[self._current], daemon=True).start()
 
