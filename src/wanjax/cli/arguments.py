@@ -271,7 +271,9 @@ def _suggest_option(command: click.Command, ctx: click.Context, name: str) -> st
     option_by_name = {option.lstrip("-"): option for option in options}
     dashed = name.replace("_", "-").lower()
     other_name = OTHER_OPTION_NAMES.get(dashed, dashed)
-    if (option := option_by_name.get(other_name, option_by_name.get(OTHER_OPTION_NAMES.get(other_name)))) is not None:
+    if (
+        option := option_by_name.get(other_name, option_by_name.get(OTHER_OPTION_NAMES.get(other_name, "")))
+    ) is not None:
         return f"give {option} in its place"
     if dashed == "token" and "--at" in options:
         return f"set the environment variable {TOKEN_VARIABLE} to the token"
