@@ -472,6 +472,8 @@ def command_text(ctx: click.Context) -> str:
         value = (ctx.default_map or {}).get(name)
         if value is None or ctx.params[name] is None or value is False:  # False: a flag that is not set
             continue
+        if name == "then" and not any(value):  # no prompts of later windows
+            continue
         if name == "prompt" and isinstance(parameter, click.Argument):
             prompt = str(value)
             continue
