@@ -3,11 +3,12 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import wanjax
 from tests.support.types import unchecked
-from tests.support.words import has_line_with_words
+from tests.support.words import has_line_with_words, line_with_words
 from wanjax.cli import main
 from wanjax.cli.arguments import message_with_option
 from wanjax.errors import SettingError, WanjaxError, near_names
@@ -15,6 +16,8 @@ from wanjax.jobs.rows import RowError
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.request import VideoRequest, field_names
 from wanjax.pipelines.settings import missing_setting
+from wanjax.pipelines.validation import check_frames
+from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, train
 
 SIMILAR_NAMES = {
     "stepz": "steps",
@@ -109,6 +112,37 @@ def test_an_attribute_of_another_library_or_a_setting_gives_a_hint(pipe):
         pipe.steps = 4
     with pytest.raises(AttributeError, match=r"did you mean progress\?"):
         pipe.progres = False
+
+
+def test_a_wrong_value_of_an_attribute_is_refused(pipe):
+    with pytest.raises(AttributeError, match=r"pipe\.progress .*True, False or None, got 'no'"):
+        pipe.progress = "no"
+    with pytest.raises(AttributeError, match=r"pipe\.attention .*wanjax\.load\(MODEL, attention=\.\.\.\)"):
+        pipe.attention = "reference"
+
+
+@pytest.mark.parametrize("frames", [np.full((5, 16, 16, 3), x, np.float32) for x in (200, -1, np.nan)])
+def test_frames_outside_of_0_and_1_are_refused(frames):
+    with pytest.raises(WanjaxError, match=line_with_words("frames floats from 0 to 1")):
+        check_frames(frames)
+    check_frames(np.full((5, 16, 16, 3), 1.01, np.float32))  # a resampling filter may overshoot
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: LoraConfig(rank="8"), "rank whole number '8'"),
+        (lambda: LoraConfig(rank=True), "rank whole number True"),
+        (lambda: OptimizerConfig(learning_rate="1e-4"), "learning_rate number '1e-4'"),
+        (lambda: TrainConfig(steps=1.5), "steps whole number 1.5"),
+        (lambda: TrainConfig(lora=8), "lora LoraConfig(rank=8) 8"),
+        (lambda: TrainConfig(optimizer="adam"), "optimizer OptimizerConfig(learning_rate=1e-4) 'adam'"),
+        (lambda: train("nano", "clips", "out"), "pipeline 'nano' wanjax.load(MODEL)"),
+    ],
+)
+def test_a_training_setting_of_another_type_is_refused(make, words):
+    with unchecked(), pytest.raises(WanjaxError, match=line_with_words(words)):
+        make()
 
 
 def test_a_command_names_a_setting_by_its_option():

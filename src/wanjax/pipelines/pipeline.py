@@ -64,7 +64,7 @@ from wanjax.pipelines.model import (
 )
 from wanjax.pipelines.noise_inputs import INITIAL, NoiseInput, checked_noise_inputs
 from wanjax.pipelines.observers import CallbackObserver, Observer, ProgressObserver, Step, Switch, SwitchObserver
-from wanjax.pipelines.other_names import advice_for, unknown_keyword
+from wanjax.pipelines.other_names import LOAD_ADVICE, LOAD_KEYWORDS, advice_for, unknown_keyword
 from wanjax.pipelines.previews.latent_preview import LatentPreview, fit_colours
 from wanjax.pipelines.request import PreparedRequest, check_alternatives
 from wanjax.pipelines.resume import ResumeObserver
@@ -1007,6 +1007,10 @@ class Pipeline(metaclass=OtherNamesAdvice):
                 hint = f"did you mean {similar[0]}?" if similar else "you can set pipe.progress and pipe.scheduler"
                 advice = advice_for(name) or _setting_advice(name)
                 raise AttributeError(advice or f"a pipeline has no attribute {name} to set: {hint}")
+            if name == "progress" and not isinstance(value, bool | None):
+                raise AttributeError(f"pipe.progress must be True, False or None, got {repr_short(value)}")
+            if name in LOAD_KEYWORDS and isinstance(getattr(type(self), name, None), property):
+                raise AttributeError(f"pipe.{name} cannot be set: {LOAD_ADVICE.format(name)}")
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:

@@ -18,6 +18,7 @@ from wanjax.media.stage_files import VIDEO_SHAPE_TENSOR
 from wanjax.pipelines.settings import DTYPES, Settings, strength_without_video
 
 Shape = tuple[int | None, ...]  # an axis of any size is None
+FLOAT_MARGIN = 0.05  # how far frames may be outside of 0 and 1, for example because a resampling filter overshoots
 
 
 def checked_prompt(prompt: Any) -> str:
@@ -188,6 +189,10 @@ def check_frames(frames: Any) -> None:
     is_bytes_or_floats = first.dtype == jnp.uint8 or jnp.issubdtype(first.dtype, jnp.floating)
     if first.ndim != rank or first.shape[-1] != 3 or not is_bytes_or_floats:
         raise WanjaxError(f"frames must be {expected}, got {first.dtype} {list(first.shape)}")
+    if first.dtype != jnp.uint8:
+        low, high = min(float(x.min()) for x in arrays), max(float(x.max()) for x in arrays)
+        if not (low >= -FLOAT_MARGIN and high <= 1 + FLOAT_MARGIN):
+            raise WanjaxError(f"frames must be {expected}, got floats from {low:g} to {high:g}")
     if any(x.shape != first.shape for x in arrays):
         raise WanjaxError("all frames of a video must have the same size, got different sizes")
 

@@ -5,12 +5,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, repr_short
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.clips import CutMode
 from wanjax.training.objective import Timesteps
 from wanjax.training.optimizers import OptimizerConfig
 from wanjax.training.saving import LoraFormat
+from wanjax.training.settings_check import check_numbers
 
 Expert = Literal["both", "high", "low"]
 
@@ -89,6 +90,11 @@ class TrainConfig:
     latent_cache: Path | None = None
 
     def __post_init__(self):
+        check_numbers(self)
+        for name, kind in (("lora", LoraConfig | None), ("optimizer", OptimizerConfig)):
+            if not isinstance(value := getattr(self, name), kind):
+                expected = "LoraConfig(rank=8)" if name == "lora" else "OptimizerConfig(learning_rate=1e-4)"
+                raise WanjaxError(f"{name} must be an object such as {expected}, got {repr_short(value)}")
         for name in ("steps", "batch_size", "grad_accum_steps", "validation_every", "sample_every", "save_every"):
             if getattr(self, name) < 1:
                 raise WanjaxError(f"{name} is {getattr(self, name)}: give 1 or more")

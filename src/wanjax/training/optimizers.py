@@ -10,6 +10,7 @@ import optax
 from optax import contrib
 
 from wanjax.errors import WanjaxError
+from wanjax.training.settings_check import check_numbers
 
 OptimizerName = Literal["adamw", "adafactor", "muon"]
 LrScheduler = Literal["constant", "cosine", "linear"]
@@ -45,6 +46,7 @@ class OptimizerConfig:
     beta2: float = 0.99
 
     def __post_init__(self):
+        check_numbers(self)
         for value, choices, noun in (
             (self.name, OptimizerName, "optimiser"),
             (self.lr_scheduler, LrScheduler, "schedule"),

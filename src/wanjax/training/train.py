@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from wanjax.checkpoints.network_kinds import Network, network_of
-from wanjax.errors import WanjaxError, WanjaxWarning
+from wanjax.errors import WanjaxError, WanjaxWarning, repr_short
 from wanjax.execution import program
 from wanjax.figures import format_number, pluralize
 from wanjax.kernels.compiler_options import matmul_options
@@ -110,6 +110,8 @@ class Training:
         note: Note = lambda sentence: None,
         report_progress: ReportProgress = lambda unit, done, total: None,
     ):
+        if not isinstance(pipe, Pipeline):
+            raise WanjaxError(f"training takes a pipeline, got {repr_short(pipe)}: give wanjax.load(MODEL)")
         if jax.process_count() > 1:
             raise WanjaxError("training on several hosts is not supported: run one process")
         if config.lora is None and pipe.components.source is None:
