@@ -50,7 +50,8 @@ def cluster():
 
 
 def batch(folder, *options, **more):
-    command = [sys.executable, "-m", "wanjax", "batch", "requests.jsonl", "--out", "videos", *SMALL, *options]
+    out = () if "--out" in options else ("--out", "videos")
+    command = [sys.executable, "-m", "wanjax", "batch", "requests.jsonl", *out, *SMALL, *options]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
 
 

@@ -346,7 +346,8 @@ class Monitor:
         step = self._last = Step(step_number, self._total, timestep, state, x0, reuses, self.latent_preview)
         self._queue.append((step_number, finite))
         self._wait(MAX_QUEUED_STEPS)
-        if any(result is False for result in self.observers.notify("stepped", step)):  # notifies all
+        results = self.observers.notify("stepped", step)  # notifies all
+        if any(isinstance(result, bool | np.bool_) and not result for result in results):
             raise Cancelled(step.index)
 
     def finish_phase(self) -> None:

@@ -84,12 +84,19 @@ class Limits:
             frames = (max_length - 1) // temporal * temporal + 1
             advice.append(f"at most {pluralize(frames, 'frame')} ({frames / settings.fps:.4g} s) of this size")
         if settings.windows > 1 and max_length >= settings.frames and has_valid_size:
-            advice.append(f"fewer than {settings.windows} windows")
+            advice.append(f"at most {pluralize(self._most_windows(settings), 'window')}")
         if width and height:
             valid_frames = (settings.frames - 1) // temporal * temporal + 1
             other_frames = "" if settings.frames == valid_frames else f" and {pluralize(valid_frames, 'frame')}"
             advice.append(f"a size of {width}x{height}{other_frames}")
         return f"use {' or '.join(advice)}" if advice else "use a smaller size and fewer frames"
+
+    def _most_windows(self, settings: Settings) -> int:
+        """Return the largest number of windows of a video that the server allows; one window must be allowed."""
+        allowed = (
+            n for n in range(settings.windows, 1, -1) if count_pixels(settings.updated({"windows": n})) <= self.pixels
+        )
+        return next(allowed, 1)
 
     def limit_settings(self, settings: Mapping[str, Setting]) -> dict[str, Setting]:
         """Tighten the bounds of settings to the limits of this server."""
