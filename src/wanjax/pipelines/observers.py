@@ -346,8 +346,7 @@ class Monitor:
         step = self._last = Step(step_number, self._total, timestep, state, x0, reuses, self.latent_preview)
         self._queue.append((step_number, finite))
         self._wait(MAX_QUEUED_STEPS)
-        results = self.observers.notify("stepped", step)  # notifies all
-        if any(isinstance(result, bool | np.bool_) and not result for result in results):
+        if any(result is False for result in self.observers.notify("stepped", step)):  # notifies all
             raise Cancelled(step.index)
 
     def finish_phase(self) -> None:
@@ -415,7 +414,8 @@ class CallbackObserver(Observer):
 
     def stepped(self, step: Step) -> bool | None:
         _ = step.latents, step.x0  # read now, so that the latents stay valid if the callback stores the step
-        return self.callback(step)
+        result: Any = self.callback(step)
+        return bool(result) if isinstance(result, np.bool_) else result  # a comparison of arrays gives NumPy's False
 
 
 class SwitchObserver(Observer):
