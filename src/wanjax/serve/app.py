@@ -493,7 +493,7 @@ def _unfinished_response(job: Job) -> JSONResponse:
 def _missing_file_response(name: str) -> JSONResponse:
     message = f"the file {name} of this video was deleted: request the video again with POST /v1/videos"
     if name == PREVIEW:
-        message = "this video has no preview: start the server without --no-preview, and ask again after some steps"
+        message = "this video has no preview yet: ask again after some steps (with --no-preview, a server makes none)"
     return error_response(404, message, "not_found")
 
 
