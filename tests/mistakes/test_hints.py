@@ -189,3 +189,8 @@ def test_the_name_of_a_file_is_no_keyword_and_no_field(pipe, name):
     assert has_line_with_words(error_message(pipe, **{name: "x.mp4"}), f"'{name}' video.save('NAME.mp4')")
     with pytest.raises(WanjaxError, match=f"'{name}' is not a field here: .*give --out to the command"):
         VideoRequest.parse({"prompt": "a", name: "x.mp4"})
+
+
+def test_an_upload_as_file_is_told_the_names_of_inputs():
+    with pytest.raises(WanjaxError, match=line_with_words("'file' image video")):
+        VideoRequest.parse({"prompt": "a", "file": "x.png"})

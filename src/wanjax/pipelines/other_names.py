@@ -60,7 +60,7 @@ FIELD_ADVICE = {
     **dict.fromkeys(("n", "count", "num_videos", "num_videos_per_prompt", "seeds", "batch_size"), ONE_VIDEO),
     "prompts": "one request makes one video: send a request for each prompt, as prompt",
     **dict.fromkeys(OUTPUT_NAMES, "a request does not name its file: give --out to the command"),
-    "file": "send a picture as image, and a clip as video; POST /v1/requests reads a workflow",
+    "file": "a picture is given as image, and a clip as video; for the name of the result, give --out to the command",
     **dict.fromkeys(("noise", "latents"), "a request has no arrays of noise: use seed"),
 }
 """Names that a user may give to a field of a request by mistake, each with advice."""
