@@ -39,6 +39,7 @@ from wanjax.jobs.batch import Batch, Manifest
 from wanjax.jobs.maker import Task, VideoMaker
 from wanjax.jobs.pool import Autoscaler, LocalWorker, Pool
 from wanjax.jobs.ray_cluster import LOCAL_ENVIRONMENT
+from wanjax.jobs.ray_workers import WorkerActor
 from wanjax.jobs.rows import read_requests
 from wanjax.jobs.store import Job, JobStore
 from wanjax.jobs.worker import Failure, Lease
@@ -283,9 +284,9 @@ def actors(pid: int, title: str) -> list[psutil.Process]:
 def victims(kind: str, out: Path) -> list[psutil.Process]:
     """Return a batch's processes of a kind: "worker", or "leader" or "follower" of workers with several processes."""
     if kind == "worker":
-        return actors(os.getpid(), "Host")
+        return actors(os.getpid(), WorkerActor.__name__)
     leaders = {int(entry["worker"].rpartition(":")[2]) for entry in read_manifest(out) if "worker" in entry}
-    hosts = actors(os.getpid(), "Host")
+    hosts = actors(os.getpid(), WorkerActor.__name__)
     if not any(host.pid in leaders for host in hosts):
         return []  # the leader is unknown until one of them has made a video
     return [host for host in hosts if (host.pid in leaders) is (kind == "leader")]

@@ -26,6 +26,7 @@ from tests.support.words import has_line_with_words
 from wanjax.jobs.batch import Batch, Manifest
 from wanjax.jobs.databases import ENV_VARIABLE
 from wanjax.jobs.maker import VideoMaker
+from wanjax.jobs.ray_workers import WorkerActor
 from wanjax.jobs.sharing import BATCH_FILE, SERVE_FILE, join_namespace
 from wanjax.jobs.store import JobStore
 from wanjax.jobs.worker import work
@@ -205,7 +206,7 @@ def test_no_job_is_lost_if_workers_or_the_store_in_a_ray_cluster_are_killed(tmp_
         options = "--workers", "2", "--ray", cluster.address, "--no-rehearse"
         with serving(tmp_path, *options) as (client, process):
             ids = [client.post("/v1/videos", json=SMALL | {"steps": 100, "seed": n}).json()["id"] for n in range(8)]
-            for name in ("Host", "JobStore"):
+            for name in (WorkerActor.__name__, JobStore.__name__):
                 time.sleep(3)
                 actors(os.getpid(), name)[0].kill()
             assert {wait_until_finished(client, id)["status"] for id in ids} == {"completed"}
@@ -225,9 +226,12 @@ def test_videos_and_pictures_of_a_service_are_in_a_bucket(tmp_path):
         with serving(f"{BUCKET}/served", *options) as (client, _):
             id = client.post("/v1/videos", data=FAST, files={"image": ("red.png", picture())}).json()["id"]
             assert wait_until_finished(client, id)["status"] == "completed"
-            names = [f"wanjax-videos/served/{id}/{name}" for name in ("image.png", "thumbnail.webp", "video.mp4")]
+            names = [
+                f"wanjax-videos/served/{id}/{name}"
+                for name in ("image.png", "preview.png", "thumbnail.webp", "video.mp4")
+            ]
             assert files() == names
-            content = bucket.cat_file(names[2])
+            content = bucket.cat_file(names[-1])
             assert client.get(f"/v1/videos/{id}/content").content == content
             part = client.get(f"/v1/videos/{id}/content", headers={"range": "bytes=-9"})
             assert (part.status_code, part.content) == (206, content[-9:])

@@ -16,7 +16,8 @@ SMALL = {"prompt": PROMPT, "size": "32x32", "frames": 5}
 
 @contextmanager
 def serving(folder, *options, **environment):
-    command = [sys.executable, "-m", "wanjax", "serve", "--port", "0", "--dir", str(folder), *options]
+    port = () if "--port" in options else ("--port", "0")
+    command = [sys.executable, "-m", "wanjax", "serve", *port, "--dir", str(folder), *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
     assert process.stderr is not None
     try:
