@@ -3,6 +3,7 @@
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,7 +23,7 @@ from wanjax.checkpoints.network_kinds import Network, network
 from wanjax.checkpoints.sources import Source
 from wanjax.checkpoints.weight_changes import Note
 from wanjax.compile_cache.cache import set_cache_folder
-from wanjax.errors import WanjaxError, repr_short
+from wanjax.errors import WanjaxError, WanjaxWarning, repr_short, user_stack_level
 from wanjax.figures import format_bytes
 from wanjax.kernels.admitted import admit_kernels
 from wanjax.kernels.attention import AUTO, AttentionConfig, choose_implementation
@@ -115,7 +116,8 @@ def load(
         revision: The revision on the hub; None is the newest.
         mesh: A mesh from `wanjax.make_mesh`, a string such as "dp=2,sp=1,tp=4", or "auto". "auto" uses as many devices
             as make a video faster. None is one device on a CPU, and "auto" elsewhere.
-        video: Settings of the videos for which "auto" chooses the mesh; None is the model's defaults.
+        video: Settings of the videos for which "auto" chooses the mesh; None is the model's defaults. With a mesh of
+            given sizes they have no effect, and a warning says so.
         rules: How weights are sharded: "fsdp", "tp" or "replicated".
         compiler: The set of compiler options on TPUs, "safe" or "fast". An option that the compiler rejects is dropped
             with a warning.
@@ -239,6 +241,9 @@ def _parse_loras(loras: Loras) -> tuple[Lora, ...]:
 def _make_pipeline(checkpoint: Checkpoint, options: LoadOptions) -> Pipeline:
     """Build the pipeline of a checkpoint. Each component is loaded at its first use."""
     param_dtype = options.param_dtype or checkpoint.param_dtype
+    if not isinstance(options.video, Mapping | None):
+        example = "{'size': '832x480', 'frames': 81}"
+        raise WanjaxError(f"video is {repr_short(options.video)}: give the settings of a video, such as {example}")
     names = ("size", *schema(type(checkpoint.settings)))
     for name in sorted((options.video or {}).keys() - set(names)):
         raise unknown_keyword(name, names)
@@ -474,6 +479,9 @@ def _make_partitioner(checkpoint: Checkpoint, options: LoadOptions, video: Setti
     if mesh is None and device_platform() != "cpu" and len(devices) > 1:
         mesh = AutoMesh()
     mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
+    if options.video and isinstance(mesh, Mesh | MeshSizes):
+        message = "video has no effect without mesh='auto': give the settings of a video to pipe(prompt, ...)"
+        warnings.warn(message, WanjaxWarning, stacklevel=user_stack_level())
     mesh = None if isinstance(mesh, AutoMesh) and options.offload.blocks else mesh
     if isinstance(mesh, AutoMesh):
         cost_options = {"attention": options.attention or AUTO, "rules": rules, "offload": options.offload}

@@ -48,11 +48,12 @@ def test_a_text_of_a_size_has_the_width_first(pipe):
     assert pipe.settings(size="64x32").size == pipe.settings(size="64*32").size == (32, 64)
 
 
-@pytest.mark.parametrize("stage", ["denoise", "decode", "encode_video", "image", "grad"])
+@pytest.mark.parametrize("stage", ["denoise", "noise", "decode", "encode_video", "image", "grad"])
 def test_tracing_a_stage_is_refused_with_the_networks_to_trace(pipe, stage):
     conditioning, latents = pipe.encode("a"), jnp.zeros((1, 16, 2, 8, 8), jnp.float32)
     calls = {
         "denoise": (lambda x: pipe.denoise(x, **SHORT_VIDEO), conditioning),
+        "noise": (lambda x: pipe.denoise(conditioning, noise=x, **SHORT_VIDEO), latents),
         "decode": (lambda x: pipe.decode(x, jnp.float32), latents),
         "encode_video": (pipe.encode_video, jnp.zeros((5, 64, 64, 3), jnp.float32)),
         "image": (lambda x: pipe("a", image=x, **SHORT_VIDEO).frames, jnp.zeros((64, 64, 3), jnp.uint8)),

@@ -19,7 +19,7 @@ from PIL import Image
 import wanjax
 from tests.support.types import unchecked
 from tests.support.words import has_line_with_words, line_with_words
-from wanjax.errors import WanjaxError, user_stack_level
+from wanjax.errors import WanjaxError, WanjaxWarning, user_stack_level
 from wanjax.pipelines.windows import CONTROL_INPUT, check_windows
 
 LATENTS = np.zeros((1, 16, 5, 8, 8), np.float32)  # of nano
@@ -105,6 +105,8 @@ METHODS: list[tuple[str, tuple, dict[str, Any], str]] = [
     ),
     *(("denoise", (x,), {}, "denoise WanConditioning encode") for x in ("a red circle", ("a", "b"), LATENTS, None)),
     *(("encode_video", (clip,), {}, words) for clip, words in CLIPS),
+    ("decode", (LATENTS, "floot32"), {}, "dtype uint8 float32 'floot32'"),
+    ("decode", (LATENTS, "int32"), {}, "dtype uint8 float32 'int32'"),
     ("encode", (INVALID_TEXT,), {}, r"prompt 'caf\udce9' text UTF-8"),
     ("prepare", (), {"prompt": INVALID_TEXT}, r"prompt 'caf\udce9' text UTF-8"),
     ("encode", ("a",), {"negative_prompt": INVALID_TEXT}, r"negative_prompt 'caf\udce9' text UTF-8"),
@@ -129,6 +131,7 @@ LOADS: list[tuple[Any, dict[str, Any], str]] = [
     ("nano", {"torch_dtype": "bfloat16"}, "'torch_dtype' dtype"),
     ("nano", {"num_frames": 9}, "'num_frames' pipe(prompt, frames="),
     ("nano", {"height": 9}, "'height' pipe(prompt, height="),
+    ("nano", {"video": "clip.mp4"}, "video 'clip.mp4' settings {'size'"),
 ]
 PUBLIC: list[tuple[Any, tuple, dict[str, Any], str]] = [
     (wanjax.make_mesh, (), {"xp": 2}, "axis 'xp' dp sp tp"),
@@ -385,6 +388,50 @@ def test_a_warning_points_to_the_line_of_the_user():
         with pytest.warns(UserWarning, match="x") as caught:
             call()
         assert caught[0].filename == __file__
+
+
+def test_a_conditioning_without_an_array_is_refused(pipe):
+    conditioning = pipe.encode("a red circle")
+    for value, text in ((None, "None"), ("a red circle", "'a red circle'")):
+        message = refused(pipe.denoise, conditioning._replace(prompt_embeds=value))
+        assert has_line_with_words(message, f"prompt_embeds array {text} encode")
+
+
+def test_a_mistake_in_a_call_of_a_network_is_reported(pipe):
+    conditioning = pipe.encode("a red circle")
+    x, text = np.zeros((1, 5, 8, 8, 16), np.float32), conditioning.prompt_embeds
+    transformer, encoder = pipe.transformer, pipe.text_encoder
+    for call, arguments, words in (
+        (transformer, (x, 500, conditioning), "encoded prompts WanConditioning prompt_embeds"),
+        (transformer, (x, "500", text), "timesteps '500'"),
+        (transformer, (x, [500], text), "timesteps [500]"),
+        (transformer.rope, (x,), "grid [1, 5, 8, 8, 16] transformer.grid(latents)"),
+        (encoder, ("a red circle",), "tokens [B S] 'a red circle' pipe.encode_prompts(prompt)"),
+        (encoder, (np.zeros((1, 5), np.float32),), "tokens ids [B S] [1, 5]"),
+    ):
+        assert has_line_with_words(refused(call, *arguments), words)
+
+
+def test_settings_of_a_video_with_a_given_mesh_give_a_warning():
+    with pytest.warns(WanjaxWarning, match=line_with_words("video no effect mesh='auto'")):
+        wanjax.load("nano", mesh="sp=8", video={"frames": 5})
+
+
+def test_a_prompt_that_is_too_long_gives_a_warning(pipe):
+    prompt = "a red circle moving right " * 60
+    texts = {"prompts": ["a red circle", prompt], "negative_prompt": prompt + "b"}
+    calls = {  # each with the names of the texts that are cut
+        (lambda: pipe.videos(**texts)): ["prompt", "negative prompt"],
+        (lambda: pipe.encode_prompts(prompt)): ["prompt"],
+        (lambda: pipe.encode(prompt)): ["prompt"],
+        (lambda: pipe.videos(["a"], windows=2, then=prompt)): ["prompt"],
+        (lambda: pipe.encode("a red circle")): [],
+    }
+    for call, names in calls.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        assert [str(warning.message).partition(" has 30")[0] for warning in caught] == [f"the {x}" for x in names]
 
 
 @pytest.mark.parametrize(("frames", "has_smaller_overlap"), [(1, False), (5, True)])

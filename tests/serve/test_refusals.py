@@ -389,6 +389,8 @@ FIELDS = {  # fields beside the prompt, as JSON; the wrong field; the words of t
     '"allow_empty_prompt": "true"': ("allow_empty_prompt", 'allow_empty_prompt text "true" true without quotes'),
     '"steps": [1, null]': ("steps", "steps [1, null]"),
     '"seconds": "1e999"': ("seconds", "seconds '1e999'"),
+    '"seconds": 1, "windows": 2': ("seconds", "seconds one window frames each window"),
+    '"seconds": 1, "then": "a dog"': ("seconds", "seconds one window frames each window"),
     '"size": {"a": null}': ("size", '64x64 {"a": null}'),
     '"seed": false': ("seed", "seed false"),
     '"then": [true]': ("then", "[true]"),

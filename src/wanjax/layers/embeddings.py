@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embeddings of timesteps and of tokens."""
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
@@ -12,6 +16,8 @@ from wanjax.figures import pluralize
 from wanjax.layers.mlp import MLP
 from wanjax.layers.placement import with_axes
 
+ContextT = TypeVar("ContextT", bound=tuple[Any, ...])
+
 # the timestep of each video, or one timestep for all videos
 Timesteps = Float[Array, " B"] | Float[Array, ""] | float | int
 
@@ -19,6 +25,8 @@ Timesteps = Float[Array, " B"] | Float[Array, ""] | float | int
 def broadcast_timesteps(t: Timesteps, num_videos: int) -> Float[Array, " B"]:
     """Broadcast timesteps to [B], one for each video of the batch. Raises WanjaxError for another number of
     timesteps."""
+    if not isinstance(t, jax.Array | np.ndarray | np.generic | float | int):
+        raise WanjaxError(f"timesteps must be a number or an array, got {repr_shape(t)}: give one for each video")
     if jnp.shape(t) not in ((), (1,), (num_videos,)):
         problem = f"timesteps {repr_shape(t)} for {pluralize(num_videos, 'video')}"
         raise WanjaxError(f"{problem}: give one number, or one for each video")
@@ -31,6 +39,37 @@ def checked_text(text: Float[Array, "B S E"], width: int) -> Float[Array, "B S E
         problem = f"encoded prompts must be [B S {width}], got {repr_shape(text)}"
         raise WanjaxError(f"{problem}: give the result of this model's text encoder")
     return text
+
+
+def context_of(
+    context: Float[Array, "B S _E"] | ContextT, compute: Callable[[Float[Array, "B S _E"]], ContextT]
+) -> ContextT:
+    """Return the result of a transformer's method `context`, which is computed if the caller gives encoded prompts.
+
+    Args:
+        context: Encoded prompts, or the result of the method.
+        compute: The method, for encoded prompts.
+
+    Raises:
+        WanjaxError: The context is the output of a pipeline's `encode`.
+    """
+    if hasattr(context, "prompt_embeds"):
+        raise WanjaxError(f"encoded prompts must be an array, got {repr_shape(context)}: give its prompt_embeds")
+    return context if isinstance(context, tuple) else compute(context)  # pyright: ignore[reportReturnType, reportArgumentType]
+
+
+def check_tokens(tokens: Any) -> None:
+    """Raise WanjaxError unless tokens are an array of ids [B S]."""
+    if len(getattr(tokens, "shape", ())) != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        problem = f"tokens must be an array of ids [B S], got {repr_shape(tokens)}"
+        raise WanjaxError(f"{problem}: pipe.encode_prompts(prompt) encodes a text")
+
+
+def check_images(images: Any) -> None:
+    """Raise WanjaxError unless images are an array [B H W 3]."""
+    if len(getattr(images, "shape", ())) != 4 or images.shape[-1] != 3:
+        problem = f"images must be an array [B H W 3], got {repr_shape(images)}"
+        raise WanjaxError(f"{problem}: pipe.encode(prompt, image=...) encodes a picture")
 
 
 def sinusoidal_embedding(t: Float[Array, " B"], channels: int, max_period: float = 10000.0) -> Float32[Array, "B C"]:

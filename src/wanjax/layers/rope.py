@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
+from wanjax.errors import WanjaxError, repr_shape
 from wanjax.kernels import rotary_heads
 from wanjax.kernels.rotary_heads import head_normed_rotary, normed_rotary
 from wanjax.layers.norms import inverse_rms
@@ -67,7 +68,13 @@ def rope_3d(
         positions: The positions along each axis; None counts from 0.
         unrotated: The number of tokens after the grid that do not rotate.
         room: As in `sharding.padded_length`.
+
+    Raises:
+        WanjaxError: The grid is not three numbers.
     """
+    if not isinstance(grid, tuple) or len(grid) != 3:
+        problem = f"a grid must be the numbers of tokens along T, H and W, got {repr_shape(grid)}"
+        raise WanjaxError(f"{problem}: give the result of transformer.grid(latents)")
     axis_positions = positions or [np.arange(size) for size in grid]
     return rope_from_angles(
         [angles(x, channels, theta) for x, channels in zip(axis_positions, axes, strict=True)],

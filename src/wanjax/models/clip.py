@@ -14,6 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from wanjax.layers.embeddings import check_images
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import gelu
 from wanjax.layers.norms import layer_norm
@@ -52,6 +53,7 @@ class CLIPVision(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, images: Float[Array, "B H W 3"]) -> Float[Array, "B S E"]:
+        check_images(images)
         patch = self.config.patch
         x = self.patch_embed(patchify(images[:, None].astype(self.dtype), (1, patch, patch))).astype(jnp.float32)
         class_token = jnp.broadcast_to(self.class_token[...].astype(jnp.float32), (len(x), 1, x.shape[2]))

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from wanjax.kernels.attention import attention
-from wanjax.layers.embeddings import token_embed
+from wanjax.layers.embeddings import check_tokens, token_embed
 from wanjax.layers.heads import join_heads
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import GatedMLP
@@ -106,6 +106,7 @@ class Qwen2VLEncoder(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
         """Compute features in the compute dtype."""
+        check_tokens(tokens)
         angles = text_angles(tokens.shape[1], self.config)
         # A few channels have numbers that are too large for a lower precision
         x = self.embed(tokens).astype(jnp.float32)

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from wanjax.layers.embeddings import check_images
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import gelu_tanh
 from wanjax.layers.norms import layer_norm
@@ -55,6 +56,7 @@ class SiglipVision(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, images: Float[Array, "B H W 3"]) -> Float[Array, "B S E"]:
+        check_images(images)
         patch, edge = self.config.patch, self.config.patches * self.config.patch
         pixels = images[:, None, :edge, :edge].astype(self.dtype)
         x = self.patch_embed(patchify(pixels, (1, patch, patch)))[:, : self.config.tokens].astype(jnp.float32)

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from wanjax.kernels.attention import attention
-from wanjax.layers.embeddings import token_embed
+from wanjax.layers.embeddings import check_tokens, token_embed
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import GatedMLP, gelu_tanh
@@ -169,6 +169,7 @@ class T5Encoder(nnx.Module):
 
         `mask` is True for real tokens. Tokens attend only to real tokens. The features of other tokens are meaningless.
         """
+        check_tokens(tokens)
         mask = None if mask is None else mask.astype(bool)
         bias = None if self.position_bias is None else self.position_bias(tokens.shape[1])
         x = self.embed(tokens).astype(jnp.float32)  # the residual has numbers that are too large for a lower precision

@@ -19,7 +19,7 @@ from wanjax.media.inputs import INPUT_SPECS
 from wanjax.media.pictures import ClipSource, PictureSource
 from wanjax.pipelines.noise_inputs import NoiseInput
 from wanjax.pipelines.observers import Step
-from wanjax.pipelines.other_names import unknown_keyword
+from wanjax.pipelines.other_names import RENAMED, unknown_keyword
 from wanjax.pipelines.settings import Settings, schema
 from wanjax.pipelines.typed_settings import SettingsKeywords
 
@@ -54,6 +54,9 @@ class CallKeywords(InputKeywords, total=False):
     batch_guidance: bool
 
 
+CALL_KEYWORDS = ("seeds", *CallKeywords.__annotations__)
+
+
 def check_keywords(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Decorate a function. An unknown keyword then raises a WanjaxError that suggests the right keyword."""
     parameters = inspect.signature(function).parameters
@@ -64,7 +67,7 @@ def check_keywords(function: Callable[Parameters, Result]) -> Callable[Parameter
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         for name in kwargs:
             if name not in parameters:
-                raise unknown_keyword(name, names, of_call=CallKeywords.__annotations__)
+                raise unknown_keyword(name, names, of_call=CALL_KEYWORDS)
         return function(*args, **kwargs)
 
     return run
@@ -85,7 +88,15 @@ def document_keywords(keywords: type) -> Callable[[Callable[Parameters, Result]]
         function.__doc__ = _add_descriptions(
             inspect.getdoc(function), [parameter.name for parameter in keyword_parameters]
         )
-        return function
+
+        @wraps(function)
+        def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            for name in kwargs.keys() - explicit.keys():
+                if RENAMED.get(name) in explicit:
+                    raise unknown_keyword(name, explicit)
+            return function(*args, **kwargs)
+
+        return run
 
     return decorate
 

@@ -947,16 +947,16 @@ def min_step_bytes(model: VideoModel[Any], settings: Settings) -> int:
     return 4 * work.num_tokens * work.width * jnp.dtype(settings.dtype).itemsize
 
 
-def truncations(model: VideoModel[Any], runtime: Runtime, prompt: str, reference_impl: str) -> Sequence[Truncation]:
-    """List the part of a prompt that each text encoder's tokenizer cuts off because the prompt is too long.
+def truncations(model: VideoModel[Any], runtime: Runtime, text: str, reference_impl: str) -> Sequence[Truncation]:
+    """List the part of a text that each text encoder's tokenizer cuts off because the text is too long.
 
     Args:
         model: The model.
         runtime: The networks, devices and strategy.
-        prompt: The text.
+        text: A prompt or a negative prompt.
         reference_impl: Which reference implementation to match, as in the settings.
     """
-    batches = model.tokenize(runtime, [prompt], reference_impl)
+    batches = model.tokenize(runtime, [text], reference_impl)
     return tuple(truncation for batch in batches for truncation in batch.truncated if truncation)
 
 

@@ -7,6 +7,7 @@ This module does not import JAX, so that an error appears at once, even in a pro
 from collections.abc import Collection, Iterable
 
 from wanjax.errors import SettingError, comma_list, near_names, repr_short
+from wanjax.media.inputs import INPUT_SPECS
 from wanjax.pipelines.settings import LOAD_SETTINGS, Settings, schema
 
 RENAMED = {alias: name for name, setting in schema(Settings).items() for alias in setting.aliases} | {
@@ -64,6 +65,12 @@ FIELD_ADVICE = {
     **dict.fromkeys(("noise", "latents"), "a request has no arrays of noise: use seed"),
 }
 """Names that a user may give to a field of a request by mistake, each with advice."""
+STAGE_CALLS = {
+    **dict.fromkeys((*INPUT_SPECS, "negative_prompt", "resize", "outpaint"), "pipe.encode(prompt, {}=...)"),
+    **dict.fromkeys(("seeds", "noise", "callback", "batch_guidance"), "pipe.denoise(conditioning, {}=...)"),
+    "tiling": "pipe.decode(latents, {}=...)",
+}
+"""Keywords of a call that are not settings alone, each with the stage that takes the keyword."""
 LOAD_ADVICE = "it is fixed when a model is loaded, so give it to wanjax.load(MODEL, {}=...) or to the command"
 LOAD_KEYWORDS = (
     *LOAD_SETTINGS,
@@ -140,7 +147,8 @@ def unknown_keyword(
     if kind != "keyword" and name not in names and name in FIELD_ADVICE:
         advice = FIELD_ADVICE[name]
     elif our_name not in names and our_name in of_call:
-        advice = f"give {'it' if our_name == name else our_name} to pipe(prompt, {our_name}=...)"
+        call = STAGE_CALLS.get(our_name, "pipe.settings({}=...)").format(our_name)
+        advice = f"give {'it' if our_name == name else our_name} to pipe(prompt, {our_name}=...) or {call}"
     elif name in RENAMED:
         advice = f"use {our_name}"
     else:

@@ -47,6 +47,7 @@ from wanjax.pipelines.family import named_sizes, resolution_name
 from wanjax.pipelines.frames import AnyLatents, Frames, FramesInput, LatentsInput, chunk_count, encode_clip
 from wanjax.pipelines.guidance import check_rule
 from wanjax.pipelines.keywords import (
+    CALL_KEYWORDS,
     CallKeywords,
     InputKeywords,
     SettingsKeywords,
@@ -87,6 +88,7 @@ from wanjax.pipelines.torch_noise import TorchNoise
 from wanjax.pipelines.tracing import check_decode_memory, check_denoise_memory, check_encode_memory, check_run_memory
 from wanjax.pipelines.validation import (
     check_conditioning_type,
+    check_frame_dtype,
     check_frames,
     check_function,
     check_latents,
@@ -357,6 +359,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
             requests = [request for request in requests if not skip(request.metadata)]
         if requests:
             check_run_memory(self, settings, pictures, **options)
+            self._warn_of_truncations(*(request.settings for request in requests))
         return self._run_videos(Run(self, requests, pictures, noise=noise, observers=observers, **options))
 
     def _run_videos(self, run: Run) -> Iterator[Video]:
@@ -506,7 +509,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         defaults, fields = self.defaults.to_json(), schema(type(self.defaults))
         for name in sorted(settings.keys() - defaults.keys()):
             if name not in fields:
-                raise unknown_keyword(name, ("size", *defaults), of_call=CallKeywords.__annotations__)
+                raise unknown_keyword(name, ("size", *defaults), of_call=CALL_KEYWORDS)
             if settings[name] is not None:
                 raise missing_setting(name, self.model_name, defaults)
         check_loaded(self.defaults, {name: settings.pop(name) for name in LOAD_SETTINGS if name in settings})
@@ -547,6 +550,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         pictures, settings = self.prepare(prompt=checked_prompt(prompt), negative_prompt=negative_prompt, **keywords)
         check_single_window(settings, "encode", WHOLE_RUN_ADVICE)
         check_encode_memory(self, settings, pictures, tiling=tiling)
+        self._warn_of_truncations(settings)
         run = Run(self, [PreparedRequest(settings)], pictures, tiling=tiling, observers=self._create_observers(None))
         return run.encode()[settings.prompt]
 
@@ -562,7 +566,9 @@ class Pipeline(metaclass=OtherNamesAdvice):
             follow: Which reference implementation to match; None is the model's default.
         """
         texts = {"prompt": checked_prompt(prompt), "negative_prompt": negative_prompt, "follow": follow}
-        return self.model.encode_text(self.runtime, self.defaults.updated(texts))
+        settings = self.defaults.updated(texts)
+        self._warn_of_truncations(settings)
+        return self.model.encode_text(self.runtime, settings)
 
     @check_keywords
     def truncations(self, prompt: str, *, follow: str | None = None) -> Sequence[Truncation]:
@@ -573,6 +579,31 @@ class Pipeline(metaclass=OtherNamesAdvice):
             follow: Which reference implementation to match; None is the model's default.
         """
         return truncations(self.model, self.runtime, checked_prompt_text(prompt), follow or self.defaults.follow)
+
+    def truncation_notes(self, *videos: Settings) -> list[str]:
+        """Return a sentence for each prompt and negative prompt that the tokenizers cut, because it is too long. The
+        model's default negative prompt counts as short enough.
+
+        Args:
+            videos: The settings of videos.
+        """
+        texts = dict.fromkeys(("prompt", text, video.follow) for video in videos for text in video.prompts)
+        texts |= dict.fromkeys(
+            ("negative prompt", video.negative_prompt, video.follow)
+            for video in videos
+            if video.negative_prompt != self.defaults.negative_prompt
+        )
+        notes = (
+            str(truncation).replace("the prompt", f"the {name}", 1)
+            for name, text, follow in texts
+            for truncation in truncations(self.model, self.runtime, text, follow)
+        )
+        return list(dict.fromkeys(notes))
+
+    def _warn_of_truncations(self, *videos: Settings) -> None:
+        """Warn about each prompt of the videos that is too long for the model."""
+        for note in self.truncation_notes(*videos):
+            warnings.warn(note, WanjaxWarning, stacklevel=user_stack_level())
 
     @check_keywords
     def draws(self, settings: Settings, references: int = 0) -> Mapping[str, tuple[int, ...]]:
@@ -732,6 +763,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         checked_noise_inputs(noise, self.draws(settings))
         options: dict[str, Any] = {"tiling": tiling, "batch_guidance": batch_guidance}
         check_run_memory(self, settings, pictures, **options)
+        self._warn_of_truncations(settings)
         run = Run(
             self,
             [PreparedRequest(settings)],
@@ -777,6 +809,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         run = Run(self, requests, noise=noise, batch_guidance=batch_guidance, observers=observers)
         return run.latents(conditioning, video_settings, seeds)
 
+    @check_keywords
     def decode_stream(self, latent_chunks: Iterable[LatentsInput], *, tiling: Tiling | None = None) -> Iterator[Clip]:
         """Yield the frames, uint8 [T H W 3], of each chunk of latents [1 C T H W] as soon as it is decoded.
 
@@ -839,6 +872,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
             WanjaxError: The latents do not fit the model, or are not finite.
         """
         check_function(callback, "callback", "the number of decoded chunks", "the number of all chunks")
+        check_frame_dtype(dtype)
         chunks, total = [], self.chunks(latents)
         check_tiling(tiling, self.model.vae)
         check_decode_memory(self, select_modality(latents).shape, tiling=tiling)
@@ -850,6 +884,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
                     callback(len(chunks), total)
         return np.concatenate(chunks)
 
+    @check_keywords
     def chunks(self, latents: AnyLatents) -> int:
         """Count the chunks in which latents [1 C T H W] are decoded.
 
@@ -860,6 +895,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         frames = select_modality(latents).shape[2]
         return chunk_count(frames, self.model.spec.decode_lengths(frames))
 
+    @check_keywords
     def decode_chunks(
         self,
         latents: AnyLatents,
@@ -877,6 +913,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
             seed: The seed of the noise that some decoders add; None is the model's default.
         """
         self._check_latents(latents)
+        check_frame_dtype(dtype)
         check_tiling(tiling, self.model.vae)
         check_decode_memory(self, select_modality(latents).shape, tiling=tiling)
         yield from Run(self, [], tiling=tiling).frames([latents], dtype, seed=seed)
@@ -886,6 +923,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         check_modalities(latents, self.model.spec.extra_modalities, self.model_name)
         check_latents(select_modality(latents), self.model.vae.latent_channels)
 
+    @check_keywords
     def encode_video(self, frames: FramesInput, *, tiling: Tiling | None = None) -> Float[ArrayOrShape, "1 C _T _H _W"]:
         """Encode frames to latents. `decode` restores them, with the loss of the autoencoder.
 

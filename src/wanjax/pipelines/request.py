@@ -261,10 +261,16 @@ class VideoRequest:
         Args:
             fps: The frame rate if the request sets none.
             unit: The number of frames per latent frame.
+
+        Raises:
+            SettingError: The video has several windows, each of which has the length that `frames` sets.
         """
         settings = dict(self.settings)
         if (seconds := settings.pop(SECONDS.name, None)) is None:
             return self
+        if settings.get("windows", 1) > 1 or settings.get("then"):
+            problem = "seconds sets the length of a video of one window, and this video has several"
+            raise SettingError(f"{problem}: give frames, the length of each window", SECONDS.name)
         frames = seconds * settings.get("fps", fps)
         return replace(self, settings={**settings, "frames": max(0, round((frames - 1) / unit)) * unit + 1})
 

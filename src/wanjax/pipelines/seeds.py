@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float32, Int, Key, PRNGKeyArray, UInt32
 
-from wanjax.errors import WanjaxError, repr_short
+from wanjax.errors import WanjaxError, repr_short, user_stack_level
 from wanjax.pipelines.settings import MAX_VIDEOS, RANDOM_SEED, read_seed
 
 GENERATOR = "threefry2x32"
@@ -70,7 +70,7 @@ def resolve_seeds(seeds: Sequence[Any] | None, seed: Any, drawn_seed: int) -> li
     int_seeds = [drawn_seed] if seeds is None else [checked_seed(each) for each in seeds]
     for value, number in zip(requested, int_seeds, strict=True):
         if value in (RANDOM_SEED, "random"):
-            warnings.warn(f"the seed {number} was drawn at random", stacklevel=3)  # of the call to `denoise`
+            warnings.warn(f"the seed {number} was drawn at random", stacklevel=user_stack_level())
     return int_seeds
 
 

@@ -117,6 +117,10 @@ def check_conditioning_type(conditioning: Any, kind: type) -> None:
     """Raise WanjaxError unless a value is the output of `encode` of the same kind of model."""
     if not isinstance(conditioning, kind):
         raise WanjaxError(f"denoise needs the {kind.__name__} of `encode`, got {repr_short(conditioning)}")
+    optional: Collection[str] = conditioning._field_defaults  # pyright: ignore[reportAttributeAccessIssue]
+    for name, value in zip(conditioning._fields, conditioning, strict=True):  # pyright: ignore
+        if not (hasattr(value, "shape") or (value is None and name in optional)):
+            raise WanjaxError(f"the {name} of the prompt must be an array, got {repr_short(value)}: encode again")
 
 
 class FieldShape(NamedTuple):
@@ -197,6 +201,16 @@ def check_frames(frames: Any) -> None:
         raise WanjaxError("all frames of a video must have the same size, got different sizes")
 
 
+def check_frame_dtype(dtype: Any) -> None:
+    """Raise WanjaxError unless frames can have this type: uint8, or floats."""
+    try:
+        is_valid = jnp.dtype(dtype) == jnp.uint8 or jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:
+        is_valid = False
+    if not is_valid:
+        raise WanjaxError(f"the dtype of frames must be uint8, or floats such as float32, got {repr_short(dtype)}")
+
+
 def check_tiling(tiling: Any, vae: Any, unit: int | None = None) -> Tiling | None:
     """Fill in the defaults of a tiling for an autoencoder; return None for no tiling.
 
@@ -238,6 +252,7 @@ def check_loaded(loaded: Settings, requested: Mapping[str, Any]) -> None:
 def _check_floats(subject: str, x: Any, expected: str) -> None:
     if not isinstance(x, np.ndarray | jax.Array):
         raise WanjaxError(f"{subject} must be {expected}, got {repr_short(x)}")
+    reject_tracer(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise WanjaxError(f"{subject} must be floats, got {x.dtype}")
 

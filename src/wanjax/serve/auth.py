@@ -95,7 +95,7 @@ class Access(NamedTuple):
         """
         if token is None and not is_loopback(host):
             raise WanjaxError(
-                f"{host} is reachable from other machines, which requires a token: set one of {MIN_TOKEN_LENGTH} "
+                f"--host {host} may let other machines in, which requires a token: set one of {MIN_TOKEN_LENGTH} "
                 "characters or more with --token or WANJAX_TOKEN"
             )
         if token is not None and (len(token) < MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable()):

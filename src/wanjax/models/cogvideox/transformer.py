@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from wanjax.dims import readable_signature
 from wanjax.kernels.attention import AUTO, AttentionConfig, attention
-from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps, checked_text
+from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps, checked_text, context_of
 from wanjax.layers.guided_attention import apply_nag
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import linear
@@ -209,7 +209,7 @@ class CogVideoXTransformer(nnx.Module):
         """
         config, grid, num_videos = self.config, self.grid(latents), len(latents)
         context, t = (
-            context if isinstance(context, tuple) else self.context(context),
+            context_of(context, self.context),
             broadcast_timesteps(t, num_videos),
         )
         if context.nag is not None:  # two sequences for each video: one with the prompt, one with the negative prompt

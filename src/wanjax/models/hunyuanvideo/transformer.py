@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from wanjax.dims import readable_signature
 from wanjax.kernels.attention import AUTO, AttentionConfig, Radial, VideoTextPair, joint_attention
-from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps, checked_text
+from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps, checked_text, context_of
 from wanjax.layers.guided_attention import apply_nag
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import Linear, linear
@@ -324,7 +324,7 @@ class HunyuanVideoTransformer(nnx.Module):
         Raises:
             WanjaxError: The latents have another number of channels.
         """
-        context = context if isinstance(context, tuple) else self.context(context, text_mask)
+        context = context_of(context, lambda text: self.context(text, text_mask))
         rope, t = rope or self.rope(self.grid(latents), [context]), broadcast_timesteps(t, len(latents))
         t_next = None if t_next is None else broadcast_timesteps(t_next, len(latents))
         time, last_index = self.time(t, t_next), self.config.layers - 1

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from wanjax.dims import readable_signature
 from wanjax.kernels.attention import attention_to_cache
 from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache, empty_cache
-from wanjax.layers.embeddings import Timesteps, broadcast_timesteps
+from wanjax.layers.embeddings import Timesteps, broadcast_timesteps, context_of
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify, unpatchify
@@ -116,7 +116,7 @@ class WanCausalTransformer(WanTransformer):
             WanjaxError: The latents have another number of channels.
         """
         grid = self.grid(latents)
-        context = context if isinstance(context, tuple) else self.context(context)
+        context = context_of(context, self.context)
         kv_cache, slot = kv_cache or self.empty_kv_cache(latents), slot or slot_of(self.config, 0, prod(grid))
         rope = self.rope(grid, time or angles_at(self.config, 0))
         x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch, self.config.channels_in))

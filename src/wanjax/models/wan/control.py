@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32
 
 from wanjax.dims import readable_signature
 from wanjax.kernels.attention import AUTO, AttentionConfig
-from wanjax.layers.embeddings import Timesteps, broadcast_timesteps, checked_text
+from wanjax.layers.embeddings import Timesteps, broadcast_timesteps, checked_text, context_of
 from wanjax.layers.linear import linear
 from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify, unpatchify
@@ -107,7 +107,7 @@ class WanControlTransformer(WanTransformer):
             WanjaxError: The latents or the control clip have another number of channels.
         """
         config, grid = self.config, self.grid(latents)
-        context = context if isinstance(context, tuple) else self.context(context)
+        context = context_of(context, self.context)
         rope = rope or self.rope(grid)
         x = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))  # [B L E]
         control = self.control_embed(patchify(control.astype(self.dtype), config.patch, config.control_channels))

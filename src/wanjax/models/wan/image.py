@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32
 from wanjax.dims import readable_signature
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, AttentionConfig, Radial
-from wanjax.layers.embeddings import Timesteps, checked_text
+from wanjax.layers.embeddings import Timesteps, checked_text, context_of
 from wanjax.layers.heads import split_heads
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import MLP, gelu
@@ -143,8 +143,10 @@ class WanImageTransformer(WanTransformer):
         cache: BlockCache = NO_BLOCK_CACHE,
     ) -> Float[Array, "B T H W _C"]:
         """Predict the velocity as `WanTransformer` does. If `context` has encoded prompts, `image` is also needed."""
-        if not isinstance(context, tuple):
+
+        def with_image(text: Float[Array, "B S E"]) -> ImageContext:
             if image is None:
                 raise WanjaxError("encoded prompts need the features of an image: pass image=FEATURES, [B S E]")
-            context = self.context(context, image)
-        return super().__call__(latents, t, context, rope, mask=mask, cache=cache)
+            return self.context(text, image)
+
+        return super().__call__(latents, t, context_of(context, with_image), rope, mask=mask, cache=cache)

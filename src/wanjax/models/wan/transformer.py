@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Float32
 
 from wanjax.dims import readable_signature
 from wanjax.kernels.attention import AUTO, AttentionConfig, Projection, Radial, attention, sparse_linear_attention
-from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps, checked_text
+from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps, checked_text, context_of
 from wanjax.layers.guided_attention import apply_nag
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import gather_kernels, linear
@@ -283,7 +283,7 @@ class WanTransformer(nnx.Module):
             WanjaxError: The latents have another number of channels.
         """
         config, grid = self.config, self.grid(latents)
-        context = context if isinstance(context, tuple) else self.context(context)
+        context = context_of(context, self.context)
         rope, t = rope or self.rope(grid), broadcast_timesteps(t, len(latents))
         clean_mask = clean_token_mask(grid, clean_frames // config.patch[0])
         timesteps = t[:, None] if clean_mask is None else jnp.stack([t, jnp.zeros_like(t)], axis=1)
