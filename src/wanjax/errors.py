@@ -126,6 +126,11 @@ def is_full(error: BaseException) -> bool:
     )
 
 
+def may_succeed_later(error: WanjaxError) -> bool:
+    """Return True if the same command may succeed later, for example when the disk has room."""
+    return isinstance(error, WriteError) or is_failure(error)
+
+
 def is_failure(error: BaseException) -> bool:
     """Return True if an error is not a mistake of the user. Such an error comes from a full or broken disk, or from an
     unreachable network or server."""

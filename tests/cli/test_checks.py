@@ -43,7 +43,7 @@ MISTAKES = {
     "batch ''": "PROMPTS empty name",
     "train '' nano --out x": "MODEL empty name",
     "train nano . --out x.safetensors": "x.safetensors suffix folder",
-    "a --seeds 1..2 --out new.v1": "new.v1 suffix new.v1/",
+    "a --seeds 1..2 --out new.v1": "new.v1 suffix name folder",
     "batch sizes.jsonl": "line 1: size name model's sizes [64, 64]",
     "train here nano --out x": "nano is a model wanjax train nano here",
     "a --lora high=nope.safetensors:0.5": "nope.safetensors OWNER/NAME/FILE",

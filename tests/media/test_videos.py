@@ -122,6 +122,19 @@ def test_frames_are_written_as_png_files_in_a_folder(tmp_path, name):
     assert video_files.read_metadata(path) == SETTINGS
 
 
+@pytest.mark.parametrize("name", ["a.mp4", "a.mov", "a.webm", "a.gif", "a.webp", "frames"])
+def test_a_complete_video_is_distinguished_from_a_truncated_one(tmp_path, name):
+    frames = np.random.default_rng(0).integers(0, 256, (5, 32, 48, 3), dtype=np.uint8)
+    path = tmp_path / name
+    video_files.write_video(path, frames, 8, SETTINGS)
+    assert not video_files.is_incomplete(path)
+    file = path / "frame_00002.png" if path.is_dir() else path
+    content = file.read_bytes()
+    for size in (0, len(content) // 2, len(content) - 20):
+        file.write_bytes(content[:size])
+        assert video_files.is_incomplete(path)
+
+
 @pytest.mark.parametrize(
     ("name", "frames", "message"),
     [

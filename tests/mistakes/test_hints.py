@@ -89,6 +89,39 @@ def test_a_method_suggests_its_keywords(pipe):
         assert has_line_with_words(str(caught.value), words)
 
 
+@pytest.mark.parametrize(
+    ("method", "keyword", "words"),
+    [
+        ("encode", "callback", "'callback' pipe(prompt, callback=...) pipe.denoise(conditioning, callback=...)"),
+        ("encode", "seeds", "'seeds' pipe.denoise(conditioning, seeds=...)"),
+        ("encode", "batch_guidance", "'batch_guidance' pipe.denoise(conditioning, batch_guidance=...)"),
+        ("denoise", "image", "'image' pipe.encode(prompt, image=...)"),
+        ("denoise", "tiling", "'tiling' pipe.decode(latents, tiling=...)"),
+        ("denoise", "latents", "'latents' use noise"),
+        ("decode", "steps", "'steps' pipe.settings(steps=...)"),
+        ("noise", "seed", "'seed' pipe.settings(seed=...)"),
+        ("encode_video", "size", "'size' pipe.settings(size=...)"),
+        ("stream", "latents", "'latents' use noise"),
+    ],
+)
+def test_a_keyword_of_another_stage_is_told_with_its_stage(pipe, method, keyword, words):
+    assert has_line_with_words(error_message(getattr(pipe, method), **{keyword: 1}), words)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "words"),
+    [
+        ("learning_rate", "'learning_rate' optimizer=OptimizerConfig(learning_rate=...)"),
+        ("rank", "'rank' lora=LoraConfig(rank=...)"),
+        ("sample_prompt", "'sample_prompt' use sample_prompts"),
+    ],
+)
+def test_a_setting_of_training_is_told_with_its_place(tmp_path, pipe, keyword, words):
+    with unchecked(), pytest.raises(SettingError) as caught:
+        train(pipe, tmp_path, tmp_path / "out", **{keyword: 1})
+    assert has_line_with_words(str(caught.value), words)
+
+
 @pytest.mark.parametrize("name", ["generate", "load_pipeline", "pipeline", "train", "WanPipeline", "from_pretrained"])
 def test_a_guessed_name_gives_a_hint(name):
     with pytest.raises(AttributeError, match=rf"`{name}` .*wanjax"):

@@ -103,11 +103,22 @@ OTHER_OPTION_NAMES = {
 } | {alias.replace("_", "-"): name.replace("_", "-") for alias, name in RENAMED.items()}
 """Maps options of other libraries and of older versions to the options that replace them."""
 
-# Options of other programs for a number format, for the devices and for the length, which have no equivalent here
-DTYPE_OPTIONS = ("fp16", "bf16", "fp32", "half", "float16", "bfloat16", "float32")
-DEVICE_OPTIONS = ("device", "devices", "device-id", "gpu", "gpus", "cuda", "cpu", "tpu")
-LENGTH_OPTIONS = ("seconds", "num-seconds", "duration")
-LORA_STRENGTH_OPTIONS = ("lora-strength", "lora-scale", "lora-weight", "lora-weights", "strength-model")
+JAX_DEVICES = "JAX selects the devices; the environment variable JAX_PLATFORMS=cpu selects the CPU"
+OPTION_ADVICE = {
+    "token": ("--at", f"set the environment variable {TOKEN_VARIABLE} to the token"),
+    **dict.fromkeys(
+        ("lora-strength", "lora-scale", "lora-weight", "lora-weights", "strength-model"),
+        ("--lora", "give the strength after the file, as in --lora FILE:0.5"),
+    ),
+    **dict.fromkeys(
+        ("fp16", "bf16", "fp32", "half", "float16", "bfloat16", "float32"),
+        ("--dtype", "give --dtype bfloat16 or --dtype float32"),
+    ),
+    **dict.fromkeys(("seconds", "num-seconds", "duration"), ("--frames", "give --frames; --fps frames make a second")),
+    **dict.fromkeys(("device", "devices", "device-id", "gpu", "gpus", "cuda", "cpu", "tpu"), ("--help", JAX_DEVICES)),
+}
+"""Maps options of other commands and programs, without an equivalent option, to advice. The advice applies to commands
+that have the option before it."""
 STAGES = ("encode", "denoise", "decode")
 MAX_NAME = 200  # the maximum number of characters of a name in a message
 
@@ -160,8 +171,7 @@ def check_prompt(ctx: click.Context, arguments: Sequence[str], default_command: 
     assert isinstance(group, click.Group)
     word = _prompt(group.commands[default_command], ctx, arguments)
     word = "" if word is None or not word or word.split() != [word] else word
-    foreign_options = _foreign_options(group, arguments, default_command)
-    if foreign_option := next((x for x in foreign_options if x[0] != "--token"), None):
+    if foreign_option := next(_foreign_options(group, arguments, default_command), None):
         option, command = foreign_option
         is_command = word and not word.startswith("-")
         problem = f"no command is named {word!r}" if is_command else f"`wanjax {default_command}` has no such option"
@@ -218,7 +228,7 @@ def _prompt(command: click.Command, ctx: click.Context, arguments: Sequence[str]
 
 def _foreign_options(group: click.Group, arguments: Sequence[str], default_command: str) -> Iterator[tuple[str, str]]:
     """Yield the options in the arguments that only other commands have, each with the first command that has the
-    option. An option that has another name in this command is left out."""
+    option. An option that has another name in the default command, or other advice, is left out."""
     own_options = {option for parameter in group.commands[default_command].params for option in parameter.opts} | {
         "--help"
     }
@@ -228,6 +238,8 @@ def _foreign_options(group: click.Group, arguments: Sequence[str], default_comma
     for argument in arguments:
         option = f"--{current_option_name(argument[2:].partition('=')[0])}"
         same_option = f"--{OTHER_OPTION_NAMES.get(option[2:])}"  # what the default command calls it
+        if option[2:] in OPTION_ADVICE:
+            continue
         if argument.startswith("--") and option not in own_options and same_option not in own_options:
             yield from ((option, name) for name in options_by_command if option in options_by_command[name])
 
@@ -271,20 +283,12 @@ def _suggest_option(command: click.Command, ctx: click.Context, name: str) -> st
     option_by_name = {option.lstrip("-"): option for option in options}
     dashed = name.replace("_", "-").lower()
     other_name = OTHER_OPTION_NAMES.get(dashed, dashed)
-    if (
-        option := option_by_name.get(other_name, option_by_name.get(OTHER_OPTION_NAMES.get(other_name, "")))
-    ) is not None:
-        return f"give {option} in its place"
-    if dashed == "token" and "--at" in options:
-        return f"set the environment variable {TOKEN_VARIABLE} to the token"
-    if dashed in LORA_STRENGTH_OPTIONS and "--lora" in options:
-        return "give the strength after the file, as in --lora FILE:0.5"
-    if dashed in DEVICE_OPTIONS:
-        return "JAX selects the devices; the environment variable JAX_PLATFORMS=cpu selects the CPU"
-    if dashed in DTYPE_OPTIONS and "--dtype" in options:
-        return "give --dtype bfloat16 or --dtype float32"
-    if dashed in LENGTH_OPTIONS and "--frames" in options:
-        return "give --frames; --fps frames make a second"
+    for candidate in (other_name, OTHER_OPTION_NAMES.get(other_name)):
+        if candidate in option_by_name:
+            return f"give {option_by_name[candidate]} in its place"
+    needed_option, advice = OPTION_ADVICE.get(dashed, ("", ""))
+    if needed_option in (*options, "--help") and advice:
+        return advice
     for argument in (parameter for parameter in command.params if isinstance(parameter, click.Argument)):
         if dashed in (argument.name, *ARGUMENTS.get(str(argument.name), ())):
             argument_name = argument.make_metavar(ctx).strip("[]")
@@ -441,8 +445,6 @@ def message_with_option(error: WanjaxError, command: click.Command | None = None
     for option in [option for parameter in command.params for option in parameter.opts] if command else ():
         if option.startswith("--") and "_" in (name := option[2:].replace("-", "_")):
             sentence = re.sub(BARE_NAME.format(name), option, sentence)
-    if command and "--seeds" in visible_options(command) and (seeds := SEVERAL_SEEDS.search(sentence)):
-        return f"{sentence}; --seeds {seeds[1]} makes a video with each seed"
     if not isinstance(error, SettingError):
         return sentence
     if error.setting == "strength":
@@ -456,7 +458,7 @@ def message_with_option(error: WanjaxError, command: click.Command | None = None
 
 BARE_NAME = r"""(?<![\w.'"`/=(\[{{-]){}(?![\w.'"`/=(-]|:\S)"""  # matches a name outside code, paths and quotation marks
 NUMBER = re.compile(r"-?\d*\.?\d+")
-SEVERAL_SEEDS = re.compile(r"^the seed must .* got '(\d+(?:(?:,|\.\.)\d+)+)'$")
+SEVERAL_SEEDS = re.compile(r"\d+(?:(?:,|\.\.)\d+)+")
 INVALID_VALUE = re.compile(r"(.+?) is not (?:a valid|in the range|one of) ")  # matches click's messages
 WRONG_FILE_KIND = re.compile(r"(?:File|Directory|Path) '(.+)' is a (file|directory)\b")
 NO_ACCESS = re.compile(r"(?:File|Directory|Path) '(.+)' is not (?:readable|writable)\b")
@@ -522,6 +524,10 @@ def check_values(command: click.Command, ctx: click.Context, arguments: Sequence
         for text in value if isinstance(value, list) else [value]:
             if isinstance(parameter, click.Option) and isinstance(text, str) and text in names:
                 raise click.UsageError(f"{parameter.opts[-1]} has no value before {text}: give one after it")
+            if parameter.name == "seed" and "--seeds" in names and SEVERAL_SEEDS.fullmatch(str(text)):
+                raise click.UsageError(
+                    f"--seed got several seeds, {text}: give --seeds {text}, a video for each of them"
+                )
             if parameter.name == "then" and isinstance(text, str) and not text.strip():
                 raise click.UsageError("--then got an empty prompt: give a text, or leave it out")
             if text == "" and _names_files(parameter):

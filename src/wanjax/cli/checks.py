@@ -16,7 +16,7 @@ from click.core import ParameterSource
 
 from wanjax.cli import listing
 from wanjax.cli.names import TOKEN_VARIABLE
-from wanjax.cli.options import check_file, is_given, on_command_line, option_of
+from wanjax.cli.options import PROMPT_LIST_SUFFIXES, check_file, is_given, on_command_line, option_of
 from wanjax.cli.workflow_options import WORKFLOW_REQUESTS
 from wanjax.errors import WanjaxError
 from wanjax.jobs.addresses import parse_processes
@@ -44,7 +44,6 @@ FILE_PARAMETERS = ("noise", "decoder", "preview_decoder")
 STAGE_READERS = ("denoise", "decode")  # commands that read the files of the previous stage from --dir
 SINGLE_VIDEO_COMMANDS = ("generate", "decode")  # commands for which --out is a file
 MULTI_VIDEO_PARAMETERS = ("prompts", "seeds", "count")  # with one of these options, --out is a folder
-PROMPT_LIST_SUFFIXES = (".txt", ".csv", ".json", ".jsonl", ".ndjson", ".parquet")
 WORKER_COMMANDS = ("batch", "serve")  # commands that may start workers
 # Parameters that only apply to the training of a LoRA
 LORA_PARAMETERS = ("rank", "alpha", "dropout", "targets", "lora_format", "lora_rank")
@@ -162,8 +161,8 @@ def _check_worker(values: Mapping[str, Any]) -> None:
 def _check_conversion(values: Mapping[str, Any]) -> None:
     """Raise UsageError if a conversion has no target, or if --verify is combined with options of a conversion."""
     source, target = values["source"], values.get("target")
-    if target is not None and str(target).endswith(".safetensors"):
-        raise click.UsageError(f"{target} has the suffix of a file: give the folder of the checkpoint")
+    if target is not None:
+        _check_folder_name(str(target), str(target), is_file=str(target).endswith(".safetensors"))
     if target is not None and listing.find_model(str(target)):
         advice = f"give another folder, such as my-{target}, because --model {target} would not read it"
         raise click.UsageError(f"{target} is the name of a model: {advice}")
@@ -192,8 +191,8 @@ def _check_conversion(values: Mapping[str, Any]) -> None:
 def _check_training(ctx: click.Context) -> None:
     """Raise UsageError for options of a LoRA together with --full, for options of a training step without --train, and
     for a file as the output."""
-    if (out := str(ctx.params.get("out", ""))).endswith(".safetensors"):
-        raise click.UsageError(f"--out {out} has the suffix of a file: give the folder of the training's files")
+    out = str(ctx.params.get("out", ""))
+    _check_folder_name(out, f"--out {out}", is_file=out.endswith(".safetensors"))
     for name in PRICED_STEP_PARAMETERS if not ctx.params.get("train", True) else ():
         if on_command_line(name, ctx):
             raise click.UsageError(f"{option_of(name)} is for a step of training: also give --train, or leave it out")
@@ -299,8 +298,13 @@ def _check_many_videos(values: Mapping[str, Any]) -> None:
     if "folder" in values:
         raise WanjaxError("--dir is for the stages of one video: give --out, a folder, for several videos")
     out = str(values.get("out", ""))
-    if Path(out).suffix and not (out.endswith("/") or os.path.isdir(out)):
-        raise WanjaxError(f"--out {out} has the suffix of a file: give a folder such as {out}/ for several videos")
+    _check_folder_name(out, f"--out {out}", is_file=bool(Path(out).suffix))
+
+
+def _check_folder_name(name: str, text: str, *, is_file: bool) -> None:
+    """Raise WanjaxError if the name of a folder to write seems to be a file's. `text` is the name in the message."""
+    if is_file and not (name.endswith("/") or os.path.isdir(name)):
+        raise WanjaxError(f"{text} has the suffix of a file: give the name of a folder, without the suffix")
 
 
 def _check_workers(ctx: click.Context) -> None:

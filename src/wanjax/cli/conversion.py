@@ -15,7 +15,7 @@ from wanjax.checkpoints.sources import Source
 from wanjax.checkpoints.unsupported import LoraAsModelError
 from wanjax.cli.report import Report
 from wanjax.cli.tables import print_table
-from wanjax.errors import WanjaxError, WriteError, is_failure
+from wanjax.errors import WanjaxError, may_succeed_later
 from wanjax.figures import format_bytes, pluralize
 from wanjax.layers.precision import Precision
 from wanjax.loading import with_precision
@@ -81,9 +81,8 @@ def convert(
         try:
             is_new = conversion.run(progress, on_begin)
         except WanjaxError as error:
-            # the same command may succeed later, when the disk has room
-            if not (isinstance(error, WriteError) or is_failure(error)):
-                report.resume_command = None  # the same command would fail again
+            if not may_succeed_later(error):
+                report.resume_command = None
             raise
     report.resume_command = None
     report.note(f"{folder} is complete and verified" if is_new else f"{folder} already exists and is complete")

@@ -362,10 +362,10 @@ def _parse_table(
         command: The command, whose arguments the table may not set.
     """
     values: dict[str, Any] = {}
-    argument_names = [parameter.name for parameter in command.params if isinstance(parameter, click.Argument)]
+    arguments = [parameter.name for parameter in command.params if isinstance(parameter, click.Argument)]
     for key, value in table.items():
         name = current_option_name(key)
-        if name not in options and name in argument_names:
+        if name not in options and name in arguments:
             raise WanjaxError(f"{location} has the argument {key!r}: give it on the command line, not in this file")
         if name not in options:
             similar = (

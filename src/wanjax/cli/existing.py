@@ -47,7 +47,7 @@ class ExistingFile:
             metadata = extra_metadata | find_metadata(path)
         except WanjaxError:
             metadata = None
-        return cls(str(file), metadata, advice, isinstance(path, Path) and is_incomplete(path))
+        return cls(str(file), metadata, advice, is_incomplete(path))
 
     def check_request(self, requested_settings: Mapping[str, Any]) -> None:
         """Raise WanjaxError if the file was made from a different request. Only settings that are known before the

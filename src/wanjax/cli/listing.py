@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanjax.errors import WanjaxError, no_checkpoint, unknown_model
 from wanjax.media.inputs import INPUT_SPECS, VIDEO, check_inputs
+from wanjax.media.training_data import CHECKPOINT_FOLDER, LORA_FILE, RUN_IDENTITY_FILE
 from wanjax.pipelines.settings import (
     Settings,
     check_prompt_count,
@@ -90,11 +91,11 @@ def check_name(model: str) -> None:
 
 def _trained_part(model: str, folder: Path) -> str | None:
     """Return a message that says which part of a training's folder to give. Return None for another folder."""
-    if not (folder / "training.json").is_file():
+    if not (folder / RUN_IDENTITY_FILE).is_file():
         return None
-    if (folder / "lora.safetensors").is_file():
+    if (folder / LORA_FILE).is_file():
         return f"{model} has a LoRA of a training, not a model: give the model that it changes, and --lora {model}"
-    return f"{model} is the folder of a training: give its checkpoint {model}/checkpoint, after the last step"
+    return f"{model} is the folder of a training: give its checkpoint {model}/{CHECKPOINT_FOLDER}, after the last step"
 
 
 def describe_model(model: str) -> Mapping[str, Any]:

@@ -206,7 +206,7 @@ def find_missing(report: Report, tasks: Sequence[Task], folder: AnyPath, force: 
     if repeated := len(tasks) - len(task_by_output):
         report.note(f"note: {repeated} of {len(tasks)} videos are requested more than once and are made once")
     existing = set() if force else task_by_output.keys() & file_names_in(folder)
-    incomplete = {name for name in existing if isinstance(folder, Path) and is_incomplete(folder / name)}
+    incomplete = {name for name in existing if is_incomplete(folder / name)}
     if incomplete:
         report.note(f"note: making {pluralize(len(incomplete), 'incomplete video')} again")
         existing -= incomplete

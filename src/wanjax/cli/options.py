@@ -121,6 +121,9 @@ def combine_options(*decorators: Decorator) -> Decorator:
     return lambda command: reduce(lambda inner, decorate: decorate(inner), reversed(decorators), command)
 
 
+PROMPT_LIST_SUFFIXES = (".txt", ".csv", ".json", ".jsonl", ".ndjson", ".parquet")
+
+
 def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     """Return the prompt: the argument, or the value of the hidden option --prompt. With --prompts, return None.
 
@@ -136,10 +139,11 @@ def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -
     if (
         is_on_command_line and value and os.path.splitext(value)[1] and os.path.isfile(value)
     ):  # for example because a shell expanded *.mp4
-        is_list = os.path.splitext(value)[1].lower() in (".txt", ".csv", ".jsonl", ".ndjson", ".parquet")
         advice = "give the file to --from, --image or --video"
-        if is_list:
-            advice = "give the file to --prompts" if takes_several else "give one prompt as text"
+        if os.path.splitext(value)[1].lower() in PROMPT_LIST_SUFFIXES:
+            advice = (
+                "give prompts to --prompts, or a workflow to --from" if takes_several else "give one prompt as text"
+            )
         raise click.UsageError(f"{value} is a file, but a prompt is expected here: {advice}")
     if is_on_command_line and value == "-" and not ctx.resilient_parsing:
         advice = "give `--prompts -` for a prompt on each line of standard input" if takes_several else "give a prompt"

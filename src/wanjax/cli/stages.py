@@ -37,7 +37,7 @@ from wanjax.execution import EXECUTE, TracedProgram
 from wanjax.figures import format_bytes, format_duration, format_number, join_with_and, pluralize
 from wanjax.jobs.maker import write_frames
 from wanjax.jobs.multihost import PeerGroup, is_first
-from wanjax.jobs.notes import guidance_notes, prompt_notes, shape_notes, shift_notes, texts_of, truncation_notes
+from wanjax.jobs.notes import guidance_notes, prompt_notes, shape_notes, shift_notes
 from wanjax.kernels.compiler_options import saved_option_set
 from wanjax.layers.offload import AUTO_OFFLOAD, STAGES, Offload
 from wanjax.loading import abstract_pipeline, load
@@ -50,6 +50,7 @@ from wanjax.media.stage_files import LATENTS_FILE, VIDEO_FILE
 from wanjax.media.video import FRAME_FILE
 from wanjax.pipelines.denoiser import select_modality
 from wanjax.pipelines.guidance import CLASSIFIER_FREE
+from wanjax.pipelines.mesh_sizes import MeshSizes
 from wanjax.pipelines.model import Chunk, check_compatible, conditioning_from
 from wanjax.pipelines.noise_inputs import INITIAL, checked_noise_inputs
 from wanjax.pipelines.observers import Observer, Step, Switch
@@ -123,7 +124,7 @@ def generate(
         video.check_writable(video.video_path, video.metadata)
         video.check_room()
         check_run_memory(video.pipe, video.settings, video.pictures, **video.run_options)
-        if video.has_latents():
+        if video.finds_latents():
             latents = stage_files.load_latents(video.folder, video.metadata)
             written = video.write_decoded(run := video.run(), run.frames([latents]))
         else:
@@ -438,16 +439,18 @@ class VideoCommand:
         """
         if existing_file is not None:
             existing_file.check(self.metadata, names)
-        exists = existing_file is not None
-        if self.report.has_peers:
-            exists = PeerGroup().broadcast(exists)
+        exists = self._first_says(existing_file is not None)
         if exists and existing_file is not None:
             self.report.note(f"{existing_file.file} already exists: give --force to make it again")
             if existing_file.file == self.video_path or self.report.in_json:
                 self.print_made(paths.parse_path(existing_file.file))
         return exists
 
-    def has_latents(self) -> bool:
+    def _first_says(self, value: bool) -> bool:
+        """Return the value of the first process, which alone looks for files."""
+        return PeerGroup().broadcast(value) if self.report.has_peers else value
+
+    def finds_latents(self) -> bool:
         """Return whether the folder has the latents of this video. If it does, print that they are not made again.
 
         Raises WanjaxError if they are the latents of another video. With --force, latents are made again.
@@ -457,12 +460,9 @@ class VideoCommand:
             latents = ExistingFile.find(self.folder / LATENTS_FILE, KEEP_ADVICE[False])
         if latents is not None:
             latents.check({name: value for name, value in self.metadata.items() if name != "fps"})
-        has_latents = latents is not None
-        if self.report.has_peers:
-            has_latents = PeerGroup().broadcast(has_latents)
-        if has_latents:
+        if exists := self._first_says(latents is not None):
             self.report.note(f"{self.folder / LATENTS_FILE} already exists, and is only decoded")
-        return has_latents
+        return exists
 
     def check_unfinished(self) -> None:
         """Raise WanjaxError if the folder, which the user named, contains steps of a video with other settings.
@@ -612,10 +612,7 @@ class VideoCommand:
         settings, videos = self.settings, videos or [self.settings]
         prompts = list(dict.fromkeys(prompt for video_settings in videos for prompt in video_settings.prompts))
         self._note(*prompt_notes(settings.model, prompts))
-        texts = dict.fromkeys(
-            (name, text, video_settings.follow) for video_settings in videos for name, text in texts_of(video_settings)
-        )
-        self._note(*(note for text in texts for note in truncation_notes(self.pipe, *text)))
+        self._note(*self.pipe.truncation_notes(*videos))
 
     def _note(self, *notes: str) -> None:
         """Print each note once. Print at most `MAX_NOTES` notes, then the number of further notes."""
@@ -955,7 +952,7 @@ def load_pipeline(
         attention=options.attention,
         revision=options.revision,
         mesh=options.mesh,
-        video=request.settings,
+        video=None if isinstance(options.mesh, MeshSizes) else request.settings,
         rules=options.rules,
         compiler=options.compiler or saved_option_set(),
         lora=options.lora,

@@ -11,7 +11,7 @@ from wanjax.cli.parsed import PipelineOptions, options_from
 from wanjax.cli.processes import init_distributed
 from wanjax.cli.report import Report
 from wanjax.cli.stages import load_pipeline
-from wanjax.errors import WanjaxError, WriteError, is_failure
+from wanjax.errors import WanjaxError, may_succeed_later
 from wanjax.pipelines.request import VideoRequest, check_alternatives
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.config import TrainConfig
@@ -36,9 +36,8 @@ def train(report: Report, options: PipelineOptions, ctx: click.Context, *, data:
             report.resume_command = None
             raise WanjaxError(error.message(partial(_option, ctx))) from error
         except WanjaxError as error:
-            # the same command may succeed later, when the disk has room
-            if not (isinstance(error, WriteError) or is_failure(error)):
-                report.resume_command = None  # the same command would fail again
+            if not may_succeed_later(error):
+                report.resume_command = None
             raise
     report.resume_command = None
     report.table()

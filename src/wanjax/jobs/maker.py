@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
@@ -219,7 +218,7 @@ class VideoMaker:
         """
         with suppress(StoreError):
             file = self.folder / job.output
-            return not self.force and file.exists() and not (isinstance(file, Path) and is_incomplete(file))
+            return not self.force and file.exists() and not is_incomplete(file)
         return False
 
     def make(self, jobs: Sequence[Job], lease: Lease) -> Iterator[Job]:

@@ -71,9 +71,7 @@ def video_notes(pipe: Pipeline, settings: Settings) -> list[str]:
     """
     notes = [] if settings.negative_prompt == pipe.defaults.negative_prompt else [*guidance_notes(settings)]
     notes += [*shift_notes(pipe, settings), *shape_notes(settings), *prompt_notes(settings.model, settings.prompts)]
-    for name, text in texts_of(settings):
-        notes += truncation_notes(pipe, name, text, settings.follow)
-    return list(dict.fromkeys(notes))
+    return list(dict.fromkeys([*notes, *pipe.truncation_notes(settings)]))
 
 
 def guidance_notes(settings: Settings) -> Iterator[str]:
@@ -135,25 +133,3 @@ def prompt_notes(model: str, prompts: Sequence[str]) -> Iterator[str]:
     if (domain := domain_of(model)) and (unknown := domain.unknown_words(" ".join(prompts))):
         quoted_words = ", ".join(map(repr, unknown[:MAX_WORDS])) + (" ..." if len(unknown) > MAX_WORDS else "")
         yield f"{model} does not know {quoted_words}: it was trained on {domain.about}"
-
-
-def texts_of(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Yield the texts that a model reads, each with its name.
-
-    Args:
-        settings: The settings of the video.
-    """
-    yield "prompt", settings.prompt
-    yield "negative prompt", settings.negative_prompt
-
-
-def truncation_notes(pipe: Pipeline, name: str, text: str, reference_impl: str) -> list[str]:
-    """Return notes with the part of a text that tokenizers cut off, because the text is too long.
-
-    Args:
-        pipe: The pipeline whose tokenizers are used.
-        name: The name of the text in the notes.
-        text: The text.
-        reference_impl: The reference implementation to match.
-    """
-    return [str(note).replace("the prompt", f"the {name}", 1) for note in pipe.truncations(text, follow=reference_impl)]

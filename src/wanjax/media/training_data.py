@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the path of a data set without JAX. A command can then refuse a wrong path at once."""
+"""Check the path of a data set, and name a training's results, without JAX. A command can then refuse a wrong path at
+once."""
 
 import mimetypes
 import os
@@ -7,6 +8,8 @@ from pathlib import Path
 
 from wanjax.errors import WanjaxError
 
+RUN_IDENTITY_FILE = "training.json"  # in the folder of a training, with its settings
+LORA_FILE, CHECKPOINT_FOLDER = "lora.safetensors", "checkpoint"  # the result of a training, in its folder
 FILE_KINDS = {"video": "clip", "image": "picture"}  # the words for the first part of a MIME type
 
 

@@ -302,8 +302,13 @@ def read_metadata(path: str | AnyPath) -> dict[str, Any]:
     return settings
 
 
-def is_incomplete(path: Path) -> bool:
-    """Return whether a video that wanjax wrote is empty or truncated, or is a folder with a gap between its frames."""
+def is_incomplete(path: AnyPath) -> bool:
+    """Return whether a video that wanjax wrote is empty or truncated, or is a folder with a gap between its frames.
+
+    Videos in a store count as complete, because checking them would download them.
+    """
+    if isinstance(path, RemotePath):
+        return False
     if not path.is_dir():
         return not path.stat().st_size or is_truncated(path)
     frames = sorted(name for name in os.listdir(path) if FRAME_FILE_PATTERN.fullmatch(name))

@@ -91,10 +91,12 @@ class TrainConfig:
 
     def __post_init__(self):
         check_numbers(self)
-        for name, kind in (("lora", LoraConfig | None), ("optimizer", OptimizerConfig)):
+        for name, kind, example in (
+            ("lora", LoraConfig | None, "LoraConfig(rank=8)"),
+            ("optimizer", OptimizerConfig, "OptimizerConfig(learning_rate=1e-4)"),
+        ):
             if not isinstance(value := getattr(self, name), kind):
-                expected = "LoraConfig(rank=8)" if name == "lora" else "OptimizerConfig(learning_rate=1e-4)"
-                raise WanjaxError(f"{name} must be an object such as {expected}, got {repr_short(value)}")
+                raise WanjaxError(f"{name} must be an object such as {example}, got {repr_short(value)}")
         for name in ("steps", "batch_size", "grad_accum_steps", "validation_every", "sample_every", "save_every"):
             if getattr(self, name) < 1:
                 raise WanjaxError(f"{name} is {getattr(self, name)}: give 1 or more")

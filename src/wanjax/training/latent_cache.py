@@ -144,7 +144,8 @@ class LatentCache:
         existing_files = {path.name for path in self.folder.glob("text-*")}
         uncached, done = [text for text in captions if files[text].name not in existing_files], 0
         for pair in (uncached[i : i + 2] for i in range(0, len(uncached), 2)):
-            conditioning = self.pipe.encode_prompts(pair[0], pair[-1])._asdict()
+            settings = self.pipe.defaults.updated({"prompt": pair[0], "negative_prompt": pair[-1]})
+            conditioning = self.pipe.model.encode_text(self.pipe.runtime, settings)._asdict()
             for text, prefix in zip(pair, ("", NEGATIVE), strict=False):
                 names = {name for name in conditioning if NEGATIVE + name in conditioning}
                 features = {name: np.asarray(conditioning[prefix + name]) for name in names}

@@ -26,13 +26,13 @@ from wanjax.checkpoints import arrays
 from wanjax.errors import WanjaxError, WriteError, reason
 from wanjax.execution import EXECUTE, CompileContext, Execute, Program
 from wanjax.figures import format_bytes
+from wanjax.media.training_data import RUN_IDENTITY_FILE
 from wanjax.sharding import Partitioner, one_device_partitioner
 from wanjax.stores.writing import atomic_write
 from wanjax.training.objective import Loss
 from wanjax.training.step import FINITE, Filter, all_parameters, begin_training, prepare_step, train
 
 STATES_FOLDER = "checkpoints"
-RUN_IDENTITY_FILE = "training.json"
 STEPS, LEARNING_RATE = "steps", "optimizer.learning_rate"  # the entries of the identity that a resumed run may change
 MAX_DIFFERENCES = 5  # the maximum number of differences in a message
 # the maximum number of characters of a value in a message, in total and before the first difference
@@ -169,8 +169,9 @@ class Trainer:
         allowed = [
             name for name in names if _is_allowed_change(name, previous.get(name), current.get(name), steps_left)
         ]
-        has_steps = self.step > 0 or saved.keys() != identity.keys()  # another program may have written the file
-        if (differing := [name for name in names if name not in allowed]) and has_steps:
+        # no step of the other run was saved, and no other program wrote the file
+        is_replaceable = self.step == 0 and saved.keys() == identity.keys()
+        if (differing := [name for name in names if name not in allowed]) and not is_replaceable:
             lists = dict.fromkeys(name.partition("[")[0] for name in differing if "[" in name)
             values = [name for name in differing if "[" not in name]
             differences = {name: _describe_difference(previous.get(name), current.get(name)) for name in values}

@@ -6,7 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,16 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from wanjax.checkpoints.network_kinds import Network, network_of
-from wanjax.errors import WanjaxError, WanjaxWarning, repr_short
+from wanjax.errors import SettingError, WanjaxError, WanjaxWarning, repr_short
 from wanjax.execution import program
 from wanjax.figures import format_number, pluralize
 from wanjax.kernels.compiler_options import matmul_options
 from wanjax.layers.precision import UNQUANTIZED, Precision
 from wanjax.media.metadata import DIGESTS_KEY
+from wanjax.media.training_data import CHECKPOINT_FOLDER, LORA_FILE
 from wanjax.media.video import write_trial_video, write_video
 from wanjax.pipelines import progress
+from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.seeds import key_of, seed_to_key_data
 from wanjax.stores.locks import locked
@@ -45,12 +47,12 @@ from wanjax.training.latent_cache import (
 )
 from wanjax.training.loop import LEARNING_RATE, STATES_FOLDER, STEPS, NotFiniteError, Trainer
 from wanjax.training.objective import Batch, NoiseLevels, denoising_error, make_loss, video_settings
-from wanjax.training.optimizers import learning_rates, make_optimizer
+from wanjax.training.optimizers import OptimizerConfig, learning_rates, make_optimizer
 from wanjax.training.saving import save_checkpoint, save_lora
 from wanjax.training.step import FINITE, all_parameters
 from wanjax.training.step_metrics import Metrics
 
-LORA, CHECKPOINT, SAMPLES, LOCK = "lora.safetensors", "checkpoint", "samples", "training.lock"
+SAMPLES, LOCK = "samples", "training.lock"
 EXPERTS = {"high": 0, "low": 1}
 NUM_VALIDATION_LEVELS = 8  # the number of fixed noise levels of the validation loss
 SKIPPED_FILE, TRUNCATED_FILE = "left_out.txt", "cut_captions.txt"
@@ -228,12 +230,12 @@ class Training:
             if self.config.lora is None:
                 trained_networks[name] = (self.trainer.network(), self.network_info)
             else:
-                result = self.save(self.folder / LORA)
+                result = self.save(self.folder / LORA_FILE)
             del self.trainer  # frees the network before the next network is loaded
             if len(self.networks) > 1 and self.config.lora is not None:
                 self.pipe.free(name)
         if trained_networks:
-            result = self.out / CHECKPOINT
+            result = self.out / CHECKPOINT_FOLDER
             save_checkpoint(self.pipe.components.source, trained_networks, result, self.pipe.components.kinds)
         elif len(self.networks) > 1:
             result = self.out
@@ -515,4 +517,15 @@ def train(
     Raises:
         WanjaxError: The data or the settings cannot be used.
     """
+    for name in settings.keys() - {field.name for field in fields(TrainConfig)}:
+        raise _unknown_setting(name)
     return Training(pipe, data, out, replace(config or TrainConfig(), **settings)).run()
+
+
+def _unknown_setting(name: str) -> SettingError:
+    """Create the error for a keyword that is not a field of `TrainConfig`. The error says which object has it."""
+    for argument, config_type in (("optimizer", OptimizerConfig), ("lora", adapters.LoraConfig)):
+        if name in (field.name for field in fields(config_type)):
+            call = f"{argument}={config_type.__name__}({name}=...)"
+            return SettingError(f"{name!r} is not a keyword here: give {call}", name)
+    return unknown_keyword(name, [field.name for field in fields(TrainConfig)])

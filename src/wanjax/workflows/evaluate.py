@@ -118,7 +118,8 @@ class NodeInputs:
         if isinstance(value, str):
             value = _to_number(value)
         if not is_number(value):
-            problem = "is too large" if isinstance(value, int) and not isinstance(value, bool) else "is not a number"
+            is_large = isinstance(value, int | float) and abs(value) > MAX_NUMBER
+            problem = "is too large" if is_large else "is not a number"
             return Unknown(self.graph_node, f"has {repr_value(value)} as its {short_text(name)}, which {problem}")
         return value
 
