@@ -333,6 +333,9 @@ class Pipeline(metaclass=OtherNamesAdvice):
 
         Raises:
             WanjaxError: A value is invalid, or the model cannot use it. The error is raised before any video is made.
+
+        Warns:
+            WanjaxWarning: A prompt is so long that the model does not read its end, or as in `prepare`.
         """
         prompts = [checked_prompt(prompt) for prompt in checked_prompt_list(prompts)]
         if not prompts:
@@ -546,6 +549,9 @@ class Pipeline(metaclass=OtherNamesAdvice):
 
         Raises:
             WanjaxError: A value is invalid, or the model cannot use it.
+
+        Warns:
+            WanjaxWarning: A prompt is so long that the model does not read its end, or as in `prepare`.
         """
         pictures, settings = self.prepare(prompt=checked_prompt(prompt), negative_prompt=negative_prompt, **keywords)
         check_single_window(settings, "encode", WHOLE_RUN_ADVICE)
