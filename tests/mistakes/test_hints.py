@@ -127,6 +127,29 @@ def test_a_setting_of_training_is_told_with_its_place(tmp_path, pipe, keyword, w
     assert has_line_with_words(str(caught.value), words)
 
 
+@pytest.mark.parametrize(
+    ("config", "keywords", "words"),
+    [
+        (TrainConfig, {"expert": "first"}, "expert both high low 'first'"),
+        (TrainConfig, {"cut": "middle"}, "cut head uniform windows 'middle'"),
+        (TrainConfig, {"timesteps": "normal"}, "timesteps logit-normal 'normal'"),
+        (TrainConfig, {"lora_format": "kohya"}, "lora_format diffusers comfy 'kohya'"),
+        (TrainConfig, {"resize": "fit"}, "resize crop pad stretch 'fit'"),
+        (TrainConfig, {"buckets": "no"}, "buckets True False 'no'"),
+        (TrainConfig, {"min_frames": 0}, "min_frames 0 give 1"),
+        (TrainConfig, {"latent_cache": 3}, "latent_cache path 3"),
+        (TrainConfig, {"sample_prompts": "a red circle"}, "sample_prompts list texts 'a red circle'"),
+        (LoraConfig, {"targets": "to_q"}, "targets list texts 'to_q'"),
+        (OptimizerConfig, {"name": "adam"}, "name adamw adafactor muon 'adam'"),
+        (OptimizerConfig, {"lr_scheduler": "cos"}, "lr_scheduler constant cosine linear 'cos'"),
+    ],
+)
+def test_a_setting_of_training_of_a_wrong_type_is_refused(config, keywords, words):
+    with unchecked(), pytest.raises(WanjaxError) as caught:
+        config(**keywords)
+    assert has_line_with_words(str(caught.value), words)
+
+
 @pytest.mark.parametrize("name", ["generate", "load_pipeline", "pipeline", "train", "WanPipeline", "from_pretrained"])
 def test_a_guessed_name_gives_a_hint(name):
     with pytest.raises(AttributeError, match=rf"`{name}` .*wanjax"):

@@ -27,7 +27,7 @@ from wanjax.layers.precision import Precision
 from wanjax.layers.quantized import QuantizedLinear
 from wanjax.layers.stack import stack
 from wanjax.sharding import Partitioner
-from wanjax.training.settings_check import check_numbers
+from wanjax.training.settings_check import check_types
 
 Network = TypeVar("Network", bound=nnx.Module)
 FACTORS = ("lora_down", "lora_up")
@@ -60,7 +60,7 @@ class LoraConfig:
     targets: tuple[str, ...] = ()
 
     def __post_init__(self):
-        check_numbers(self)
+        check_types(self)
         if self.rank < 1:
             raise WanjaxError(f"the LoRA's rank is {self.rank}: give 1 or more, 16 to 64 is usual")
         if not 0 <= self.dropout < 1:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
@@ -52,10 +52,6 @@ class Cutting:
     fps: int
     cut: CutMode
     resize: str
-
-    def __post_init__(self):
-        if self.cut not in get_args(CutMode):
-            raise WanjaxError(f"cut is {self.cut!r}: give {', '.join(get_args(CutMode))}")
 
     def clips(self, file: Path) -> Iterator[Clip]:
         """Yield the clips of a file. Each clip has the shape of a bucket. A picture is a clip of one frame.

@@ -11,9 +11,10 @@ from wanjax.training.clips import CutMode
 from wanjax.training.objective import Timesteps
 from wanjax.training.optimizers import OptimizerConfig
 from wanjax.training.saving import LoraFormat
-from wanjax.training.settings_check import check_numbers
+from wanjax.training.settings_check import check_types
 
 Expert = Literal["both", "high", "low"]
+Resize = Literal["crop", "pad", "stretch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ class TrainConfig:
     frames: int | None = None
     fps: int | None = None
     cut: CutMode = "head"
-    resize: str = "crop"
+    resize: Resize = "crop"
     buckets: bool = True
     min_frames: int | None = None
     timesteps: Timesteps | None = None
@@ -90,7 +91,7 @@ class TrainConfig:
     latent_cache: Path | None = None
 
     def __post_init__(self):
-        check_numbers(self)
+        check_types(self)
         for name, kind, example in (
             ("lora", LoraConfig | None, "LoraConfig(rank=8)"),
             ("optimizer", OptimizerConfig, "OptimizerConfig(learning_rate=1e-4)"),
@@ -100,6 +101,8 @@ class TrainConfig:
         for name in ("steps", "batch_size", "grad_accum_steps", "validation_every", "sample_every", "save_every"):
             if getattr(self, name) < 1:
                 raise WanjaxError(f"{name} is {getattr(self, name)}: give 1 or more")
+        if self.min_frames is not None and self.min_frames < 1:
+            raise WanjaxError(f"min_frames is {self.min_frames}: give 1 or more")
         if self.batch_size % self.grad_accum_steps:
             raise WanjaxError(
                 f"grad_accum_steps {self.grad_accum_steps} does not divide batch_size {self.batch_size}: give a divisor"

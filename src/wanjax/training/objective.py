@@ -9,7 +9,7 @@ reference uses this weighted loss in examples/cogvideo/train_cogvideox_lora.py.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from wanjax.pipelines.runtime import SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers.base import shift_sigmas
 from wanjax.training.adapters import remove_adapters
+from wanjax.training.settings_check import check_types
 
 Timesteps = Literal["uniform", "logit-normal", "shift"]
 Loss = Callable[[nnx.Module, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
@@ -70,9 +71,7 @@ class NoiseLevels:
     high: float = 1.0
 
     def __post_init__(self):
-        if self.timesteps not in get_args(Timesteps):
-            names = ", ".join(get_args(Timesteps))
-            raise WanjaxError(f"timesteps is {self.timesteps!r}: give {names}")
+        check_types(self)
         for name in ("shift", "std"):
             if not 0 < (value := getattr(self, name)) < float("inf"):
                 raise WanjaxError(f"the {name} of the noise levels is {value}: give a number above 0")

@@ -2,7 +2,7 @@
 """Optimizers by name, with warm-up, a learning-rate schedule and gradient clipping."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ import optax
 from optax import contrib
 
 from wanjax.errors import WanjaxError
-from wanjax.training.settings_check import check_numbers
+from wanjax.training.settings_check import check_types
 
 OptimizerName = Literal["adamw", "adafactor", "muon"]
 LrScheduler = Literal["constant", "cosine", "linear"]
@@ -46,13 +46,7 @@ class OptimizerConfig:
     beta2: float = 0.99
 
     def __post_init__(self):
-        check_numbers(self)
-        for value, choices, noun in (
-            (self.name, OptimizerName, "optimiser"),
-            (self.lr_scheduler, LrScheduler, "schedule"),
-        ):
-            if value not in get_args(choices):
-                raise WanjaxError(f"unknown {noun} {value!r}: give {', '.join(get_args(choices))}")
+        check_types(self)
         if not MIN_FLOAT <= self.learning_rate <= MAX_FLOAT:
             raise WanjaxError(
                 f"the learning rate is {self.learning_rate}: give a number above 0 that fits float32, such as 1e-4"
