@@ -14,7 +14,7 @@ from tests.support.commands import succeeded
 from tests.support.commands import wanjax as command
 from tests.support.documents import ROOT, blocks, commands
 from tests.support.words import has_line_with_words
-from wanjax.jobs.notes import domain_of, prompt_notes, shape_notes, shift_notes
+from wanjax.jobs.notes import domain_of, prompt_notes, shape_notes
 from wanjax.media.pictures import read_clip
 from wanjax.pipelines.wan.model import WanModel
 from wanjax.pipelines.wan.presets import NANO, PRESETS
@@ -87,7 +87,7 @@ def test_a_converted_copy_gives_the_same_notes(tmp_path):
 )
 def test_a_flow_shift_without_effect_gives_a_note(scheduler, options, words):
     pipe = wanjax.load("nano").with_solver(scheduler)
-    notes = [*shift_notes(pipe, pipe.settings(steps=4, **options))]
+    notes = [*pipe.notes(pipe.settings(steps=4, **options))]
     assert has_line_with_words("\n".join(notes), words) if words else not notes
 
 

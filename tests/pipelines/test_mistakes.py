@@ -32,6 +32,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["a", None]}, "prompt None"),
     ({"prompt": b"a cat"}, "prompt b'a cat' text"),
     ({"steps": 2.0}, "steps 2.0 whole number 1"),
+    ({"batch_guidance": "no"}, "batch_guidance True False 'no'"),
     ({"steps": "2"}, "steps '2' whole number 1"),
     ({"guidance_scale": jnp.ones(3)}, "guidance_scale"),
     ({"size": "64x"}, "size '64x' 64p square 64x64"),
@@ -395,6 +396,23 @@ def test_a_conditioning_without_an_array_is_refused(pipe):
     for value, text in ((None, "None"), ("a red circle", "'a red circle'")):
         message = refused(pipe.denoise, conditioning._replace(prompt_embeds=value))
         assert has_line_with_words(message, f"prompt_embeds array {text} encode")
+
+
+def test_a_conditioning_has_a_prompt_for_each_seed(pipe):
+    message = refused(pipe.denoise, pipe.encode("a red circle"), seeds=[1, 2])
+    assert has_line_with_words(message, "conditioning 1 prompt 2 seeds pipe(prompt, seeds=[1, 2])")
+
+
+def test_a_folder_is_no_file_for_the_state(pipe, tmp_path):
+    message = refused(pipe.denoise, pipe.encode("a red circle"), keep=tmp_path)
+    assert has_line_with_words(message, f"{tmp_path} folder name file")
+
+
+def test_a_negative_prompt_without_guidance_gives_a_warning(pipe):
+    with pytest.warns(WanjaxWarning, match=line_with_words("guidance off negative prompt no effect")):
+        pipe.videos(["a red circle"], negative_prompt="a blue square", guidance_scale=1)
+    pipe.videos(["a red circle"], guidance_scale=1)
+    pipe.videos(["a red circle"], negative_prompt="a blue square")
 
 
 def test_a_mistake_in_a_call_of_a_network_is_reported(pipe):

@@ -37,7 +37,7 @@ from wanjax.execution import EXECUTE, TracedProgram
 from wanjax.figures import format_bytes, format_duration, format_number, join_with_and, pluralize
 from wanjax.jobs.maker import write_frames
 from wanjax.jobs.multihost import PeerGroup, is_first
-from wanjax.jobs.notes import guidance_notes, prompt_notes, shape_notes, shift_notes
+from wanjax.jobs.notes import prompt_notes, shape_notes
 from wanjax.kernels.compiler_options import saved_option_set
 from wanjax.layers.offload import AUTO_OFFLOAD, STAGES, Offload
 from wanjax.loading import abstract_pipeline, load
@@ -53,6 +53,7 @@ from wanjax.pipelines.guidance import CLASSIFIER_FREE
 from wanjax.pipelines.mesh_sizes import MeshSizes
 from wanjax.pipelines.model import Chunk, check_compatible, conditioning_from
 from wanjax.pipelines.noise_inputs import INITIAL, checked_noise_inputs
+from wanjax.pipelines.notes import guidance_notes, shift_notes
 from wanjax.pipelines.observers import Observer, Step, Switch
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
@@ -569,7 +570,11 @@ class VideoCommand:
             *(
                 note
                 for video in videos or [chosen_settings]
-                for note in (*guidance_notes(video), *shift_notes(self.pipe, video), *shape_notes(video))
+                for note in (
+                    *guidance_notes(video),
+                    *shift_notes(self.pipe.model, video, self.pipe.defaults.flow_shift),
+                    *shape_notes(video),
+                )
             )
         )
         if self.original_metadata and (sentence := version_note(self.original_metadata, self.metadata)):

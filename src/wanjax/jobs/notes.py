@@ -4,21 +4,17 @@ to its clients."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
-import numpy as np
-
 from wanjax import registry
-from wanjax.errors import WanjaxError, WanjaxWarning
+from wanjax.errors import WanjaxWarning
 from wanjax.figures import pluralize
 from wanjax.media.pictures import DECODE_LOCK
 from wanjax.pipelines.family import TrainingDomain
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
-from wanjax.schedulers import name_of
 
 MAX_WORDS = 3  # the maximum number of unknown words that a note lists
 
@@ -62,50 +58,14 @@ def domain_of(model: str) -> TrainingDomain | None:
 
 
 def video_notes(pipe: Pipeline, settings: Settings) -> list[str]:
-    """Return all notes on a video. A note says that guidance is off only if the negative prompt is not the model's
-    default.
+    """Return all notes on a video.
 
     Args:
         pipe: The pipeline that makes the video.
         settings: The settings of the video.
     """
-    notes = [] if settings.negative_prompt == pipe.defaults.negative_prompt else [*guidance_notes(settings)]
-    notes += [*shift_notes(pipe, settings), *shape_notes(settings), *prompt_notes(settings.model, settings.prompts)]
-    return list(dict.fromkeys([*notes, *pipe.truncation_notes(settings)]))
-
-
-def guidance_notes(settings: Settings) -> Iterator[str]:
-    """Yield a note if the negative prompt is not used.
-
-    Args:
-        settings: The settings of the video.
-    """
-    if not (settings.guided or settings.guidance_rule.nag is not None):
-        yield "guidance is off, so the negative prompt has no effect"
-
-
-def shift_notes(pipe: Pipeline, settings: Settings) -> Iterator[str]:
-    """Yield a note if the flow shift is not the model's default, but the noise levels are those of the default.
-
-    Args:
-        pipe: The pipeline that makes the video.
-        settings: The settings of the video.
-    """
-    default, spec = pipe.defaults.flow_shift, pipe.model.spec
-    if settings.flow_shift is None or default is None or settings.flow_shift == default:
-        return
-    with suppress(WanjaxError):  # the default can be impossible with the other settings
-        first_pass = spec.passes_of(settings)[0]
-        levels, default_levels = (
-            np.asarray(spec.schedule(replace(first_pass, flow_shift=shift)).sigmas)
-            for shift in (settings.flow_shift, default)
-        )
-        if np.array_equal(levels, default_levels):
-            yield (
-                f"the flow shift of {settings.flow_shift:g} has no effect: the noise levels of "
-                f"{name_of(pipe.scheduler)} with sigmas {settings.sigmas} in {pluralize(settings.steps, 'step')} do "
-                "not depend on it"
-            )
+    model_notes = [*shape_notes(settings), *prompt_notes(settings.model, settings.prompts)]
+    return list(dict.fromkeys([*model_notes, *pipe.notes(settings)]))
 
 
 def shape_notes(settings: Settings) -> Iterator[str]:

@@ -64,6 +64,7 @@ from wanjax.pipelines.model import (
     with_scheduler,
 )
 from wanjax.pipelines.noise_inputs import INITIAL, NoiseInput, checked_noise_inputs
+from wanjax.pipelines.notes import guidance_notes, shift_notes, truncation_notes
 from wanjax.pipelines.observers import CallbackObserver, Observer, ProgressObserver, Step, Switch, SwitchObserver
 from wanjax.pipelines.other_names import LOAD_ADVICE, LOAD_KEYWORDS, advice_for, unknown_keyword
 from wanjax.pipelines.previews.latent_preview import LatentPreview, fit_colours
@@ -94,6 +95,7 @@ from wanjax.pipelines.validation import (
     check_latents,
     check_loaded,
     check_modalities,
+    check_num_prompts,
     check_settings_type,
     check_strength,
     check_tiling,
@@ -335,7 +337,8 @@ class Pipeline(metaclass=OtherNamesAdvice):
             WanjaxError: A value is invalid, or the model cannot use it. The error is raised before any video is made.
 
         Warns:
-            WanjaxWarning: A prompt is so long that the model does not read its end, or as in `prepare`.
+            WanjaxWarning: A prompt is so long that the model does not read its end, the negative prompt or the flow
+                shift has no effect, or as in `prepare`.
         """
         prompts = [checked_prompt(prompt) for prompt in checked_prompt_list(prompts)]
         if not prompts:
@@ -362,7 +365,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
             requests = [request for request in requests if not skip(request.metadata)]
         if requests:
             check_run_memory(self, settings, pictures, **options)
-            self._warn_of_truncations(*(request.settings for request in requests))
+            _warn(*self.notes(*(request.settings for request in requests)))
         return self._run_videos(Run(self, requests, pictures, noise=noise, observers=observers, **options))
 
     def _run_videos(self, run: Run) -> Iterator[Video]:
@@ -411,20 +414,20 @@ class Pipeline(metaclass=OtherNamesAdvice):
         spec.check_pictures(pictures, video_settings)
         if {"image", "video"} <= pictures.keys() and (explanation := spec.image_with_video):
             message = f"a picture and a clip are given together: {explanation}"
-            warnings.warn(message, WanjaxWarning, stacklevel=user_stack_level())
+            _warn(message)
         video_settings = self._with_input_video(video_settings, pictures.get("video"), settings)
         if "video" in pictures and spec.starts_from_video:
             check_rule(video_settings.guidance_rule, video_settings.guided, video_settings.steps_with_strength)
             if (count := video_settings.windows) > 1:
                 message = f"only the first of {count} windows starts from the clip: the others continue the video"
-                warnings.warn(message, WanjaxWarning, stacklevel=user_stack_level())
+                _warn(message)
         shape = self._shape_from_pictures(pictures, video_settings, settings)
         video_settings = video_settings.updated(shape)
         if "height" in shape and (cropping := _describe_cropping(pictures, video_settings)):
-            warnings.warn(cropping, WanjaxWarning, stacklevel=user_stack_level())
+            _warn(cropping)
         if not pictures and video_settings.resize != self.defaults.resize:
             message = f"resize {video_settings.resize} has no effect without a picture or a clip"
-            warnings.warn(message, WanjaxWarning, stacklevel=user_stack_level())
+            _warn(message)
         self.check_memory(video_settings)
         return pictures, video_settings
 
@@ -556,7 +559,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         pictures, settings = self.prepare(prompt=checked_prompt(prompt), negative_prompt=negative_prompt, **keywords)
         check_single_window(settings, "encode", WHOLE_RUN_ADVICE)
         check_encode_memory(self, settings, pictures, tiling=tiling)
-        self._warn_of_truncations(settings)
+        _warn(*self.truncation_notes(settings))
         run = Run(self, [PreparedRequest(settings)], pictures, tiling=tiling, observers=self._create_observers(None))
         return run.encode()[settings.prompt]
 
@@ -573,7 +576,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         """
         texts = {"prompt": checked_prompt(prompt), "negative_prompt": negative_prompt, "follow": follow}
         settings = self.defaults.updated(texts)
-        self._warn_of_truncations(settings)
+        _warn(*self.truncation_notes(settings))
         return self.model.encode_text(self.runtime, settings)
 
     @check_keywords
@@ -587,29 +590,26 @@ class Pipeline(metaclass=OtherNamesAdvice):
         return truncations(self.model, self.runtime, checked_prompt_text(prompt), follow or self.defaults.follow)
 
     def truncation_notes(self, *videos: Settings) -> list[str]:
-        """Return a sentence for each prompt and negative prompt that the tokenizers cut, because it is too long. The
-        model's default negative prompt counts as short enough.
+        """Return a note on each prompt and negative prompt of videos that is too long for the model.
 
         Args:
-            videos: The settings of videos.
+            videos: The settings of the videos.
         """
-        texts = dict.fromkeys(("prompt", text, video.follow) for video in videos for text in video.prompts)
-        texts |= dict.fromkeys(
-            ("negative prompt", video.negative_prompt, video.follow)
-            for video in videos
-            if video.negative_prompt != self.defaults.negative_prompt
-        )
-        notes = (
-            str(truncation).replace("the prompt", f"the {name}", 1)
-            for name, text, follow in texts
-            for truncation in truncations(self.model, self.runtime, text, follow)
-        )
-        return list(dict.fromkeys(notes))
+        return truncation_notes(self.model, self.runtime, videos, self.defaults.negative_prompt)
 
-    def _warn_of_truncations(self, *videos: Settings) -> None:
-        """Warn about each prompt of the videos that is too long for the model."""
-        for note in self.truncation_notes(*videos):
-            warnings.warn(note, WanjaxWarning, stacklevel=user_stack_level())
+    def notes(self, *videos: Settings) -> list[str]:
+        """Return notes on settings of videos that are valid but probably not intended. A note says that guidance is off
+        only if the negative prompt is not the model's default.
+
+        Args:
+            videos: The settings of the videos.
+        """
+        notes: list[str] = []
+        for settings in videos:
+            if settings.negative_prompt != self.defaults.negative_prompt:
+                notes += guidance_notes(settings)
+            notes += shift_notes(self.model, settings, self.defaults.flow_shift)
+        return list(dict.fromkeys([*notes, *self.truncation_notes(*videos)]))
 
     @check_keywords
     def draws(self, settings: Settings, references: int = 0) -> Mapping[str, tuple[int, ...]]:
@@ -692,6 +692,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         if keep is not None:
             self.model.spec.check_not_chunked(video_settings.model, "a file to continue from")
             observers.append(ResumeObserver(keep, self.partitioner, continued))
+        check_num_prompts(conditioning, len(seeds))
         check_denoise_memory(self, conditioning, video_settings, num_videos=len(seeds), batch_guidance=batch_guidance)
         requests = [PreparedRequest(video_settings)]
         run = Run(self, requests, noise=noise, batch_guidance=batch_guidance, observers=observers)
@@ -769,7 +770,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         checked_noise_inputs(noise, self.draws(settings))
         options: dict[str, Any] = {"tiling": tiling, "batch_guidance": batch_guidance}
         check_run_memory(self, settings, pictures, **options)
-        self._warn_of_truncations(settings)
+        _warn(*self.notes(settings))
         run = Run(
             self,
             [PreparedRequest(settings)],
@@ -809,6 +810,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         check_function(callback, "callback", "a Step")
         video_settings = self._complete_settings(conditioning, dict(settings))
         seeds = resolve_seeds(seeds, settings.get("seed"), video_settings.seed)
+        check_num_prompts(conditioning, len(seeds))
         checked_noise_inputs(noise, self.model.spec.noise_inputs(video_settings, num_videos=len(seeds)))
         requests = [PreparedRequest(video_settings)]
         observers = [CallbackObserver(callback)] if callback else []
@@ -1077,6 +1079,12 @@ class Pipeline(metaclass=OtherNamesAdvice):
         weights = jax.tree.leaves(nnx.state(component))
         dtypes = " and ".join(sorted({str(weight.dtype) for weight in weights}))
         return f"loaded, {sum(weight.nbytes for weight in weights) / 1e6:,.1f} MB in {dtypes}"
+
+
+def _warn(*notes: str) -> None:
+    """Issue a WanjaxWarning for each note, at the user's line."""
+    for note in notes:
+        warnings.warn(note, WanjaxWarning, stacklevel=user_stack_level())
 
 
 def _describe_cropping(pictures: Pictures, settings: Settings) -> str | None:

@@ -45,6 +45,8 @@ class ResumeObserver(Observer):
         on_mismatch: Callable[[int], Any] = lambda steps: None,
     ):
         self.file, self.partitioner = Path(file), partitioner
+        if self.file.is_dir():
+            raise WanjaxError(f"{file} is a folder, in which the state cannot be stored: give the name of a file")
         self.resumed_at, self.on_save, self.on_mismatch = resumed_at, on_save, on_mismatch
         self._video_file, self._window_file, self._has_windows = self.file, self.file, False
         self._earlier_steps = 0  # the number of steps in earlier passes

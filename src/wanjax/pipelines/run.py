@@ -38,6 +38,7 @@ from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.runtime import Runtime
 from wanjax.pipelines.sampling import sample
 from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.validation import check_flag
 from wanjax.pipelines.video_shape import add_shape
 from wanjax.pipelines.windows import Seam, windows_of
 from wanjax.sharding import Partitioner
@@ -88,6 +89,7 @@ class Run:
         self.pipe, self.requests, self.pictures = pipe, requests, pictures or Pictures()
         self.runtime, self.model, self.observers = pipe.runtime, pipe.model, Observers(observers)
         self.noise, self.tiling, self.batch_guidance = noise, tiling, batch_guidance
+        check_flag(batch_guidance, "batch_guidance")
         for request in requests:
             check_separate_forwards(request.settings.cache, batch_guidance=batch_guidance)
 

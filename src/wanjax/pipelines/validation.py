@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from wanjax.errors import SettingError, WanjaxError, repr_short
 from wanjax.execution import reject_tracer
+from wanjax.figures import pluralize
 from wanjax.layers.precision import Precision
 from wanjax.layers.tiling import Tiling
 from wanjax.media.stage_files import VIDEO_SHAPE_TENSOR
@@ -50,6 +51,12 @@ def check_settings_type(settings: Any) -> None:
         raise WanjaxError(
             f"settings must be a wanjax.Settings, got {repr_short(settings)}: pipe.settings() returns one"
         )
+
+
+def check_flag(value: Any, name: str) -> None:
+    """Raise WanjaxError unless the value of a keyword is True or False."""
+    if not isinstance(value, bool):
+        raise WanjaxError(f"{name} must be True or False, got {repr_short(value)}")
 
 
 def check_function(function: Any, name: str, *arguments: str) -> None:
@@ -121,6 +128,13 @@ def check_conditioning_type(conditioning: Any, kind: type) -> None:
     for name, value in zip(conditioning._fields, conditioning, strict=True):  # pyright: ignore
         if not (hasattr(value, "shape") or (value is None and name in optional)):
             raise WanjaxError(f"the {name} of the prompt must be an array, got {repr_short(value)}: encode again")
+
+
+def check_num_prompts(conditioning: Any, num_videos: int) -> None:
+    """Raise WanjaxError unless the output of `encode` has one prompt for each video."""
+    if (count := len(conditioning[0])) != num_videos:
+        problem = f"the conditioning has {pluralize(count, 'prompt')}, and the call has {pluralize(num_videos, 'seed')}"
+        raise WanjaxError(f"{problem}: give as many seeds, or make several videos by pipe(prompt, seeds=[1, 2])")
 
 
 class FieldShape(NamedTuple):
