@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from wanjax.checkpoints.converted import open_converted, open_stored
 from wanjax.checkpoints.files import SUFFIXES, main_dtype
-from wanjax.checkpoints.hub import HUB_FILE, INDEX, checked_file_bytes, locate_file
+from wanjax.checkpoints.hub import HUB_FILE, INDEX, check_no_address, checked_file_bytes, locate_file
 from wanjax.checkpoints.layout import Layout
 from wanjax.checkpoints.lora import trained_attention
 from wanjax.checkpoints.lora_source import NOISE_LEVELS, Lora
@@ -282,6 +282,7 @@ def open_source(name: str | Path, revision: str | None = None) -> Source:
     The checkpoint has the layout of diffusers or of a family. A checkpoint in a store must have the layout that `wanjax
     convert` writes. Raises WanjaxError if no checkpoint is found, or if its layout is unknown.
     """
+    check_no_address(name)
     path = parse_path(name)
     if isinstance(path, RemotePath):
         return open_stored(path, revision)

@@ -98,8 +98,11 @@ COMMANDS = [  # mistakes in a request itself are in tests/mistakes
     (f"convert {URL} out", FETCH_WORDS),
     (
         "a --model https://huggingface.co/Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-        "id Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+        "hub give Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
     ),
+    ("a --model huggingface.co/Wan-AI/Wan2.2-TI2V-5B", "hub give Wan-AI/Wan2.2-TI2V-5B"),
+    ("a --lora https://huggingface.co/a/b/resolve/main/c.safetensors:0.5", "hub give a/b/c.safetensors"),
+    (f"a --lora {URL}:0.5", f"curl '{URL}'"),
     ("a --model wan2.1-t2v-1.3", "wan2.1-t2v-1.3 wan2.1-t2v-1.3b"),
     ("a --model no/such-model", "no/such-model"),
     ("a --model ./nowhere", "nowhere OWNER/NAME"),

@@ -8,6 +8,7 @@ import inspect
 import io
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,11 @@ LOADS: list[tuple[Any, dict[str, Any], str]] = [
     ("nano", {"torch_dtype": "bfloat16"}, "'torch_dtype' dtype"),
     ("nano", {"num_frames": 9}, "'num_frames' pipe(prompt, frames="),
     ("nano", {"height": 9}, "'height' pipe(prompt, height="),
+    ("https://huggingface.co/Wan-AI/Wan2.2-TI2V-5B/tree/main", {}, "hub Wan-AI/Wan2.2-TI2V-5B"),
+    ("huggingface.co/Wan-AI/Wan2.2-TI2V-5B", {}, "hub Wan-AI/Wan2.2-TI2V-5B"),
+    ("https://example.org/model", {}, "web address curl -LO https://example.org/model"),
+    ("nano", {"lora": "https://huggingface.co/a/b/resolve/main/c/d.safetensors"}, "hub a/b/c/d.safetensors"),
+    ("nano", {"lora": "https://example.org/d.safetensors:0.5"}, "`curl -LO https://example.org/d.safetensors`"),
     ("nano", {"video": "clip.mp4"}, "video 'clip.mp4' settings {'size'"),
 ]
 PUBLIC: list[tuple[Any, tuple, dict[str, Any], str]] = [
@@ -403,9 +409,18 @@ def test_a_conditioning_has_a_prompt_for_each_seed(pipe):
     assert has_line_with_words(message, "conditioning 1 prompt 2 seeds pipe(prompt, seeds=[1, 2])")
 
 
-def test_a_folder_is_no_file_for_the_state(pipe, tmp_path):
-    message = refused(pipe.denoise, pipe.encode("a red circle"), keep=tmp_path)
-    assert has_line_with_words(message, f"{tmp_path} folder name file")
+def test_only_a_saved_state_is_replaced_by_a_state(pipe, tmp_path):
+    picture = tmp_path / "a.png"
+    Image.new("RGB", (8, 8)).save(picture)
+    content = picture.read_bytes()
+    for path, words in ((tmp_path, f"{tmp_path} folder name file"), (picture, f"{picture} no saved state another")):
+        assert has_line_with_words(refused(pipe.denoise, pipe.encode("a red circle"), keep=path), words)
+    assert picture.read_bytes() == content
+    state = tmp_path / "new" / "state.safetensors"
+    for options in ({"steps": 4, "seed": 1}, {"steps": 5, "seed": 2}):  # the second call is of another video
+        with pytest.raises(wanjax.Cancelled):
+            pipe.denoise(pipe.encode("a red circle"), keep=state, callback=lambda step: step.index < 1, **options)
+        assert state.is_file()
 
 
 def test_a_negative_prompt_without_guidance_gives_a_warning(pipe):
@@ -423,6 +438,10 @@ def test_a_mistake_in_a_call_of_a_network_is_reported(pipe):
         (transformer, (x, 500, conditioning), "encoded prompts WanConditioning prompt_embeds"),
         (transformer, (x, "500", text), "timesteps '500'"),
         (transformer, (x, [500], text), "timesteps [500]"),
+        (transformer, (np.concatenate([x, x]), 500, text), "encoded prompts [1, 32, 128] 2 videos"),
+        (transformer, (x, 500, text, transformer.rope((5, 4, 5))), "80 tokens rope 100 tokens"),
+        (partial(transformer, clean_frames=9), (x, 500, text), "clean_frames 9 5 frames"),
+        (partial(transformer, clean_frames=1.5), (x, 500, text), "clean_frames 1.5 5 frames"),
         (transformer.rope, (x,), "grid [1, 5, 8, 8, 16] transformer.grid(latents)"),
         (encoder, ("a red circle",), "tokens [B S] 'a red circle' pipe.encode_prompts(prompt)"),
         (encoder, (np.zeros((1, 5), np.float32),), "tokens ids [B S] [1, 5]"),

@@ -121,7 +121,7 @@ def test_seconds_become_the_nearest_number_of_frames(nano, read_by_server, tmp_p
     fields = {"prompt": "a", "seconds": 1.2, "size": "32x32"}
     limits = Limits.of(nano.defaults)
     [job] = VideoMaker(lambda: nano, tmp_path).tasks_for([from_rows(tmp_path, fields, "csv")])
-    frames = uploads.complete_settings(read_by_server(fields), nano, {}, limits).frames
+    frames = uploads.complete_settings(read_by_server(fields), nano, {}, limits)[0].frames
     assert job.request.settings["frames"] == frames == round((1.2 * nano.defaults.fps - 1) / 4) * 4 + 1
     assert "seconds" not in job.request.settings
 

@@ -525,6 +525,11 @@ def test_an_unsupported_method_lists_the_supported_ones(start, method, path, met
     assert has_line_with_words(error["message"], " ".join([path, method, *sorted(methods)]))
 
 
+def test_a_request_below_the_path_of_videos_is_told_the_path(start):
+    message = start(work=False).client.post("/v1/videos/generations", json={"prompt": "a"}).json()["error"]["message"]
+    assert has_line_with_words(message, "/v1/videos/generations POST or POST /v1/videos")
+
+
 def test_a_model_is_shown_by_its_id(start):
     client = start(work=False).client
     assert client.get("/v1/models/nano").json() == client.get("/v1/models").json()["data"][0]

@@ -156,6 +156,15 @@ def test_a_warning_of_the_library_is_a_note_of_only_its_video(start, tmp_path):
     assert not any("clip" in text for text in server.wait_until_finished(second_id)["notes"])
 
 
+def test_a_warning_about_a_request_is_a_note_from_the_start(start):
+    """Its size is stored with the request, so that the worker does not warn about it."""
+    server = start()
+    files = {"image": picture((32, 64))}
+    response = server.client.post("/v1/videos", data={"prompt": "a", "steps": "1", "frames": "5"}, files=files)
+    for notes in (response.json()["notes"], server.wait_until_finished(response.json()["id"])["notes"]):
+        assert has_line_with_words("\n".join(notes), "picture is cut off")
+
+
 RANGES = {  # a Range header, the status, and the part of the file in the response
     "bytes=0-3": (206, slice(0, 4)),
     "bytes=-5": (206, slice(-5, None)),

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from wanjax.checkpoints.files import WEIGHT_NAMES
 from wanjax.errors import FILE_NAME_ERRNOS, NetworkError, WanjaxError, causes
 from wanjax.figures import format_bytes
-from wanjax.stores.paths import missing_file
+from wanjax.stores.paths import HUB_ADDRESS_PATTERN, WEB_ADDRESS_PATTERN, download_advice, missing_file
 from wanjax.stores.user_folders import home, user_cache, xdg_folder
 
 INDEX = "model_index.json"
@@ -60,12 +60,20 @@ def is_local(source: str | Path) -> bool:
         return True
     if os.path.islink(folder):
         raise WanjaxError(missing_file(folder))
+    check_no_address(source)
     if not HUB_ID.fullmatch(str(source)):
         raise WanjaxError(
             f"there is no folder or file {str(source)!r}, and it is not a Hugging Face id (OWNER/NAME): "
             "`wanjax models` lists the models"
         )
     return False
+
+
+def check_no_address(source: str | Path) -> None:
+    """Raise WanjaxError for an address on the web. A hub address without `https://` is also one."""
+    text = str(source)
+    if WEB_ADDRESS_PATTERN.fullmatch(text) or HUB_ADDRESS_PATTERN.fullmatch(text):
+        raise WanjaxError(f"{text} is {download_advice(text, accepts_hub=True)}")
 
 
 def parse_hub_file(source: str | Path) -> re.Match[str] | None:
@@ -78,6 +86,7 @@ def parse_hub_file(source: str | Path) -> re.Match[str] | None:
         return None
     if os.path.islink(file):
         raise WanjaxError(missing_file(file))
+    check_no_address(source)
     match = HUB_FILE.fullmatch(str(source))
     if match is None or os.path.exists(file) or ".." in Path(match["file"]).parts:
         raise WanjaxError(f"there is no file {file}: give an existing file, or OWNER/NAME/FILE for a file on the hub")

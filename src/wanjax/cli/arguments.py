@@ -474,7 +474,7 @@ def _expected_values(param_type: click.ParamType) -> str:
     return text if upper is None or lower is not None else f"{text} of at most {upper}"
 
 
-HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/?", re.IGNORECASE)
+LORA_STRENGTH = re.compile(r":-?\d*\.?\d+$")  # at the end of the value of --lora
 STORE_PARAMETERS = (
     "out",
     "target",
@@ -490,6 +490,8 @@ STORE_PARAMETERS = (
 """Parameters whose value may be a file or folder in a store."""
 OUTPUT_PARAMETERS = ("out", "folder", "target", "compile_cache", "database", "profile", "latent_cache")
 """Parameters whose value is a file or folder to write."""
+HUB_PARAMETERS = ("model", "source", "lora")
+"""Parameters whose value may also be a name on the hub."""
 NON_FILE_PARAMETERS = (
     "extend_prompt",
     "at",
@@ -542,9 +544,9 @@ def check_values(command: click.Command, ctx: click.Context, arguments: Sequence
                     raise click.UsageError(
                         f"{text} is a web address, where no files can be written: give {_writable_paths(parameter)}"
                     )
-                hub_page = HUB_PAGE.fullmatch(text)
-                problem = f"a page of the hub: give its id {hub_page[1]}" if hub_page else download_advice(text)
-                raise click.UsageError(f"{text} is {problem}")
+                address = LORA_STRENGTH.sub("", text) if parameter.name == "lora" else text
+                advice = download_advice(address, accepts_hub=parameter.name in HUB_PARAMETERS)
+                raise click.UsageError(f"{address} is {advice}")
             if isinstance(text, str) and is_url(text) and _names_files(parameter):
                 option = parameter.opts[-1]
                 if parameter.name not in STORE_PARAMETERS or isinstance(parameter.type, click.Path):

@@ -42,20 +42,26 @@ def checked_text(text: Float[Array, "B S E"], width: int) -> Float[Array, "B S E
 
 
 def context_of(
-    context: Float[Array, "B S _E"] | ContextT, compute: Callable[[Float[Array, "B S _E"]], ContextT]
+    context: Float[Array, "B S _E"] | ContextT, compute: Callable[[Float[Array, "B S _E"]], ContextT], num_videos: int
 ) -> ContextT:
     """Return the result of a transformer's method `context`, which is computed if the caller gives encoded prompts.
 
     Args:
         context: Encoded prompts, or the result of the method.
         compute: The method, for encoded prompts.
+        num_videos: The number of videos in the latents.
 
     Raises:
-        WanjaxError: The context is the output of a pipeline's `encode`.
+        WanjaxError: The context is the output of a pipeline's `encode`, or has not a prompt for each video.
     """
     if hasattr(context, "prompt_embeds"):
         raise WanjaxError(f"encoded prompts must be an array, got {repr_shape(context)}: give its prompt_embeds")
-    return context if isinstance(context, tuple) else compute(context)  # pyright: ignore[reportReturnType, reportArgumentType]
+    if isinstance(context, tuple):
+        return context  # pyright: ignore[reportReturnType]
+    if (shape := getattr(context, "shape", ())) and shape[0] != num_videos:
+        problem = f"encoded prompts {repr_shape(context)} for {pluralize(num_videos, 'video')}"
+        raise WanjaxError(f"{problem}: give a prompt for each video")
+    return compute(context)  # pyright: ignore[reportArgumentType]
 
 
 def check_tokens(tokens: Any) -> None:

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32
 
 from wanjax.errors import WanjaxError, repr_shape
+from wanjax.figures import pluralize
 from wanjax.kernels import rotary_heads
 from wanjax.kernels.rotary_heads import head_normed_rotary, normed_rotary
 from wanjax.layers.norms import inverse_rms
@@ -81,6 +82,15 @@ def rope_3d(
         unrotated=unrotated,
         room=room,
     )
+
+
+def check_rope(rope: Rope, grid: tuple[int, int, int]) -> Rope:
+    """Return the tables of RoPE; raise WanjaxError if they are for another number of tokens than the grid's."""
+    if getattr(rope, "length", None) != prod(grid):
+        other = f"rope for {pluralize(rope.length, 'token')}" if isinstance(rope, Rope) else repr_shape(rope)
+        problem = f"latents of {pluralize(prod(grid), 'token')} with {other}"
+        raise WanjaxError(f"{problem}: leave rope out, or give the result of transformer.rope for these latents")
+    return rope
 
 
 def rope_from_angles(axis_angles: Sequence[Angles], *, unrotated: int = 0, room: int = 0) -> Rope:

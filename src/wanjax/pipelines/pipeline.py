@@ -69,7 +69,7 @@ from wanjax.pipelines.observers import CallbackObserver, Observer, ProgressObser
 from wanjax.pipelines.other_names import LOAD_ADVICE, LOAD_KEYWORDS, advice_for, unknown_keyword
 from wanjax.pipelines.previews.latent_preview import LatentPreview, fit_colours
 from wanjax.pipelines.request import PreparedRequest, check_alternatives
-from wanjax.pipelines.resume import ResumeObserver
+from wanjax.pipelines.resume import ResumeObserver, check_state_file
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.runtime import Runtime
 from wanjax.pipelines.seeds import check_count, check_seeds, checked_seed, resolve_seeds, seed_to_key_data
@@ -293,6 +293,8 @@ class Pipeline(metaclass=OtherNamesAdvice):
             Cancelled: The callback returned False.
         """
         if prompt is None:
+            if "prompts" in keywords:
+                raise unknown_keyword("prompts", ["prompt"])
             raise SettingError('the prompt is missing: call pipe("a red circle"), or pipe("") for no prompt', "prompt")
         is_list = _is_prompt_list(prompt)
         prompts: Sequence[Any] = prompt if is_list else [prompt]
@@ -546,6 +548,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
             negative_prompt: What it should not show. None uses the model's default.
             tiling: Encode pictures tile by tile, which saves memory.
             **keywords: Settings and pictures. Pictures are encoded for a video of this `size` and number of `frames`.
+                Settings of the denoising, such as `steps`, have no effect here: give them to `denoise`.
 
         Returns:
             A named tuple of arrays, the family's conditioning.
@@ -671,7 +674,8 @@ class Pipeline(metaclass=OtherNamesAdvice):
             batch_guidance: Run both prompts of a step as one batch.
             seeds: One video is made per seed. None uses `seed`. Give only one of `seeds` and `seed`.
             keep: A file that stores the state from time to time. If the run stops, the same call resumes from the last
-                stored step. A model of several passes uses one file per pass. Causal models do not support it.
+                stored step. The state of another video is replaced; a file without a state is an error. A model of
+                several passes uses one file per pass. Causal models do not support it.
             continued: Called with the number of completed steps and of all steps when a run resumes from `keep`.
             **settings: Settings of the video. None uses the model's default, or the value for which pictures were
                 encoded.
@@ -691,6 +695,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         observers = [*self._create_observers(callback), *([SwitchObserver(switched)] if switched else [])]
         if keep is not None:
             self.model.spec.check_not_chunked(video_settings.model, "a file to continue from")
+            check_state_file(keep)
             observers.append(ResumeObserver(keep, self.partitioner, continued))
         check_num_prompts(conditioning, len(seeds))
         check_denoise_memory(self, conditioning, video_settings, num_videos=len(seeds), batch_guidance=batch_guidance)

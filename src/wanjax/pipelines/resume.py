@@ -20,6 +20,7 @@ from wanjax.pipelines.denoiser import State
 from wanjax.pipelines.observers import Observer, Start, Step
 from wanjax.pipelines.windows import Window
 from wanjax.sharding import Partitioner
+from wanjax.stores.writing import check_folder
 
 MAX_SAVING_SHARE = 0.02  # saving may take at most this share of a run's time
 
@@ -45,8 +46,6 @@ class ResumeObserver(Observer):
         on_mismatch: Callable[[int], Any] = lambda steps: None,
     ):
         self.file, self.partitioner = Path(file), partitioner
-        if self.file.is_dir():
-            raise WanjaxError(f"{file} is a folder, in which the state cannot be stored: give the name of a file")
         self.resumed_at, self.on_save, self.on_mismatch = resumed_at, on_save, on_mismatch
         self._video_file, self._window_file, self._has_windows = self.file, self.file, False
         self._earlier_steps = 0  # the number of steps in earlier passes
@@ -136,6 +135,26 @@ class ResumeObserver(Observer):
             self.on_save(self._saved_steps)
         self._last_saved = perf_counter()
         self._save_seconds = self._last_saved - start
+
+
+def check_state_file(path: str | Path) -> None:
+    """Raise WanjaxError unless a path can hold the saved state: a new file, or a file with a saved state, which may be
+    broken.
+
+    Another file is not replaced, because it may be the user's.
+    """
+    file = Path(path)
+    if file.is_dir():
+        raise WanjaxError(f"{file} is a folder: give the name of a file in it for the state")
+    check_folder(file.parent, "keep")
+    if not file.exists():
+        return
+    try:
+        is_state = {"origin", "steps"} <= SafetensorsFile(file).metadata.keys()
+    except WanjaxError:
+        is_state = file.suffix in ("", ".safetensors")
+    if not is_state:
+        raise WanjaxError(f"{file} contains no saved state and would be replaced: give another name")
 
 
 def digest(json_values: Mapping[str, Any], arrays: Sequence[Array | np.ndarray]) -> str:

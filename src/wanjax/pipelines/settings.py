@@ -287,8 +287,8 @@ class Settings:
         default="none", group="windows", choices=MATCH_CHOICES,
     )  # fmt: skip
     then: str = setting(
-        "Prompt of the next part (window) of a long video; by default the prompt stays the same. Repeat the option for "
-        "later windows, or give one line per window.",
+        "Prompt of the next part (window) of a long video; by default the prompt stays the same. Give several for "
+        "later windows, or one line per window.",
         default="", convert=read_lines, multiple=True, group="windows", metavar="TEXT",
     )  # fmt: skip
     clip_prompt: str | None = setting(
@@ -317,7 +317,7 @@ class Settings:
         default=None, group="denoising", metavar="X", minimum=0, maximum=1, example=0.875, aliases=("boundary_ratio",),
     )  # fmt: skip
     boundary_step: int | None = setting(
-        "Number of steps that the first expert takes, at any noise level. A number above 0 replaces --boundary.",
+        "Number of steps that the first expert takes, at any noise level. A number above 0 replaces the boundary.",
         default=None, group="denoising", metavar="N", minimum=0, maximum=1_000_000, example=2,
         aliases=("boundary_step_index",),
     )  # fmt: skip

@@ -45,6 +45,7 @@ from wanjax.serve.served_models import ServedModels
 from wanjax.serve.sweeping import Sweeper
 from wanjax.serve.videos import (
     FILE_NAME,
+    NOTES,
     PREVIEW,
     THUMBNAIL,
     VIDEO,
@@ -242,14 +243,15 @@ class Service:
         Raises:
             WanjaxError: No video can be made with these settings.
         """
-        complete = uploads.complete_settings(request, self.models.model(request.model), files, self.limits)
+        complete, notes = uploads.complete_settings(request, self.models.model(request.model), files, self.limits)
         check_separate_forwards(
             complete.cache, batch_guidance=self._shared_settings(request.model).get("batch_guidance", False)
         )
         settings = complete.to_json()
         for name in WORKER_SETTINGS:
             settings.pop(name, None)
-        return replace(new_job, request=replace(request, settings=settings, model=new_job.model).to_json())
+        complete_request = replace(request, settings=settings, model=new_job.model)
+        return replace(new_job, request={**complete_request.to_json(), NOTES: notes})
 
     async def list_videos(self, request: Request) -> JSONResponse:
         """List at most `limit` videos after the video with the id `after`.

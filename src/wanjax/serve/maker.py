@@ -3,7 +3,7 @@
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -34,7 +34,7 @@ from wanjax.pipelines.video_metadata import digest_of
 from wanjax.serve import model_info
 from wanjax.serve.error_details import OUT_OF_MEMORY, STORAGE, describe_error
 from wanjax.serve.served_models import LoadedModels, ServedModels
-from wanjax.serve.videos import PREVIEW, THUMBNAIL, file_names, file_paths, local_files
+from wanjax.serve.videos import NOTES, PREVIEW, THUMBNAIL, file_names, file_paths, local_files
 from wanjax.stores.paths import AnyPath, RemotePath
 
 MAX_PROGRAM_KEYS = 16  # compiled programs are kept for this many kinds of videos (by size, length and so on)
@@ -112,7 +112,7 @@ class ServedMaker(VideoMaker):
     def make(self, jobs: Sequence[Job], lease: Lease) -> Iterator[Job]:
         """Make videos one after another, and yield each job when its video is written."""
         for job in jobs:
-            notes = VideoNotes(lease)
+            notes = VideoNotes(lease, job.request.get(NOTES, ()))
             try:
                 with noting_warnings(notes.add):
                     self._make_video(job, lease, notes)
@@ -208,10 +208,11 @@ class VideoNotes:
 
     Args:
         lease: The lease of the video's worker.
+        request_notes: The notes on the request, which the server made when the request arrived.
     """
 
-    def __init__(self, lease: Lease):
-        self._lease, self._notes = lease, list[str]()
+    def __init__(self, lease: Lease, request_notes: Iterable[str]):
+        self._lease, self._notes = lease, list(request_notes)
 
     def add(self, *notes: str) -> None:
         """Add notes, each once."""

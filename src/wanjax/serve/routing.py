@@ -91,8 +91,10 @@ def method_not_allowed(request: Request, error: Exception) -> JSONResponse:
     """Answer a request whose method the path does not support."""
     path = request.scope["path"]
     methods = ", ".join(_methods_of(request, path) or ("GET", "HEAD"))  # the fallback is for static files
+    method, parent = request.method[:20], path.rstrip("/").rpartition("/")[0]
+    other_path = f", or {method} {parent[:80]}" if request.method in _methods_of(request, parent) else ""
     return error_response(
-        405, f"{path[:80]} does not support {request.method[:20]}: use {methods}", "not_allowed", allow=methods
+        405, f"{path[:80]} does not support {method}: use {methods}{other_path}", "not_allowed", allow=methods
     )
 
 

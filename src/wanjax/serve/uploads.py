@@ -23,7 +23,6 @@ from wanjax.errors import SettingError, WanjaxError, comma_list, json_values, ne
 from wanjax.jobs.notes import noting_warnings
 from wanjax.media.inputs import CLIP_SUFFIXES, IMAGE, INPUT_SPECS, VIDEO, InputSpec, check_inputs
 from wanjax.media.pictures import DECODE_LOCK, NotAPictureError, PictureOfAnySize, open_image, to_picture
-from wanjax.pipelines.caching.rules import NONE, AutoRule
 from wanjax.pipelines.other_names import FIELD_ADVICE, LOAD_KEYWORDS, RENAMED
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.request import (
@@ -157,7 +156,7 @@ def _advice(name: str, names: Collection[str]) -> str:
     if name in FIELD_ADVICE:
         return FIELD_ADVICE[name]
     if name in LOAD_KEYWORDS:
-        return "it is fixed when the server starts, so leave it out; started_with in /v1/models has its value"
+        return "it is fixed when the server starts, so leave it out; started_with in /v1/models has its options"
     similar = near_names(name, names, 1)
     if name in schema(Settings):
         return "it has no effect for this model, so leave it out" + (f", or use {similar[0]}" if similar else "")
@@ -300,8 +299,10 @@ def reporting_size_errors(fields: Mapping[str, Any]) -> Iterator[None]:
         raise
 
 
-def complete_settings(request: VideoRequest, pipe: Pipeline, files: Mapping[str, Any], limits: Limits) -> Settings:
-    """Complete the settings of a request. If it has no seed, draw a random seed.
+def complete_settings(
+    request: VideoRequest, pipe: Pipeline, files: Mapping[str, Any], limits: Limits
+) -> tuple[Settings, list[str]]:
+    """Complete the settings of a request, and return the warnings about them. If it has no seed, draw a random seed.
 
     Args:
         request: The request.
@@ -318,13 +319,13 @@ def complete_settings(request: VideoRequest, pipe: Pipeline, files: Mapping[str,
     if len(sides) == 1:
         side = sides.pop()
         raise SettingError(f"{side} is given alone: give size, or both height and width", side)
+    notes: list[str] = []
     grid = {"spatial": pipe.model.spec.size_multiple, "temporal": pipe.model.vae.temporal_factor}
     with _reporting_length_errors(fields, pipe):  # checked before pictures are resized to this size
         requested = pipe.defaults.updated(settings)
         limits.check(requested, **grid)
     try:
-        # only one request's clips are in memory at a time; its warnings become notes when the video is made
-        with DECODE_LOCK, noting_warnings(lambda message: None):
+        with DECODE_LOCK, noting_warnings(notes.append):  # only one request's clips are in memory at a time
             _, complete = pipe.prepare(**files, **settings)
     except WanjaxError as error:
         if (renamed := _with_field_name(error, files)) is error:
@@ -332,9 +333,7 @@ def complete_settings(request: VideoRequest, pipe: Pipeline, files: Mapping[str,
         raise renamed from error
     with _reporting_length_errors(fields, pipe):
         limits.check(complete, **grid)
-    if isinstance(requested.cache, AutoRule) and complete.cache == NONE:
-        return replace(complete, cache=requested.cache)  # the worker's warning that nothing is reused becomes a note
-    return complete
+    return complete, notes
 
 
 @contextmanager

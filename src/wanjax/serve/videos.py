@@ -14,6 +14,7 @@ from wanjax.stores.paths import AnyPath
 from wanjax.stores.temporary import temp_dir
 
 VIDEO, THUMBNAIL, PREVIEW = "video.mp4", "thumbnail.webp", "preview.png"
+NOTES = "notes"  # in the request of a job: the notes that the server made when the request arrived
 FILE_NAME = re.compile(r"\w{1,64}\.\w{1,8}", re.ASCII)
 Inputs = Mapping[str, str | list[str]]
 """File names by input."""
@@ -104,7 +105,7 @@ def video_json(job: Job, load_settings: Mapping[str, Any] = {}) -> dict[str, Any
         "stage_total": progress.get("stage_total", 0),
         "stage_seconds": progress.get("stage_seconds", {}),
         "preview": progress.get("preview", 0),
-        "notes": progress.get("notes", []),
+        "notes": progress.get("notes", job.request.get(NOTES, [])),
         "version": job.version,
         "queue_position": job.jobs_ahead,
     }

@@ -33,6 +33,12 @@ UPLOAD_OPTIONS = {"gs": {"consistency": "md5"}}
 """Options that make a library verify its uploads. Without them, gcsfs truncates a file that contains the library's end
 marker.
 """
+# matches the page of a repository or of a file on the Hugging Face hub, with the groups OWNER/NAME and FILE
+HUB_ADDRESS_PATTERN = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+?)"
+    r"(?:/(?:tree|resolve|blob)/[^/?]+(?:/([^?]+?))?)?/?(?:\?.*)?",
+    re.IGNORECASE,
+)
 WEB_ADDRESS_PATTERN = re.compile(r"(https?|ftp)://\S+", re.IGNORECASE)
 LOCAL_SCHEME = "file"  # the scheme of this machine's files
 URL_PATTERN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+)://(?P<path>.*)", re.IGNORECASE | re.DOTALL)
@@ -281,7 +287,8 @@ def parse_path(name: str | Path | RemotePath) -> AnyPath:
     if scheme not in STORE_LIBRARIES:
         schemes = ", ".join(f"{scheme}://" for scheme in (*STORE_LIBRARIES, LOCAL_SCHEME))
         if WEB_ADDRESS_PATTERN.fullmatch(str(name)):
-            raise WanjaxError(f"{name} is {download_advice(str(name))}, and {schemes} can be read and written")
+            place = f"give a file or folder of this machine, or a URL of {schemes}"
+            raise WanjaxError(f"{name} is a web address, which cannot be read or written as a file: {place}")
         raise WanjaxError(f"{scheme}:// is not a supported store: use {schemes}")
     bucket, *parts = (path[:-1] if path.endswith("/") else path).split("/")
     if not BUCKET_PATTERN.fullmatch(bucket) or not all(
@@ -299,8 +306,15 @@ def full_name(name: str | Path | RemotePath) -> str:
     return str(path.absolute()) if isinstance(path, Path) and os.path.exists(path) else str(name)
 
 
-def download_advice(address: str) -> str:
-    """Return advice for a web address that is given as a file."""
+def download_advice(address: str, *, accepts_hub: bool = False) -> str:
+    """Return advice for a web address that is given as a file.
+
+    Args:
+        address: The address.
+        accepts_hub: Whether names of the hub are accepted too, such as OWNER/NAME and OWNER/NAME/FILE.
+    """
+    if accepts_hub and (hub_address := HUB_ADDRESS_PATTERN.fullmatch(address)):
+        return f"an address of the hub: give {'/'.join(filter(None, hub_address.groups()))}"
     return f"a web address, and only files are read: download it with `curl -LO {shlex.quote(address)}`"
 
 

@@ -209,7 +209,7 @@ class CogVideoXTransformer(nnx.Module):
         """
         config, grid, num_videos = self.config, self.grid(latents), len(latents)
         context, t = (
-            context_of(context, self.context),
+            context_of(context, self.context, num_videos),
             broadcast_timesteps(t, num_videos),
         )
         if context.nag is not None:  # two sequences for each video: one with the prompt, one with the negative prompt

@@ -30,7 +30,7 @@ from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh, param
 from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, project_heads, project_values, shared_input
-from wanjax.layers.rope import Rope, rope_3d
+from wanjax.layers.rope import Rope, check_rope, rope_3d
 from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache, scan_blocks, stack
 from wanjax.models.hunyuanvideo.config import TransformerConfig
 from wanjax.models.hunyuanvideo.refiner import GlyphEmbed, ImageEmbed, Prompt, Refiner, TextTokens
@@ -324,8 +324,9 @@ class HunyuanVideoTransformer(nnx.Module):
         Raises:
             WanjaxError: The latents have another number of channels.
         """
-        context = context_of(context, lambda text: self.context(text, text_mask))
-        rope, t = rope or self.rope(self.grid(latents), [context]), broadcast_timesteps(t, len(latents))
+        context = context_of(context, lambda text: self.context(text, text_mask), len(latents))
+        grid, t = self.grid(latents), broadcast_timesteps(t, len(latents))
+        rope = self.rope(grid, [context]) if rope is None else check_rope(rope, grid)
         t_next = None if t_next is None else broadcast_timesteps(t_next, len(latents))
         time, last_index = self.time(t, t_next), self.config.layers - 1
 

@@ -116,7 +116,7 @@ class WanCausalTransformer(WanTransformer):
             WanjaxError: The latents have another number of channels.
         """
         grid = self.grid(latents)
-        context = context_of(context, self.context)
+        context = context_of(context, self.context, len(latents))
         kv_cache, slot = kv_cache or self.empty_kv_cache(latents), slot or slot_of(self.config, 0, prod(grid))
         rope = self.rope(grid, time or angles_at(self.config, 0))
         x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch, self.config.channels_in))

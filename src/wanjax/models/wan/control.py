@@ -23,7 +23,7 @@ from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh
 from wanjax.layers.residual import Tokens
-from wanjax.layers.rope import Rope
+from wanjax.layers.rope import Rope, check_rope
 from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache, block_at, group_blocks, map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import ControlTransformerConfig
 from wanjax.models.wan.transformer import (
@@ -107,8 +107,8 @@ class WanControlTransformer(WanTransformer):
             WanjaxError: The latents or the control clip have another number of channels.
         """
         config, grid = self.config, self.grid(latents)
-        context = context_of(context, self.context)
-        rope = rope or self.rope(grid)
+        context = context_of(context, self.context, len(latents))
+        rope = self.rope(grid) if rope is None else check_rope(rope, grid)
         x = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))  # [B L E]
         control = self.control_embed(patchify(control.astype(self.dtype), config.patch, config.control_channels))
         control = self.control_in(control) + x

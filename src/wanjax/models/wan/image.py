@@ -149,4 +149,4 @@ class WanImageTransformer(WanTransformer):
                 raise WanjaxError("encoded prompts need the features of an image: pass image=FEATURES, [B S E]")
             return self.context(text, image)
 
-        return super().__call__(latents, t, context_of(context, with_image), rope, mask=mask, cache=cache)
+        return super().__call__(latents, t, context_of(context, with_image, len(latents)), rope, mask=mask, cache=cache)

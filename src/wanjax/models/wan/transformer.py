@@ -20,6 +20,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from wanjax.dims import readable_signature
+from wanjax.errors import WanjaxError
+from wanjax.figures import pluralize
 from wanjax.kernels.attention import AUTO, AttentionConfig, Projection, Radial, attention, sparse_linear_attention
 from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps, checked_text, context_of
 from wanjax.layers.guided_attention import apply_nag
@@ -31,7 +33,7 @@ from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh, param
 from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, project_heads, project_values, shared_input
-from wanjax.layers.rope import Rope, rope_3d
+from wanjax.layers.rope import Rope, check_rope, rope_3d
 from wanjax.layers.stack import NO_BLOCK_CACHE, BlockCache, map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import TransformerConfig
 from wanjax.sharding import constrain, constrain_to, current_partitioner, shard_tokens
@@ -283,8 +285,11 @@ class WanTransformer(nnx.Module):
             WanjaxError: The latents have another number of channels.
         """
         config, grid = self.config, self.grid(latents)
-        context = context_of(context, self.context)
-        rope, t = rope or self.rope(grid), broadcast_timesteps(t, len(latents))
+        context = context_of(context, self.context, len(latents))
+        rope, t = self.rope(grid) if rope is None else check_rope(rope, grid), broadcast_timesteps(t, len(latents))
+        if clean_frames not in range(latents.shape[1] + 1):
+            problem = f"clean_frames is {clean_frames}, and the latents have {pluralize(latents.shape[1], 'frame')}"
+            raise WanjaxError(f"{problem}: give a whole number of these frames")
         clean_mask = clean_token_mask(grid, clean_frames // config.patch[0])
         timesteps = t[:, None] if clean_mask is None else jnp.stack([t, jnp.zeros_like(t)], axis=1)
         x = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))  # [B L E]
