@@ -14,7 +14,6 @@ from tests.support.commands import succeeded
 from tests.support.commands import wanjax as command
 from tests.support.documents import ROOT, blocks, commands
 from tests.support.words import has_line_with_words
-from wanjax.jobs.notes import domain_of, prompt_notes, shape_notes
 from wanjax.media.pictures import read_clip
 from wanjax.pipelines.wan.model import WanModel
 from wanjax.pipelines.wan.presets import NANO, PRESETS
@@ -70,10 +69,11 @@ def test_a_converted_copy_gives_the_same_notes(tmp_path):
     succeeded(command("convert", "nano", str(tmp_path / "copy")))
     copied = wanjax.load(str(tmp_path / "copy"))
     settings = copied.settings(size=(32, 32), frames=5)
-    assert domain_of(settings.model) == PRESETS[0].domain
-    assert [*shape_notes(settings)]
-    assert [*prompt_notes(settings.model, ["a cat"])]
-    assert not [*prompt_notes(settings.model, ["a red circle"])]
+    assert copied.domain == PRESETS[0].domain
+    assert has_line_with_words("\n".join(copied.notes(settings)), "trained only on 32x32")
+    for prompt, words in (("a cat", "does not know 'cat'"), ("a red circle", None)):
+        notes = copied.notes(copied.settings(prompt=prompt))
+        assert has_line_with_words("\n".join(notes), words) if words else not notes
 
 
 @pytest.mark.parametrize(

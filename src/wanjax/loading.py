@@ -51,6 +51,7 @@ from wanjax.registry import (
     Loras,
     ModelDescription,
     apply_options,
+    domain_of,
     models_that_fit,
     open_for_loading,
     presets,
@@ -272,7 +273,8 @@ def _make_pipeline(checkpoint: Checkpoint, options: LoadOptions) -> Pipeline:
         checkpoint.family.networks,
         {**abstract_networks, **decoder_entries[1]},
     )
-    return Pipeline(components, checkpoint.model, settings, partitioner, options.compiler, checkpoint.sizes)
+    domain = domain_of(settings.model)
+    return Pipeline(components, checkpoint.model, settings, partitioner, options.compiler, checkpoint.sizes, domain)
 
 
 def _decoder(

@@ -30,7 +30,7 @@ from wanjax.media.metadata import CONFIG
 from wanjax.pipelines.caching.cache_tables import checkpoint_key, measured_file, merge_tables
 from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
 from wanjax.pipelines.distillation import TASK, Distillation, find_distillation, model_name_in
-from wanjax.pipelines.family import UNSTATED_LICENCE, Family, Preset, family_of, named_sizes
+from wanjax.pipelines.family import UNSTATED_LICENCE, Family, Preset, TrainingDomain, family_of, named_sizes
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.model import VideoModel, with_attention, with_scheduler
 from wanjax.pipelines.settings import Settings, parse_size, schema
@@ -339,6 +339,16 @@ def find_preset_of_converted(folder: str) -> Preset | None:
     if isinstance(path, RemotePath) or not os.path.isfile(path / MANIFEST):
         return None
     return find_preset(open_converted(folder, path).published_name)
+
+
+def domain_of(model: str) -> TrainingDomain | None:
+    """Return the training domain of a small model, or None for a model whose training data cannot be listed.
+
+    Args:
+        model: The name of the model, or the folder of a copy that `wanjax convert` wrote.
+    """
+    preset = presets().get(model) or find_preset_of_converted(model)
+    return preset and preset.domain
 
 
 def model_description(model: str) -> ModelDescription:

@@ -118,6 +118,17 @@ def test_progress_reports_each_window(monkeypatch):
     ]
 
 
+def test_a_video_that_waits_in_the_queue_is_told(monkeypatch):
+    monkeypatch.setattr(remote, "POLL_INTERVALS", (0, 0))
+    monkeypatch.setattr(remote, "QUEUE_NOTE_DELAY", 0)
+    positions = [2, 2, 1, None, "3"]  # the last two are invalid
+    jobs = [{"status": "queued", "queue_position": position} for position in positions]
+    with run_server(responses_with(job=iter([*jobs, {"status": "in_progress"}, {"status": "completed"}]))) as url:
+        output = succeeded(wanjax("a cat", "--at", url, "--out", "cat.mp4")).stderr
+    lines = [line for line in output.splitlines() if "waiting" in line]
+    assert [has_line_with_words(line, words) for line, words in zip(lines, ("2 videos", "1 video"), strict=True)]
+
+
 def test_a_cut_connection_leaves_no_video():
     with run_server(responses_with(), lambda path: 5 * path.endswith("content")) as url:
         assert has_line_with_words(refused("a cat", "--at", url, "--out", "cat.mp4"), url)

@@ -166,6 +166,11 @@ def test_refused_videos_leave_nothing(tmp_path, monkeypatch, name, frames, messa
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_no_video_is_written_to_a_web_address():
+    with pytest.raises(WanjaxError, match=line_with_words("https://example.org/a.mp4 web address written s3://")):
+        video_files.write_video("https://example.org/a.mp4", clip(), 16)
+
+
 @pytest.mark.parametrize("name", ["clip.mp4", "clip.webm", "clip.gif", "clip.png", "frames"])
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError("decoding failed")])
 def test_an_interrupted_write_leaves_the_earlier_file(tmp_path, name, failure):

@@ -146,6 +146,7 @@ PUBLIC: list[tuple[Any, tuple, dict[str, Any], str]] = [
     (wanjax.register, ("nano",), {}, "Family 'nano' wanjax.load"),
     (wanjax.Previews, (3,), {}, "previews path 3 preview.png"),
     (wanjax.Previews, (), {"looks": 0}, "looks 0 1 6"),
+    (wanjax.Previews, ("preview.jpg",), {}, "previews .png 'preview.jpg'"),
     (wanjax.extend_prompt, ("a", 3), {}, "URL 3 http://localhost:11434/v1"),
     (wanjax.price, (np.sin,), {"mesh": 3}, "mesh axes 3 'tp'"),
     (wanjax.price, (np.sin,), {"donate": 3}, "donate list 3 [0]"),

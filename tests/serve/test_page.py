@@ -696,7 +696,7 @@ WRONG_VALUES = {
     "count": {"1000": "1000 32", "x": "x number", "2.5": "2.5 whole", "0": "0 1"},
     "width": {"33": "33 32 48", "": "Width", "x": "x number"},
     "height": {"-16": "-16 16"},
-    "frames": {"6": "6 5 9", "0": "0 1", "many": "many number", "5.5": "5.5 whole"},
+    "frames": {"6": "6 5 9", "999": "999 at most", "0": "0 1", "many": "many number", "5.5": "5.5 whole"},
     "steps": {"0": "0 1", "201": "201 200", "1.5": "1.5 whole", "": "number"},
     "guidance_scale": {"-1": "-1 0", "nan": "nan number"},
     "fps": {"0": "0 1", "241": "241 240"},
@@ -863,9 +863,12 @@ def test_the_page_reconnects_to_a_restarted_server(browser, tmp_path):
         process.wait(60)
         page.wait_for_selector("#state:has-text('again')")
         page.fill("#prompt", "still here")
+        page.click("#make")
+        page.wait_for_selector("#message:has-text('does not answer')")
     with serving(tmp_path, "--no-rehearse", "--port", str(port)):
         page.wait_for_selector("#state:has-text('nano')", timeout=60_000)
         assert page.input_value("#prompt") == "still here"
+        page.wait_for_selector("#message:empty", state="attached")
         fill_small_form(page)
         page.click("#make")
         wait_for_completed_card(page, "still here")

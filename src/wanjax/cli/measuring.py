@@ -18,7 +18,6 @@ from wanjax.cli.report import Report
 from wanjax.cli.stages import load_pipeline
 from wanjax.cli.tables import print_table
 from wanjax.figures import format_duration, format_mesh, format_number, format_with_prefix, pluralize
-from wanjax.jobs.notes import domain_of
 from wanjax.kernels.admitted import rejected_kernels
 from wanjax.kernels.compiler_options import save_option_set, saved_option_set
 from wanjax.pipelines import progress
@@ -155,7 +154,7 @@ def calibrate(report: Report, request: VideoRequest, options: PipelineOptions, t
 
 def known_prompts(model: str) -> list[str]:
     """Select the default prompts whose words the model knows."""
-    domain = domain_of(model)
+    domain = registry.domain_of(model)
     return [prompt for prompt in DEFAULT_PROMPTS if domain is None or not domain.unknown_words(prompt)][:MAX_PROMPTS]
 
 

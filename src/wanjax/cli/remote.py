@@ -41,6 +41,7 @@ from wanjax.stores.writing import atomic_write, check_folder, created_output_fol
 
 MODELS_PATH = "/v1/models"
 REPLY_TIMEOUT = 60.0  # seconds to wait for a reply of the server
+QUEUE_NOTE_DELAY = 2.0  # seconds that a video waits before a note says so
 POLL_INTERVALS = 0.05, 1.0  # seconds between two polls of a video, at first and at most
 MAX_REPLY_BYTES = 2**33  # the maximum bytes of a reply
 MAX_PROGRESS_TOTAL = 10**9  # a larger total in the progress of a stage counts as an error of the server
@@ -409,6 +410,7 @@ def _wait_for_video(
     `on_progress`."""
     pause, max_pause = POLL_INTERVALS
     shown_notes: set[str] = set()
+    start = time.monotonic()
     while True:
         try:
             video_fields = server.request_json(path)
@@ -419,7 +421,8 @@ def _wait_for_video(
             raise WanjaxError(f"{error}; {advice}") from error
         notes = video_fields.get("notes")
         new_notes = [f"note: {_printable(note)}" for note in (notes if isinstance(notes, list) else [])]
-        for note in filter(None, (*new_notes, _window_text(video_fields))):
+        queue_text = _queue_text(video_fields) if time.monotonic() - start > QUEUE_NOTE_DELAY else ""
+        for note in filter(None, (*new_notes, _window_text(video_fields), queue_text)):
             if note not in shown_notes:
                 shown_notes.add(note)
                 report.note(note)
@@ -437,6 +440,14 @@ def _wait_for_video(
         report.stop_if_interrupted()
         time.sleep(pause)
         pause = min(1.2 * pause, max_pause)
+
+
+def _queue_text(video_fields: Mapping[str, Any]) -> str:
+    """Describe how many videos are before a waiting video. The text is empty for a video that is being made."""
+    ahead = video_fields.get("queue_position")
+    if video_fields.get("status") != "queued" or not isinstance(ahead, int):
+        return ""
+    return f"waiting on the server: {pluralize(ahead, 'video')} before this one"
 
 
 def _window_text(video_fields: Mapping[str, Any]) -> str:

@@ -37,7 +37,7 @@ from wanjax.execution import EXECUTE, TracedProgram
 from wanjax.figures import format_bytes, format_duration, format_number, join_with_and, pluralize
 from wanjax.jobs.maker import write_frames
 from wanjax.jobs.multihost import PeerGroup, is_first
-from wanjax.jobs.notes import prompt_notes, shape_notes
+from wanjax.jobs.notes import empty_prompt_notes
 from wanjax.kernels.compiler_options import saved_option_set
 from wanjax.layers.offload import AUTO_OFFLOAD, STAGES, Offload
 from wanjax.loading import abstract_pipeline, load
@@ -53,7 +53,7 @@ from wanjax.pipelines.guidance import CLASSIFIER_FREE
 from wanjax.pipelines.mesh_sizes import MeshSizes
 from wanjax.pipelines.model import Chunk, check_compatible, conditioning_from
 from wanjax.pipelines.noise_inputs import INITIAL, checked_noise_inputs
-from wanjax.pipelines.notes import guidance_notes, shift_notes
+from wanjax.pipelines.notes import guidance_notes, shape_notes, shift_notes, word_notes
 from wanjax.pipelines.observers import Observer, Step, Switch
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
@@ -573,7 +573,7 @@ class VideoCommand:
                 for note in (
                     *guidance_notes(video),
                     *shift_notes(self.pipe.model, video, self.pipe.defaults.flow_shift),
-                    *shape_notes(video),
+                    *shape_notes(self.pipe.domain, video),
                 )
             )
         )
@@ -616,7 +616,7 @@ class VideoCommand:
         """Print a note for each prompt that is empty, is too long, or has words that the model does not know."""
         settings, videos = self.settings, videos or [self.settings]
         prompts = list(dict.fromkeys(prompt for video_settings in videos for prompt in video_settings.prompts))
-        self._note(*prompt_notes(settings.model, prompts))
+        self._note(*empty_prompt_notes(prompts), *word_notes(self.pipe.domain, settings.model, prompts))
         self._note(*self.pipe.truncation_notes(*videos))
 
     def _note(self, *notes: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes about settings that are valid but probably not intended, for any model."""
+"""Notes about settings that are valid but probably not intended."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -10,10 +10,13 @@ import numpy as np
 
 from wanjax.errors import WanjaxError
 from wanjax.figures import pluralize
+from wanjax.pipelines.family import TrainingDomain
 from wanjax.pipelines.model import VideoModel, truncations
 from wanjax.pipelines.runtime import Runtime
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers import name_of
+
+MAX_WORDS = 3  # the maximum number of unknown words that a note lists
 
 
 def guidance_notes(settings: Settings) -> Iterator[str]:
@@ -48,6 +51,33 @@ def shift_notes(model: VideoModel[Any], settings: Settings, default: float | Non
                 f"{name_of(model.scheduler)} with sigmas {settings.sigmas} in {pluralize(settings.steps, 'step')} do "
                 "not depend on it"
             )
+
+
+def shape_notes(domain: TrainingDomain | None, settings: Settings) -> Iterator[str]:
+    """Yield a note if a small model was not trained on the size or the length of the video.
+
+    Args:
+        domain: The training domain of the model, or None.
+        settings: The settings of the video.
+    """
+    if domain and (differences := domain.differences(settings)):
+        yield (
+            f"{settings.model} was trained only on {domain.size[1]}x{domain.size[0]} and "
+            f"{pluralize(domain.frames, 'frame')}: {' and '.join(differences)} may show only grey"
+        )
+
+
+def word_notes(domain: TrainingDomain | None, model: str, prompts: Sequence[str]) -> Iterator[str]:
+    """Yield a note if prompts have words that a small model does not know.
+
+    Args:
+        domain: The training domain of the model, or None.
+        model: The name of the model.
+        prompts: The prompts.
+    """
+    if domain and (unknown := domain.unknown_words(" ".join(prompts))):
+        quoted_words = ", ".join(map(repr, unknown[:MAX_WORDS])) + (" ..." if len(unknown) > MAX_WORDS else "")
+        yield f"{model} does not know {quoted_words}: it was trained on {domain.about}"
 
 
 def truncation_notes(

@@ -49,6 +49,8 @@ KEYWORD_ADVICE = {
     "cache_dir": "the environment variable HF_HOME sets the folder for downloads",
     "token": "run `hf auth login` or set the environment variable HF_TOKEN",
     "local_files_only": "the environment variable HF_HUB_OFFLINE=1 prevents downloads",
+    "quantization_config": "use precision, such as wanjax.load(MODEL, precision='int8-weights')",
+    "model_id": "use model",
     "low_cpu_mem_usage": "a checkpoint is always read one tensor at a time",
     "seconds": "use frames; fps frames make a second",
     "duration": "use frames; fps frames make a second",

@@ -43,7 +43,7 @@ from wanjax.pipelines.caching.cache_tables import table_digest
 from wanjax.pipelines.caching.rules import check_separate_forwards
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.denoiser import draw, join, select_modality
-from wanjax.pipelines.family import named_sizes, resolution_name
+from wanjax.pipelines.family import TrainingDomain, named_sizes, resolution_name
 from wanjax.pipelines.frames import AnyLatents, Frames, FramesInput, LatentsInput, chunk_count, encode_clip
 from wanjax.pipelines.guidance import check_rule
 from wanjax.pipelines.keywords import (
@@ -64,7 +64,7 @@ from wanjax.pipelines.model import (
     with_scheduler,
 )
 from wanjax.pipelines.noise_inputs import INITIAL, NoiseInput, checked_noise_inputs
-from wanjax.pipelines.notes import guidance_notes, shift_notes, truncation_notes
+from wanjax.pipelines.notes import guidance_notes, shape_notes, shift_notes, truncation_notes, word_notes
 from wanjax.pipelines.observers import CallbackObserver, Observer, ProgressObserver, Step, Switch, SwitchObserver
 from wanjax.pipelines.other_names import LOAD_ADVICE, LOAD_KEYWORDS, advice_for, unknown_keyword
 from wanjax.pipelines.previews.latent_preview import LatentPreview, fit_colours
@@ -160,6 +160,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         components: The checkpoint's networks and tokenizers, by name.
         model: The model: its specification and the functions of its family.
         defaults: The settings of a call that passes none.
+        domain: What a small model was trained on, or None.
         sizes: The model's own sizes by name, each as (height, width).
         progress: Whether stages show their progress on stderr. None shows it on a terminal and in a notebook.
         strategy: Whether programs are executed, or traced for a plan.
@@ -176,6 +177,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
     defaults: Settings
     partitioner: Partitioner
     compiler: str
+    domain: TrainingDomain | None
     sizes: dict[str, tuple[int, int]]
     progress: bool | None
     strategy: Strategy
@@ -189,6 +191,7 @@ class Pipeline(metaclass=OtherNamesAdvice):
         partitioner: Partitioner | None = None,
         compiler: str = SAFE_SET,
         published: Sequence[tuple[int, int]] = (),
+        domain: TrainingDomain | None = None,
     ):
         """Build a pipeline from its parts. Most callers use `wanjax.load` instead.
 
@@ -199,12 +202,14 @@ class Pipeline(metaclass=OtherNamesAdvice):
             partitioner: A mesh with its sharding rules. None uses only JAX's first device.
             compiler: The name of a set of compiler options.
             published: Sizes (height, width) that the model's authors recommend, in addition to the default size.
+            domain: What a small model was trained on; None for a model that accepts any prompt.
         """
         self.components = components
         self.model = model
         self.defaults = defaults
         self.partitioner = one_device_partitioner() if partitioner is None else partitioner
         self.compiler = compiler
+        self.domain = domain
         self.sizes = named_sizes(model, defaults, published)
         self.progress = None
         self.strategy = EXECUTE
@@ -612,6 +617,8 @@ class Pipeline(metaclass=OtherNamesAdvice):
             if settings.negative_prompt != self.defaults.negative_prompt:
                 notes += guidance_notes(settings)
             notes += shift_notes(self.model, settings, self.defaults.flow_shift)
+            notes += shape_notes(self.domain, settings)
+            notes += word_notes(self.domain, settings.model, settings.prompts)
         return list(dict.fromkeys([*notes, *self.truncation_notes(*videos)]))
 
     @check_keywords

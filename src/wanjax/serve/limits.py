@@ -12,6 +12,7 @@ from wanjax.media.bounds import MEDIA_LIMITS
 from wanjax.pipelines.settings import Setting, Settings
 
 CLIP_FACTOR = 8  # all frames of a clip together may have `picture` pixels times this factor
+MIN_SIZE_RATIO = 0.4  # a message suggests no size whose sides are smaller than this share of the requested sides
 PIXEL_FACTOR = 4  # a video may have this many times the pixels of the model's default video
 
 
@@ -85,7 +86,7 @@ class Limits:
             advice.append(f"at most {pluralize(frames, 'frame')} ({frames / settings.fps:.4g} s) of this size")
         if settings.windows > 1 and max_length >= settings.frames and has_valid_size:
             advice.append(f"at most {pluralize(self._most_windows(settings), 'window')}")
-        if width and height:
+        if width and height and ratio >= MIN_SIZE_RATIO:
             valid_frames = (settings.frames - 1) // temporal * temporal + 1
             other_frames = "" if settings.frames == valid_frames else f" and {pluralize(valid_frames, 'frame')}"
             advice.append(f"a size of {width}x{height}{other_frames}")

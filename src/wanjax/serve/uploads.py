@@ -156,7 +156,7 @@ def _advice(name: str, names: Collection[str]) -> str:
     if name in FIELD_ADVICE:
         return FIELD_ADVICE[name]
     if name in LOAD_KEYWORDS:
-        return "it is fixed when the server starts, so leave it out; started_with in /v1/models has its options"
+        return "it is fixed when the server starts, so leave it out"
     similar = near_names(name, names, 1)
     if name in schema(Settings):
         return "it has no effect for this model, so leave it out" + (f", or use {similar[0]}" if similar else "")

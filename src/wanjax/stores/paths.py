@@ -287,8 +287,7 @@ def parse_path(name: str | Path | RemotePath) -> AnyPath:
     if scheme not in STORE_LIBRARIES:
         schemes = ", ".join(f"{scheme}://" for scheme in (*STORE_LIBRARIES, LOCAL_SCHEME))
         if WEB_ADDRESS_PATTERN.fullmatch(str(name)):
-            place = f"give a file or folder of this machine, or a URL of {schemes}"
-            raise WanjaxError(f"{name} is a web address, which cannot be read or written as a file: {place}")
+            raise WanjaxError(f"{name} is {download_advice(str(name))}, and {schemes} can be read and written")
         raise WanjaxError(f"{scheme}:// is not a supported store: use {schemes}")
     bucket, *parts = (path[:-1] if path.endswith("/") else path).split("/")
     if not BUCKET_PATTERN.fullmatch(bucket) or not all(

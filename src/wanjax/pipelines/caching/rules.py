@@ -364,7 +364,7 @@ def resolve_rule(
     if fewest_steps := min_steps(rule, phases_for, steps, tables):
         advice = f"give at least {fewest_steps} steps"
         if not rule.reuse_is_known_before_run:
-            advice += " and, with so few, a high threshold"
+            advice = f"give more than {fewest_steps} steps, and still more for a low threshold"
     raise SettingError(f"{problem}: {advice}, or the cache none", "cache")
 
 

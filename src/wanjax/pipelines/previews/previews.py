@@ -102,6 +102,8 @@ def _check_arguments(file: Any, looks: Any) -> None:
     """Raise WanjaxError unless `file` is a path or None, and `looks` a number above 0."""
     if not isinstance(file, str | PathLike | RemotePath | None):
         raise WanjaxError(f"the file of previews must be a path, got {repr_short(file)}: give one such as preview.png")
+    if file is not None and not str(file).lower().endswith(".png"):
+        raise WanjaxError(f"the file of previews must be a .png, got {repr_short(str(file))}: give another suffix")
     if isinstance(looks, bool) or not isinstance(looks, int) or looks < 1:
         advice = f"give one such as {PREVIEW_COUNT}"
         raise WanjaxError(f"looks must be a whole number of at least 1, got {repr_short(looks)}: {advice}")

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Requests to the server. URLs are relative, because a proxy may serve the page under any path.
 
+import { text } from "./texts.js";
+
 // The error of a request, reported by the server or by the form. `param` is the wrong field, or null.
 export class RequestError extends Error {
   constructor(status, message, param = null) {
@@ -14,8 +16,17 @@ function keepSeedDigits(name, value, context) {
   return name === "seed" && context?.source ? context.source : value;
 }
 
+// Sends a request; a server that does not answer gives an error in words, without a status.
+async function send(path, options) {
+  try {
+    return await fetch(path, options);
+  } catch {
+    throw new RequestError(undefined, text("no_answer"));
+  }
+}
+
 export async function fetchJson(path, options = {}) {
-  const response = await fetch(path, options);
+  const response = await send(path, options);
   if (response.ok) return response.status === 204 ? null : JSON.parse(await response.text(), keepSeedDigits);
   let error = { message: `${response.status} ${response.statusText}`, param: null };
   try {
@@ -32,7 +43,7 @@ export function contentOf(video, variant = null) {
 
 // Downloads an input file of a video, so that a new request can send the file again.
 export async function fileOf(video, variant) {
-  const response = await fetch(contentOf(video, variant));
+  const response = await send(contentOf(video, variant));
   if (!response.ok) return null;
   const type = response.headers.get("content-type");
   return new File([await response.blob()], `${variant}.${type.split("/").pop()}`, { type });

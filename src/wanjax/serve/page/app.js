@@ -221,7 +221,7 @@ function App() {
     <main>
       ${token.needed ? html`<${Login} login=${login} error=${token.wrong} />` : html`
         <div class="left">
-          <${Composer} form=${form} setForm=${form ? setForm : () => {}} models=${models} videos=${videos}
+          <${Composer} form=${form} setForm=${form ? setForm : () => {}} models=${models} videos=${videos} connection=${state.key}
             announce=${announce} needToken=${needToken} open=${setViewed} />
         </div>
         <div class="right">

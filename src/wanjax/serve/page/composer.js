@@ -263,7 +263,7 @@ function RequestedVideos({ ids, videos, open }) {
     <button type="button" class="see" onClick=${show}>${text("see")}</button></p>`;
 }
 
-export function Composer({ form, setForm, models, videos, announce, needToken, open: openVideo }) {
+export function Composer({ form, setForm, models, videos, connection, announce, needToken, open: openVideo }) {
   const model = models.find((model) => model.id === form?.model) ?? models[0];
   const [errors, setErrors] = useState({});
   const [refusedFiles, setRefusedFiles] = useState({}); // error messages by input, "" for a file that no input accepts
@@ -286,6 +286,9 @@ export function Composer({ form, setForm, models, videos, announce, needToken, o
     if (matchMedia(WIDE_SCREEN).matches) item.scrollIntoView({ block: "nearest", behavior: prefersReducedMotion() ? "auto" : "smooth" });
   });
 
+  useEffect(() => {
+    if (connection === "state_ready") setMessage(""); // the server may answer again
+  }, [connection]);
   useEffect(() => setRefusedFiles({}), [form?.model, form?.from]); // another form has other inputs
 
   const change = (changes) => {

@@ -151,6 +151,15 @@ function numberError(label, value, schema, step = 1, from = null) {
   return null;
 }
 
+// The largest number of frames that the server allows at the size of a form. A picture or several windows are checked by the server.
+function maxFrames(form, model, maximum) {
+  const { width, height, windows = 1 } = settingsOf(form, model);
+  if (hasPicture(form) || windows > 1 || !(width * height > 0)) return maximum;
+  const step = model.frames_step;
+  const frames = Math.floor((model.limits.pixels / (width * height) - 1) / step) * step + 1;
+  return Math.min(Math.max(frames, 1), maximum ?? Infinity);
+}
+
 // Checks a form, and returns {field: message} in the order of the page.
 export function formErrors(form, model) {
   const errors = {};
@@ -177,7 +186,8 @@ export function formErrors(form, model) {
     const value = form.values[name];
     if (value === undefined || !["number", "range"].includes(kind) || !isUseful(name, form, model)) continue;
     const step = name === "frames" ? [model.frames_step, 1] : [];
-    const message = numberError(labelOf(name), value, schema, ...step);
+    const bounds = name === "frames" ? { ...schema, maximum: maxFrames(form, model, schema.maximum) } : schema;
+    const message = numberError(labelOf(name), value, bounds, ...step);
     if (message) errors[name] = message;
   }
   return errors;
