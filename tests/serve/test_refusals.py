@@ -410,7 +410,8 @@ FIELDS = {  # fields beside the prompt, as JSON; the wrong field; the words of t
     '"stepz": 2': ("stepz", "'stepz' steps"),
     '"num_frames": 5': ("num_frames", "'num_frames' frames"),
     '"sampler": "euler"': ("sampler", "'sampler' scheduler"),
-    '"dtype": "bfloat16"': ("dtype", "'dtype' fixed server starts leave"),
+    '"dtype": "bfloat16"': ("dtype", "'dtype' server started_with"),
+    '"mesh": "tp=2"': ("mesh", "'mesh' fixed server starts leave it out"),
     '"boundary": 0.5': ("boundary", "'boundary' effect model"),
 }
 

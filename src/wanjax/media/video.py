@@ -32,7 +32,7 @@ from wanjax.media.ffmpeg import container_tags, run_ffmpeg
 from wanjax.media.inputs import CLIP_SUFFIXES
 from wanjax.media.webp import restore_duration
 from wanjax.signals import cleanup_on_exit
-from wanjax.stores.paths import WEB_ADDRESS_PATTERN, AnyPath, RemotePath, local_copy, missing_file, parse_path
+from wanjax.stores.paths import AnyPath, RemotePath, check_no_web_address, local_copy, missing_file, parse_path
 from wanjax.stores.temporary import sibling_path, temp_dir
 from wanjax.stores.writing import atomic_write, check_folder, check_free_space
 
@@ -220,8 +220,7 @@ def prepare_output_path(path: str | AnyPath, frames: int = 1) -> AnyPath:
     Raises WanjaxError if the suffix is unknown, the folder is not writable, a folder of PNG contains other files or
     would be in a store, or a .png would contain several frames.
     """
-    if WEB_ADDRESS_PATTERN.fullmatch(str(path)):
-        raise WanjaxError(f"{path} is a web address, where no files can be written: give a file or folder, or s3://")
+    check_no_web_address(path)
     suffix, target = check_suffix(path), parse_path(path).absolute()
     if suffix == ".png" and frames != 1:
         raise WanjaxError(ONE_FRAME_MESSAGE.format(path))

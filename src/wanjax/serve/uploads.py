@@ -36,7 +36,7 @@ from wanjax.pipelines.request import (
     VideoRequest,
     other_fields,
 )
-from wanjax.pipelines.settings import ALLOW_EMPTY, RANDOM_SEED, Settings, schema
+from wanjax.pipelines.settings import ALLOW_EMPTY, LOAD_SETTINGS, RANDOM_SEED, Settings, schema
 from wanjax.schedulers import name_of
 from wanjax.serve.limits import Limits
 from wanjax.serve.model_info import request_settings, with_scheduler
@@ -156,7 +156,8 @@ def _advice(name: str, names: Collection[str]) -> str:
     if name in FIELD_ADVICE:
         return FIELD_ADVICE[name]
     if name in LOAD_KEYWORDS:
-        return "it is fixed when the server starts, so leave it out"
+        value = "; started_with in /v1/models has its value" if name in LOAD_SETTINGS else ""
+        return f"it is fixed when the server starts, so leave it out{value}"
     similar = near_names(name, names, 1)
     if name in schema(Settings):
         return "it has no effect for this model, so leave it out" + (f", or use {similar[0]}" if similar else "")

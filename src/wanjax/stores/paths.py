@@ -41,6 +41,7 @@ HUB_ADDRESS_PATTERN = re.compile(
 )
 WEB_ADDRESS_PATTERN = re.compile(r"(https?|ftp)://\S+", re.IGNORECASE)
 LOCAL_SCHEME = "file"  # the scheme of this machine's files
+SCHEMES = ", ".join(f"{scheme}://" for scheme in (*STORE_LIBRARIES, LOCAL_SCHEME))
 URL_PATTERN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+)://(?P<path>.*)", re.IGNORECASE | re.DOTALL)
 BUCKET_PATTERN = re.compile(r"[\w.-]+", re.ASCII)
 PROGRESS_BATCH = 64  # the number of files between two reports of progress
@@ -285,10 +286,9 @@ def parse_path(name: str | Path | RemotePath) -> AnyPath:
             raise WanjaxError(f"{name} is not the URL of a local file: write file:///PATH with an absolute path")
         return Path(path)
     if scheme not in STORE_LIBRARIES:
-        schemes = ", ".join(f"{scheme}://" for scheme in (*STORE_LIBRARIES, LOCAL_SCHEME))
         if WEB_ADDRESS_PATTERN.fullmatch(str(name)):
-            raise WanjaxError(f"{name} is {download_advice(str(name))}, and {schemes} can be read and written")
-        raise WanjaxError(f"{scheme}:// is not a supported store: use {schemes}")
+            raise WanjaxError(f"{name} is {download_advice(str(name))}, and {SCHEMES} can be read and written")
+        raise WanjaxError(f"{scheme}:// is not a supported store: use {SCHEMES}")
     bucket, *parts = (path[:-1] if path.endswith("/") else path).split("/")
     if not BUCKET_PATTERN.fullmatch(bucket) or not all(
         map(_is_safe_name, parts)
@@ -303,6 +303,13 @@ def full_name(name: str | Path | RemotePath) -> str:
     """Return the absolute path of an existing local file or folder; return any other name unchanged."""
     path = parse_path(name)
     return str(path.absolute()) if isinstance(path, Path) and os.path.exists(path) else str(name)
+
+
+def check_no_web_address(path: str | AnyPath) -> None:
+    """Raise WanjaxError for a web address as the name of a file to write."""
+    if WEB_ADDRESS_PATTERN.fullmatch(str(path)):
+        place = f"give a file or folder of this machine, or a URL of {SCHEMES}"
+        raise WanjaxError(f"{path} is a web address, where no files can be written: {place}")
 
 
 def download_advice(address: str, *, accepts_hub: bool = False) -> str:
