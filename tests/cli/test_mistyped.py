@@ -91,6 +91,8 @@ def parsed(tmp_path, monkeypatch, record_arguments) -> Arguments:
         (["cat", "--lora-strength", "0.5"], "'--lora-strength' --lora FILE:0.5"),
         (["cat", "--lora", "a.safetensors", "0.5"], "strength LoRA --lora a.safetensors:0.5"),
         (["cat", "--seed", "1..3"], "--seed 1..3 --seeds 1..3"),
+        (["cat", "--tiling"], "'--tiling' --tile"),
+        (["a red circle", "a blue square"], "2 prompts one video line file --prompts"),
         (["cat", "--workflow", "a.json"], "'--workflow' --from"),
         (["train", "nano", "clips", "--out", "a", "--prompt", "b"], "'--prompt' --sample-prompt"),
         (["cat", "--out", "--seed", "3"], "--out no value --seed"),

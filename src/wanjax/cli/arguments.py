@@ -39,6 +39,9 @@ OTHER_OPTION_NAMES = {
     "sample-solver": "scheduler",
     "length": "frames",
     "resolution": "size",
+    **dict.fromkeys(
+        ("tiling", "tiled", "vae-tiling", "vae-slicing", "enable-vae-tiling", "enable-vae-slicing"), "tile"
+    ),
     "output": "out",
     "output-file": "out",
     "save-file": "out",
@@ -379,6 +382,9 @@ def check_extra(
                 f"no command is named {prompt!r}, and {file} is a file: {advice_to_repeat}, {advice_to_show}, "
                 f"and {advice}"
             )
+        if all(len(text.split()) > 1 for text in (prompt, *extra_words)) and "--prompts" in options:
+            advice = "write each prompt on a line of a file, and give the file to --prompts"
+            raise click.UsageError(f"{1 + len(extra_words)} prompts are given, for one video: {advice}", ctx)
         words = " ".join([prompt, *extra_words])
         command_line = f"{ctx.command_path} {'-- ' if words.startswith('-') else ''}{shlex.quote(words)}"
         raise click.UsageError(
