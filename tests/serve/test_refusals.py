@@ -411,6 +411,7 @@ FIELDS = {  # fields beside the prompt, as JSON; the wrong field; the words of t
     '"num_frames": 5': ("num_frames", "'num_frames' frames"),
     '"sampler": "euler"': ("sampler", "'sampler' scheduler"),
     '"dtype": "bfloat16"': ("dtype", "'dtype' server started_with"),
+    '"out": "a.mp4"': ("out", "'out' GET /v1/videos/ID/content"),
     '"mesh": "tp=2"': ("mesh", "'mesh' fixed server starts leave it out"),
     '"boundary": 0.5': ("boundary", "'boundary' effect model"),
 }

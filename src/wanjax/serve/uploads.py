@@ -23,7 +23,7 @@ from wanjax.errors import SettingError, WanjaxError, comma_list, json_values, ne
 from wanjax.jobs.notes import noting_warnings
 from wanjax.media.inputs import CLIP_SUFFIXES, IMAGE, INPUT_SPECS, VIDEO, InputSpec, check_inputs
 from wanjax.media.pictures import DECODE_LOCK, NotAPictureError, PictureOfAnySize, open_image, to_picture
-from wanjax.pipelines.other_names import FIELD_ADVICE, LOAD_KEYWORDS, RENAMED
+from wanjax.pipelines.other_names import FIELD_ADVICE, LOAD_KEYWORDS, OUTPUT_NAMES, RENAMED
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.request import (
     ALTERNATIVES,
@@ -153,6 +153,8 @@ def _advice(name: str, names: Collection[str]) -> str:
         return f"use {RENAMED[name]}"
     if name in OTHER_FIELDS:
         return f"use {OTHER_FIELDS[name]}"
+    if name in OUTPUT_NAMES:
+        return "GET /v1/videos/ID/content returns the video; a picture is sent as image, and a clip as video"
     if name in FIELD_ADVICE:
         return FIELD_ADVICE[name]
     if name in LOAD_KEYWORDS:
