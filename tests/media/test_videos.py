@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.support.media import SETTINGS, names_in
+from tests.support.types import unchecked
 from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.media import video as video_files
@@ -164,6 +165,13 @@ def test_refused_videos_leave_nothing(tmp_path, monkeypatch, name, frames, messa
         video_files.write_video(f"{tmp_path}/{name}", frames, 16)
     assert names_in(tmp_path) == ["file"]
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("fps", [0, -8, float("nan"), float("inf"), "16", None])
+def test_a_frame_rate_is_a_number_above_0(tmp_path, fps):
+    with unchecked(), pytest.raises(WanjaxError, match=line_with_words(f"fps number 0 {fps!r}")):
+        video_files.write_video(tmp_path / "a.mp4", clip(), fps)
+    assert names_in(tmp_path) == []
 
 
 def test_no_video_is_written_to_a_web_address():

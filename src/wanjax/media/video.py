@@ -182,6 +182,8 @@ def write_video(
     Raises:
         WanjaxError: The suffix is unknown, the frames are invalid, or the file cannot be written.
     """
+    if not (isinstance(fps, int | float | np.number) and 0 < fps < np.inf):
+        raise WanjaxError(f"fps must be a number above 0, got {repr_short(fps)}: give one such as 16")
     target = prepare_output_path(path)
     chunks = (frames,) if isinstance(frames, np.ndarray) else frames
     VIDEO_WRITERS[_suffix(path)](target, _single_frames(chunks), fps, json.dumps(dict(metadata or {})))

@@ -32,6 +32,7 @@ KEYWORD_ADVICE = {
     "n": "one request makes one video, and pipe(prompt, seeds=[1, 2, 3]) several",
     "aspect_ratio": "use size, such as 832x480, width first, or 480p",
     "ratio": "use size, such as 832x480, width first, or 480p",
+    "resolution": "use size, such as 832x480, width first, or 480p",
     "num_videos_per_prompt": "use seeds=[1, 2, 3] to make several videos",
     "prompt_embeds": "pass the output of pipe.encode(prompt) to pipe.denoise",
     "negative_prompt_embeds": "pass the output of pipe.encode(prompt) to pipe.denoise",
