@@ -865,6 +865,8 @@ def test_the_page_reconnects_to_a_restarted_server(browser, tmp_path):
         page.fill("#prompt", "still here")
         page.click("#make")
         page.wait_for_selector("#message:has-text('does not answer')")
+        box = page.locator("#message").bounding_box()
+        assert box["y"] + box["height"] <= page.viewport_size["height"]  # visible without scrolling
     with serving(tmp_path, "--no-rehearse", "--port", str(port)):
         page.wait_for_selector("#state:has-text('nano')", timeout=60_000)
         assert page.input_value("#prompt") == "still here"
