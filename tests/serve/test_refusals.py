@@ -724,7 +724,8 @@ def test_metrics_are_in_the_form_of_prometheus(start):
 
 
 OPTIONS = [
-    (["--host", "0.0.0.0"], "token --token"),
+    (["--host", "0.0.0.0"], "--host 0.0.0.0 may other machines token --token"),
+    (["--host", "999.1.1.1"], "--host 999.1.1.1 may other machines token --token"),
     (["--host", "0.0.0.0", "--token", "short"], "16 characters"),
     (["--token", ""], "16 characters"),  # the value of an unset variable of the shell
     (["--host", "203.0.113.1", "--token", TOKEN], "203.0.113.1 --host"),
