@@ -398,6 +398,12 @@ def test_a_warning_points_to_the_line_of_the_user():
         assert caught[0].filename == __file__
 
 
+def test_a_folder_named_like_the_hub_is_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("huggingface.co/owner/name").mkdir(parents=True)
+    assert has_line_with_words(refused(wanjax.load, "huggingface.co/owner/name"), "model_index.json")
+
+
 def test_a_conditioning_without_an_array_is_refused(pipe):
     conditioning = pipe.encode("a red circle")
     for value, text in ((None, "None"), ("a red circle", "'a red circle'")):

@@ -70,8 +70,11 @@ def is_local(source: str | Path) -> bool:
 
 
 def check_no_address(source: str | Path) -> None:
-    """Raise WanjaxError for an address on the web. A hub address without `https://` is also one."""
+    """Raise WanjaxError for an address on the web. A hub address without `https://` is also one, unless it is a path on
+    this machine."""
     text = str(source)
+    if os.path.exists(text):
+        return
     if WEB_ADDRESS_PATTERN.fullmatch(text) or HUB_ADDRESS_PATTERN.fullmatch(text):
         raise WanjaxError(f"{text} is {download_advice(text, accepts_hub=True)}")
 
